@@ -1,0 +1,1 @@
+"""The intermediate representation: data structures, op table, text form, verifier and NumPy meaning."""

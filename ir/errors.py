@@ -1,0 +1,55 @@
+"""Errors a user can meet, each with the process exit code of the command-line contract.
+
+An error says *where* it happened, *what* was found (and what was expected), and, when there is one, a *hint* that says what
+to do next. Our own bugs raise AssertionError and are not part of this hierarchy.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of all errors that are meant for a user's eyes."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        self.what, self.where, self.hint = what, where, hint
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}\n  hint: {self.hint}" if self.hint else text
+
+
+class UsageError(PenstockError):
+    """Options or files that the user gave do not make sense together."""
+
+    exit_code = 2
+
+
+class ParseError(UsageError):
+    """IR text that does not follow the grammar; `where` is file:line."""
+
+
+class UnsupportedModel(PenstockError):
+    """A model that is valid but needs something Penstock does not have; lists everything at once."""
+
+    exit_code = 3
+
+
+class DoesNotFit(PenstockError):
+    """No plan meets the memory or device limits."""
+
+    exit_code = 4
+
+
+class VerifyError(PenstockError):
+    """A module, bundle or result that breaks an invariant."""
+
+    exit_code = 5
+
+
+class PeerLost(PenstockError):
+    """A rank died, hung or closed its connection."""
+
+    exit_code = 6

@@ -1,0 +1,249 @@
+"""The module: values, operations, graphs, variables, stages and the edges between them.
+
+Everything is immutable by convention: a pass builds new objects and shares what it did not touch. A value's name is its identity
+inside a graph, and across the graphs of one module the same name means the same tensor: the forward graph of a stage saves `%h`,
+its backward graph takes `%h`; one stage returns `%h`, the next takes `%h`. So nothing but names wires stages together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from .types import TensorType
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+    from .schedule import Schedule
+
+Scalar = bool | int | float | str
+Attr = Scalar | tuple[Scalar, ...]
+Attrs = Mapping[str, Attr]
+
+# Attributes that planners may write on any operation. They never change what an operation computes.
+ANNOTATIONS = ("stage", "mesh", "sharding", "recompute", "kernel")
+
+PARAM, GRAD, STATE, BUFFER, TABLE = "param", "grad", "state", "buffer", "table"
+ROLES = (PARAM, GRAD, STATE, BUFFER, TABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor of a graph. Equal when name and type are equal."""
+
+    name: str
+    type: TensorType
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"%{self.name} : {self.type}"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation. `kind` is a row of the op table; `loc` is the ONNX node or Python line it came from."""
+
+    kind: str
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
+    attrs: Attrs = field(default_factory=dict)
+    loc: str = ""
+
+    def with_attrs(self, **changed: Attr | None) -> Op:
+        """A copy with attributes set, or removed where the new value is None."""
+        attrs = {k: v for k, v in self.attrs.items() if k not in changed}
+        attrs |= {k: v for k, v in changed.items() if v is not None}
+        return Op(self.kind, self.ins, self.outs, attrs, self.loc)
+
+    @property
+    def var(self) -> str:
+        """The variable a state operation touches."""
+        return str(self.attrs["var"])
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A straight line of operations. `saved` are values kept for the backward graph of the same microbatch."""
+
+    name: str
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    saved: tuple[Value, ...] = ()
+
+    @property
+    def results(self) -> tuple[Value, ...]:
+        """What a compiled graph hands back: its outputs, then the saved values that are neither inputs nor outputs."""
+        known = {*self.ins, *self.outs}
+        return self.outs + tuple(v for v in self.saved if v not in known)
+
+    def producers(self) -> dict[Value, Op]:
+        return {v: op for op in self.ops for v in op.outs}
+
+
+@dataclass(frozen=True, slots=True)
+class Var:
+    """State that outlives a microbatch. `init` says where the first value comes from: `file` (the weights) or `zeros`."""
+
+    name: str
+    type: TensorType
+    role: str
+    stage: int | None = None
+    versions: int = 1
+    policy: str = ""
+    init: str = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Devices arranged along named axes, the last axis fastest."""
+
+    name: str
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of the model and where it runs: a device name, or the name of a mesh. A stage is not a rank."""
+
+    index: int
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What travels from stage `src` to stage `dst` for each microbatch, in one message. `phase` is F or B."""
+
+    src: int
+    dst: int
+    phase: str
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A fact for the user, left by a pass."""
+
+    origin: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Module:
+    """A whole program. `inputs` are fed for every microbatch, `outputs` are handed to the user; both by value name."""
+
+    name: str
+    inputs: tuple[Value, ...] = ()
+    outputs: tuple[str, ...] = ()
+    cluster: Cluster | None = None
+    meshes: tuple[Mesh, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    vars: Mapping[str, Var] = field(default_factory=dict)
+    graphs: Mapping[str, Graph] = field(default_factory=dict)
+    edges: tuple[Edge, ...] = ()
+    schedule: Schedule | None = None
+    facts: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+    def but(self, **changed: object) -> Module:
+        """A copy with some fields replaced."""
+        return replace(self, **changed)  # type: ignore[arg-type]
+
+    def with_graph(self, graph: Graph) -> Module:
+        return self.but(graphs={**self.graphs, graph.name: graph})
+
+    def noted(self, origin: str, *texts: str) -> Module:
+        return self.but(notes=self.notes + tuple(Note(origin, text) for text in texts))
+
+    def stage_graph(self, stage: int, kind: str) -> Graph | None:
+        """The graph of one stage: kind is F, B or U."""
+        return self.graphs.get(f"s{stage}.{kind}")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One buffer a compiled graph reads or writes: `slot` is mb, latest or next for versioned reads and writes, else empty."""
+
+    var: str
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The calling convention every backend follows: positional arguments are `ins` then `slots`, results are `results`."""
+
+    ins: tuple[Value, ...]
+    slots: tuple[Slot, ...]
+    results: tuple[Value, ...]
+
+
+def slot_of(op: Op) -> Slot | None:
+    """The buffer a state operation touches; None for pure operations."""
+    match op.kind:
+        case "read":
+            return Slot(op.var, str(op.attrs.get("version", "latest")))
+        case "write":
+            return Slot(op.var, "next")
+        case "accum" | "take":
+            return Slot(op.var, "")
+    return None
+
+
+def signature(graph: Graph) -> Signature:
+    """Buffers in order of first use. `take` and `accum` work on the buffer in place; `write` fills the slot it names."""
+    slots = dict.fromkeys(s for s in map(slot_of, graph.ops) if s is not None)
+    return Signature(graph.ins, tuple(slots), graph.results)
+
+
+# ------------------------------------------------------------------------------------------------ rewriting
+
+
+def substitute(values: Iterable[Value], table: Mapping[Value, Value]) -> tuple[Value, ...]:
+    return tuple(table.get(v, v) for v in values)
+
+
+def rewrite(graph: Graph, rule: Callable[[Op], Sequence[Op] | None]) -> Graph:
+    """Replace operations one by one. `rule` gives None to keep an op, else the ops that stand in its place; the results of the
+    last of them replace the results of the old one, unless the names are kept. Returns the same object when nothing changed."""
+    table: dict[Value, Value] = {}
+    ops: list[Op] = []
+    changed = False
+    for op in graph.ops:
+        if table:
+            ins = substitute(op.ins, table)
+            if ins != op.ins:
+                op = Op(op.kind, ins, op.outs, op.attrs, op.loc)
+        new = rule(op)
+        if new is None:
+            ops.append(op)
+            continue
+        changed = True
+        ops += new
+        if new:
+            table |= {a: b for a, b in zip(op.outs, new[-1].outs, strict=True) if a != b}
+    if not changed:
+        return graph
+    return Graph(graph.name, graph.ins, substitute(graph.outs, table), tuple(ops), substitute(graph.saved, table))
+
+
+class Namer:
+    """Hands out names that are not taken yet: `h`, then `h.1`, `h.2`, in order, so that output is deterministic."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = set(taken)
+
+    @classmethod
+    def of(cls, *graphs: Graph) -> Namer:
+        return cls(v.name for g in graphs for v in (*g.ins, *(o for op in g.ops for o in op.outs)))
+
+    def fresh(self, base: str) -> str:
+        name, n = base, 0
+        while name in self._taken:
+            n += 1
+            name = f"{base}.{n}"
+        self._taken.add(name)
+        return name

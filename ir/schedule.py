@@ -1,0 +1,90 @@
+"""Who runs what, when, with which weight version: the program of every rank as a list of actions.
+
+    <stage><kind><microbatch>[@version][>peer|<peer]        0F3@1   0SF3>1   1RF3<0   0U1@2   0D3
+
+Kinds: F forward, B backward (W when the weight gradient is split off), U update, SF RF SB RB send and receive of boundary values,
+AR reduction of coalesced gradients, D drop of all a microbatch still holds. For U and AR the number is the batch, not the microbatch.
+`str(action)` and `Action.parse` are exact inverses.
+
+Training has no fixed length, so a schedule is a *period*: for each rank a `start` list, run once, and a `batch` list, run once per
+batch. Both are written as for batch 1 (microbatches m .. 2m-1 of m per batch): weight versions are relative to the batch and clamped at
+0, and batch 1 is the first where no clamping hides them. `expand` turns the period into the concrete program of a run:
+shift everything by (t - 1) batches, and leave out actions of microbatches past the end, which is what drains the pipeline.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+KINDS = ("F", "B", "W", "U", "SF", "RF", "SB", "RB", "AR", "D")
+COMPUTE = ("F", "B", "W", "U")
+SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
+PER_BATCH = ("U", "AR")
+_ACTION = re.compile(r"(\d+)(SF|RF|SB|RB|AR|F|B|W|U|D)(\d+)(?:@(\d+))?(?:([<>])(\d+))?")
+
+
+class Action(NamedTuple):
+    kind: str
+    stage: int
+    mb: int
+    version: int | None = None
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.stage}{self.kind}{self.mb}"
+        if self.version is not None:
+            text += f"@{self.version}"
+        if self.peer is not None:
+            text += f"{'<' if self.kind in RECEIVES else '>'}{self.peer}"
+        return text
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        match = _ACTION.fullmatch(text)
+        if match is not None:
+            stage, kind, mb, version, arrow, peer = match.groups()
+            expected = "<" if kind in RECEIVES else ">" if kind in (*SENDS, "AR") else None
+            missing = arrow is None and kind in (*SENDS, *RECEIVES)
+            if not missing and (arrow is None or arrow == expected):
+                return Action(kind, int(stage), int(mb), None if version is None else int(version), None if peer is None else int(peer))
+        raise ValueError(f"bad action {text!r}, expected <stage><kind><microbatch>[@version][>peer|<peer], e.g. 0F3@1 or 1RF3<0")
+
+    def shifted(self, batches: int, per_batch: int) -> Action:
+        """The same action `batches` later; versions stop at 0."""
+        mb = self.mb + (batches if self.kind in PER_BATCH else batches * per_batch)
+        version = None if self.version is None else max(0, self.version + batches)
+        return self._replace(mb=mb, version=version)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One rank's actions: `start` once, `batch` once per batch."""
+
+    start: tuple[Action, ...]
+    batch: tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`microbatches` per batch; one update per batch. `ranks` maps a rank to its program."""
+
+    name: str
+    microbatches: int
+    ranks: Mapping[int, Program] = field(default_factory=dict)
+
+    def expand(self, rank: int, batches: int, first: int = 0) -> Iterator[Action]:
+        """The program of `rank` for batches first .. first+batches-1, from an empty pipeline to an empty pipeline."""
+        m, end = self.microbatches, (first + batches) * self.microbatches
+        program = self.ranks[rank]
+        parts = [(program.start, first - 1)] + [(program.batch, t - 1) for t in range(first, first + batches)]
+        for actions, shift in parts:
+            for action in actions:
+                moved = action.shifted(shift, m)
+                if action.kind in PER_BATCH or moved.mb < end:
+                    yield moved
+
+    def expand_all(self, batches: int, first: int = 0) -> dict[int, list[Action]]:
+        return {rank: list(self.expand(rank, batches, first)) for rank in self.ranks}

@@ -1,0 +1,129 @@
+"""Tensor types: an element type, a shape, and how the shape is laid over mesh axes.
+
+Text form: `f32[64,512]`, symbolic dimensions `f32[B,512]`, a dimension split over mesh axes `f32[64/dp,512]`, a sum that is still
+partial over an axis `f32[64,512]+tp`. `str(t)` and `parse_type` are exact inverses.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+Dim = int | str
+
+_NUMPY = {
+    "f64": np.float64,
+    "f32": np.float32,
+    "f16": np.float16,
+    "i64": np.int64,
+    "i32": np.int32,
+    "i8": np.int8,
+    "u8": np.uint8,
+    "bool": np.bool_,
+}
+DTYPES = ("f32", "f16", "bf16", "f64", "i64", "i32", "i8", "u8", "bool")
+FLOATS = ("f32", "f16", "bf16", "f64")
+INTS = ("i64", "i32", "i8", "u8")
+ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8, "i64": 8, "i32": 4, "i8": 1, "u8": 1, "bool": 1}
+
+
+def numpy_dtype(dtype: str) -> np.dtype:  # type: ignore[type-arg]
+    """The NumPy dtype that stores `dtype`; bf16 comes from ml_dtypes."""
+    if dtype == "bf16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(_NUMPY[dtype])
+
+
+def dtype_of(array_dtype: object) -> str:
+    """Our name for a NumPy dtype; ValueError when there is none."""
+    name = np.dtype(array_dtype).name  # type: ignore[call-overload]
+    names = {np.dtype(v).name: k for k, v in _NUMPY.items()} | {"bfloat16": "bf16"}
+    if name not in names:
+        raise ValueError(f"element type {name} has no counterpart here, expected one of {', '.join(DTYPES)}")
+    return names[name]
+
+
+class TensorType(NamedTuple):
+    """`axes[i]` are the mesh axes that split dimension i (empty: replicated); `partial` are axes with an unreduced sum."""
+
+    dtype: str
+    shape: tuple[Dim, ...]
+    axes: tuple[tuple[str, ...], ...] = ()
+    partial: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return _type_str(self)
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def is_static(self) -> bool:
+        return all(isinstance(n, int) for n in self.shape)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The shape when every dimension is a number; AssertionError otherwise (symbols are bound before passes run)."""
+        assert self.is_static, f"{self} has a symbolic dimension"
+        return self.shape  # type: ignore[return-value]
+
+    @property
+    def size(self) -> int:
+        return prod(self.dims)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * ITEM_BYTES[self.dtype]
+
+    def with_shape(self, shape: tuple[Dim, ...]) -> TensorType:
+        return TensorType(self.dtype, tuple(shape))
+
+    def with_dtype(self, dtype: str) -> TensorType:
+        return TensorType(dtype, self.shape)
+
+
+@lru_cache(maxsize=65536)
+def _type_str(t: TensorType) -> str:
+    dims = [str(n) + "".join("/" + a for a in (t.axes[i] if t.axes else ())) for i, n in enumerate(t.shape)]
+    return f"{t.dtype}[{','.join(dims)}]" + "".join("+" + a for a in t.partial)
+
+
+_TYPE = re.compile(r"(\w+)\[([\w,/]*)\]((?:\+\w+)*)")
+_DIM = re.compile(r"(\d+|[A-Za-z_]\w*)((?:/[A-Za-z_]\w*)*)")
+
+
+@lru_cache(maxsize=65536)
+def parse_type(text: str) -> TensorType:
+    """The type that prints as `text`; ValueError says what was expected."""
+    match = _TYPE.fullmatch(text)
+    if match is None or match[1] not in DTYPES:
+        raise ValueError(f"bad tensor type {text!r}, expected one of {'/'.join(DTYPES)} and a shape, e.g. f32[32,64/dp]")
+    shape: list[Dim] = []
+    axes: list[tuple[str, ...]] = []
+    for part in match[2].split(",") if match[2] else ():
+        dim = _DIM.fullmatch(part)
+        if dim is None:
+            raise ValueError(f"bad dimension {part!r} in {text!r}, expected a number or a name, then /axis for each mesh axis")
+        shape.append(int(dim[1]) if dim[1].isdigit() else dim[1])
+        axes.append(tuple(dim[2].split("/")[1:]))
+    return TensorType(match[1], tuple(shape), tuple(axes) if any(axes) else (), tuple(match[3].split("+")[1:]))
+
+
+def broadcast_shapes(*shapes: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """NumPy's rule for shapes, symbols equal only to themselves or to 1; TypeError names the dimension that clashes."""
+    rank = max(map(len, shapes), default=0)
+    out: list[Dim] = []
+    for i in range(rank):
+        sizes = {s[i - rank + len(s)] for s in shapes if i - rank + len(s) >= 0} - {1}
+        if len(sizes) > 1:
+            listed = " and ".join("[" + ",".join(map(str, s)) + "]" for s in shapes)
+            raise TypeError(f"shapes {listed} do not broadcast: dimension {i - rank} is {' and '.join(sorted(map(str, sizes)))}")
+        out.append(sizes.pop() if sizes else 1)
+    return tuple(out)
