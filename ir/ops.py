@@ -63,8 +63,9 @@ def _need(condition: bool, message: str) -> None:
 
 
 def _axis(axis: Attr, rank: int) -> int:
-    _need(isinstance(axis, int) and -rank <= axis < rank, f"axis {axis} is outside a tensor of rank {rank}")
-    return int(axis) % rank
+    if not isinstance(axis, int) or not -rank <= axis < rank:
+        raise TypeError(f"axis {axis} is outside a tensor of rank {rank}")
+    return axis % rank
 
 
 def ints(attr: Attr) -> tuple[int, ...]:
@@ -233,13 +234,13 @@ def window_of(a: Values, kernel: tuple[int, ...]) -> Window:
 
 
 def _conv_out(x: TensorType, w: TensorType, a: Values) -> TensorType:
-    groups = a["groups"]
+    groups = int(a["groups"])  # type: ignore[arg-type]
     _need(x.rank == w.rank >= 3, f"needs batch, channels and at least one spatial dimension on both sides, got {x} and {w}")
     _need(
-        isinstance(groups, int) and x.dims[1] == w.dims[1] * groups,
-        f"{x} has {x.dims[1]} channels, weight {w} in {groups} groups takes {w.dims[1] * int(groups)}",
+        x.dims[1] == w.dims[1] * groups,
+        f"{x} has {x.dims[1]} channels, weight {w} in {groups} groups takes {w.dims[1] * groups}",
     )
-    _need(w.dims[0] % int(groups) == 0, f"{w.dims[0]} output channels do not divide into {groups} groups")
+    _need(w.dims[0] % groups == 0, f"{w.dims[0]} output channels do not divide into {groups} groups")
     return TensorType(x.dtype, (x.shape[0], w.shape[0], *window_of(a, w.dims[2:]).out_sizes(x.dims[2:])))
 
 
@@ -500,16 +501,16 @@ _row_of("argmax", "reduce", 1, _argmax, "index of the first largest along `axis`
 
 # contractions
 _row_of("matmul", "contract", 2, _matmul, "matrix product over the last two dimensions, operands transposed by ta, tb; leading dimensions broadcast", ta=False, tb=False, flops=_matmul_flops, dims="... m k+, ... k+ n -> ... m n")
-_row_of("conv", "contract", 2, _conv, "cross-correlation, x[n,c,...] with w[o,c/groups,...]", flops=_conv_flops, dims="n c+ ...^, o c+ ...^ -> n o ...^", **_CONV)
-_row_of("conv_grad_input", "contract", 2, _conv_grad_input, "gradient of conv for x, from (dy, w); `shape` is x's", flops=_conv_grad_input_flops, shape=Needs(tuple), dims="n o+ ...^, o+ c ...^ -> n c ...^", **_CONV)
-_row_of("conv_grad_weight", "contract", 2, _conv_grad_weight, "gradient of conv for w, from (x, dy); `shape` is w's", flops=_conv_grad_weight_flops, shape=Needs(tuple), dims="n+ c ...^, n+ o ...^ -> o c ...^", **_CONV)
+_row_of("conv", "contract", 2, _conv, "cross-correlation, x[n,c,...] with w[o,c/groups,...]", flops=_conv_flops, dims="n c+ ...^, o c+ ...^ -> n o ...^", **_CONV)  # type: ignore[arg-type]
+_row_of("conv_grad_input", "contract", 2, _conv_grad_input, "gradient of conv for x, from (dy, w); `shape` is x's", flops=_conv_grad_input_flops, shape=Needs(tuple), dims="n o+ ...^, o+ c ...^ -> n c ...^", **_CONV)  # type: ignore[arg-type]
+_row_of("conv_grad_weight", "contract", 2, _conv_grad_weight, "gradient of conv for w, from (x, dy); `shape` is w's", flops=_conv_grad_weight_flops, shape=Needs(tuple), dims="n+ c ...^, n+ o ...^ -> o c ...^", **_CONV)  # type: ignore[arg-type]
 _row_of("attention", "contract", 3, _attention, "softmax(scale * q k^T) v on [batch, heads, positions, size]; `causal` hides later positions", causal=False, scale=Needs(float), flops=_attention_flops, dims="n h s^ d^, n h t^ d^, n h t^ e -> n h s^ e")
 
 # sliding windows
-_row_of("max_pool", "window", 1, _pool, "largest in each window; padding never wins", flops=_pool_flops, dims="n c ...^ -> n c ...^", **_POOL)
-_row_of("max_pool_grad", "window", 3, _max_pool_grad, "from (x, y, dy): dy goes to the first largest of each window", flops=_pool_flops, dims="n c ...^, n c ...^, n c ...^ -> n c ...^", **_POOL)
-_row_of("avg_pool", "window", 1, _pool, "mean of each window; `include_pad` counts padding", flops=_pool_flops, include_pad=False, dims="n c ...^ -> n c ...^", **_POOL)
-_row_of("avg_pool_grad", "window", 1, _avg_pool_grad, "from dy; `shape` is x's", flops=_pool_flops, include_pad=False, shape=Needs(tuple), dims="n c ...^ -> n c ...^", **_POOL)
+_row_of("max_pool", "window", 1, _pool, "largest in each window; padding never wins", flops=_pool_flops, dims="n c ...^ -> n c ...^", **_POOL)  # type: ignore[arg-type]
+_row_of("max_pool_grad", "window", 3, _max_pool_grad, "from (x, y, dy): dy goes to the first largest of each window", flops=_pool_flops, dims="n c ...^, n c ...^, n c ...^ -> n c ...^", **_POOL)  # type: ignore[arg-type]
+_row_of("avg_pool", "window", 1, _pool, "mean of each window; `include_pad` counts padding", flops=_pool_flops, include_pad=False, dims="n c ...^ -> n c ...^", **_POOL)  # type: ignore[arg-type]
+_row_of("avg_pool_grad", "window", 1, _avg_pool_grad, "from dy; `shape` is x's", flops=_pool_flops, include_pad=False, shape=Needs(tuple), dims="n c ...^ -> n c ...^", **_POOL)  # type: ignore[arg-type]
 
 # rows
 _row_of("softmax", "row", 1, _row, "e^x over its sum along `axis`", axis=-1, flops=_per_element(14), dims="... n^ -> ... n^")

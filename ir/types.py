@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,12 +31,13 @@ INTS = ("i64", "i32", "i8", "u8")
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8, "i64": 8, "i32": 4, "i8": 1, "u8": 1, "bool": 1}
 
 
-def numpy_dtype(dtype: str) -> np.dtype:  # type: ignore[type-arg]
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """The NumPy dtype that stores `dtype`; bf16 comes from ml_dtypes."""
     if dtype == "bf16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        bf16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bf16
     return np.dtype(_NUMPY[dtype])
 
 

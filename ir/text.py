@@ -1,0 +1,429 @@
+"""Text form of a module: printer and parser, side by side. One operation per line, so that every error has a line number and `diff` works.
+
+    module    = "module @" name [" facts(" name {", " name} ")"] " {" {line} "}"
+    line      = device | link | mesh | stage | input | output | var | edge | graph | schedule | note
+    device    = "device " name {" " key "=" literal} {" " space ":" bytes}
+    link      = "link " name " " name {" " key "=" literal}
+    mesh      = "mesh @" name " (" axis "=" size {", " axis "=" size} ") " device {" " device}
+    stage     = "stage " index " on " place
+    input     = "input " value                             value  = "%" name " : " type
+    output    = "output %" name
+    var       = "var @" name " : " type [" stage " index] " " role [" versions " n] [" policy " name] [" init " name]
+    edge      = "edge " src ">" dst " " phase " : " value {", " value}
+    graph     = "graph @" name "(" [value {", " value}] ") {" {op} ["save " names] "return" [" " names] "}"
+    op        = [value {", " value} " = "] kind "(" [argument {", " argument}] ")" [" ; " loc]
+    argument  = "%" name | "@" name | key "=" literal      "@" name is the attribute `var`
+    literal   = "true" | "false" | integer | float | word | JSON string | "[" [literal {"," literal}] "]"
+    schedule  = "schedule " name " microbatches " n " {" {"rank " r " start:" {" " action}  "rank " r " batch:" {" " action}} "}"
+    note      = "note " origin ": " text
+    name      = letters, digits and _ . / : -              type   = see ir/types.py       action = see ir/schedule.py
+
+A module is printed in the order of this list; indentation and blank lines do not matter to the parser; a line that starts with `//` is a
+comment. `print_module(parse_module(t)) == t` for every printed t. There are no weights in the text: variables name them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NoReturn
+
+from .cluster import Cluster, Device, Link
+from .errors import ParseError
+from .graph import ROLES, Attr, Edge, Graph, Mesh, Module, Note, Op, Scalar, Stage, Value, Var
+from .schedule import Action, Program, Schedule
+from .types import parse_type
+
+NAME = r"[\w./:\-]+"
+_WORDS_TAKEN = ("true", "false", "inf", "nan")
+
+# ------------------------------------------------------------------------------------------------ printing
+
+
+def print_literal(value: Attr) -> str:
+    """An attribute value as text; `parse_literal` is the inverse."""
+    if isinstance(value, tuple):
+        return "[" + ",".join(print_literal(v) for v in value) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return value if _WORD.fullmatch(value) and value not in _WORDS_TAKEN else json.dumps(value)
+    return repr(value)
+
+
+def print_op(op: Op) -> str:
+    args = ["%" + v.name for v in op.ins]
+    args += ["@" + str(v) if k == "var" else f"{k}={print_literal(v)}" for k, v in op.attrs.items()]
+    text = f"{op.kind}({', '.join(args)})"
+    if op.outs:
+        text = f"{', '.join(map(repr, op.outs))} = {text}"
+    return f"{text} ; {op.loc}" if op.loc else text
+
+
+def _names(values: Iterable[Value]) -> str:
+    return ", ".join("%" + v.name for v in values)
+
+
+def print_graph(graph: Graph) -> Iterator[str]:
+    """The lines of one graph, indented as inside a module."""
+    yield f"  graph @{graph.name}({', '.join(map(repr, graph.ins))}) {{"
+    for op in graph.ops:
+        yield "    " + print_op(op)
+    if graph.saved:
+        yield f"    save {_names(graph.saved)}"
+    yield f"    return {_names(graph.outs)}" if graph.outs else "    return"
+    yield "  }"
+
+
+def print_schedule(schedule: Schedule) -> Iterator[str]:
+    yield f"  schedule {schedule.name} microbatches {schedule.microbatches} {{"
+    for rank, program in schedule.ranks.items():
+        for part, actions in (("start", program.start), ("batch", program.batch)):
+            yield f"    rank {rank} {part}:" + "".join(f" {a}" for a in actions)
+    yield "  }"
+
+
+def _print_var(var: Var) -> str:
+    text = f"  var @{var.name} : {var.type}"
+    if var.stage is not None:
+        text += f" stage {var.stage}"
+    text += f" {var.role}"
+    if var.versions != 1:
+        text += f" versions {var.versions}"
+    if var.policy:
+        text += f" policy {var.policy}"
+    return text + (f" init {var.init}" if var.init != "file" else "")
+
+
+def _print_fields(fields: Mapping[str, Scalar]) -> str:
+    return "".join(f" {k}={print_literal(v)}" for k, v in fields.items())
+
+
+def _print_lines(module: Module) -> Iterator[str]:
+    facts = f" facts({', '.join(module.facts)})" if module.facts else ""
+    yield f"module @{module.name}{facts} {{"
+    if module.cluster is not None:
+        for device in module.cluster.devices:
+            spaces = "".join(f" {name}:{size}" for name, size in device.spaces)
+            yield f"  device {device.name}{_print_fields(device.fields())}{spaces}"
+        for link in module.cluster.links:
+            yield f"  link {link.a} {link.b}{_print_fields(link.fields())}"
+    for mesh in module.meshes:
+        yield f"  mesh @{mesh.name} ({', '.join(f'{a}={n}' for a, n in mesh.axes)}) {' '.join(mesh.devices)}"
+    for stage in module.stages:
+        yield f"  stage {stage.index} on {stage.place}"
+    for value in module.inputs:
+        yield f"  input {value!r}"
+    for name in module.outputs:
+        yield f"  output %{name}"
+    for var in module.vars.values():
+        yield _print_var(var)
+    for edge in module.edges:
+        yield f"  edge {edge.src}>{edge.dst} {edge.phase} : {', '.join(map(repr, edge.values))}"
+    for graph in module.graphs.values():
+        yield from print_graph(graph)
+    if module.schedule is not None:
+        yield from print_schedule(module.schedule)
+    for note in module.notes:
+        yield f"  note {note.origin}: {note.text}"
+    yield "}"
+
+
+def print_module(module: Module) -> str:
+    return "\n".join(_print_lines(module)) + "\n"
+
+
+# ------------------------------------------------------------------------------------------------ parsing
+
+_WORD = re.compile(r"[A-Za-z_][\w.\-]*")
+_NUMBER = re.compile(r"[+-]?(?:\d+|inf|nan|(?:\d+\.\d*|\.\d+|\d+)(?:e[+-]?\d+)?)")
+_VALUE = re.compile(rf"%({NAME}) : (\w+\[[\w,/]*\](?:\+\w+)*)")
+_ITEM = re.compile(r'\s*((?:[^,\["]|"(?:[^"\\]|\\.)*"|\[(?:[^\]"]|"(?:[^"\\]|\\.)*")*\])+)\s*(?:,|$)')
+_CALL = re.compile(r'(?:(%.*?) = )?(\w+)\(([^")]*(?:"(?:[^"\\]|\\.)*"[^")]*)*)\)(?: ; (.*))?')
+_MODULE = re.compile(rf"module @({NAME})(?: facts\(([\w\-, ]*)\))? \{{")
+_GRAPH = re.compile(rf"graph @({NAME})\((.*)\) \{{")
+_VAR = re.compile(
+    rf"var @({NAME}) : (\S+)(?: stage (\d+))? ({'|'.join(ROLES)})(?: versions (\d+))?(?: policy ({NAME}))?(?: init ({NAME}))?"
+)
+_MESH = re.compile(rf"mesh @({NAME}) \(([^)]*)\) (.+)")
+_STAGE = re.compile(rf"stage (\d+) on ({NAME})")
+_EDGE = re.compile(r"edge (\d+)>(\d+) ([FB]) : (.*)")
+_SCHEDULE = re.compile(rf"schedule ({NAME}) microbatches (\d+) \{{")
+_RANK = re.compile(r"rank (\d+) (start|batch):(.*)")
+_NOTE = re.compile(rf"note ({NAME}): (.*)")
+_FIELD = re.compile(rf"({NAME})=(.*)")
+_SPACE = re.compile(r"(\w+):(\d+)")
+
+
+def _items(text: str) -> Iterator[str]:
+    """Split at commas that are outside strings and brackets."""
+    at = 0
+    while at < len(text):
+        match = _ITEM.match(text, at)
+        if match is None:
+            raise ValueError(f"cannot read {text[at:]!r}, expected arguments separated by commas")
+        yield match[1].strip()
+        at = match.end()
+
+
+def parse_literal(text: str) -> Attr:
+    """The value that prints as `text`."""
+    if text.startswith("["):
+        if not text.endswith("]"):
+            raise ValueError(f"bad list {text!r}, expected ']' at the end")
+        parts = tuple(parse_literal(part) for part in _items(text[1:-1]))
+        if any(isinstance(part, tuple) for part in parts):
+            raise ValueError(f"lists do not nest: {text!r}")
+        return parts  # type: ignore[return-value]
+    return _parse_scalar(text)
+
+
+def _parse_scalar(text: str) -> Scalar:
+    if text in ("true", "false"):
+        return text == "true"
+    if _NUMBER.fullmatch(text):
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
+    if text.startswith('"'):
+        loaded = json.loads(text)
+        if isinstance(loaded, str):
+            return loaded
+    if _WORD.fullmatch(text):
+        return text
+    raise ValueError(f"bad literal {text!r}, expected true, false, a number, a word, a JSON string or a list")
+
+
+def _parse_values(text: str) -> tuple[Value, ...]:
+    values, at = [], 0
+    while at < len(text):
+        match = _VALUE.match(text, at)
+        if match is None:
+            raise ValueError(f"cannot read {text[at:]!r}, expected '%name : type'")
+        values.append(Value(match[1], parse_type(match[2])))
+        at = match.end()
+        if at < len(text):
+            if not text.startswith(", ", at):
+                raise ValueError(f"cannot read {text[at:]!r}, expected ', '")
+            at += 2
+    return tuple(values)
+
+
+class _GraphParser:
+    """Reads the lines between `graph … {` and `}`."""
+
+    def __init__(self, name: str, ins: tuple[Value, ...]) -> None:
+        self.name, self.ins = name, ins
+        self.env: dict[str, Value] = {}
+        self.ops: list[Op] = []
+        self.saved: tuple[Value, ...] = ()
+        self.outs: tuple[Value, ...] | None = None
+        self._define(ins)
+
+    def _define(self, values: tuple[Value, ...]) -> None:
+        for value in values:
+            if value.name in self.env:
+                raise ValueError(f"%{value.name} is defined twice")
+            self.env[value.name] = value
+
+    def _use(self, text: str) -> Value:
+        value = self.env.get(text[1:]) if text.startswith("%") else None
+        if value is None:
+            raise ValueError(f"{text} is not defined above this line")
+        return value
+
+    def read(self, line: str) -> None:
+        if self.outs is not None:
+            raise ValueError("expected '}' after return")
+        if line == "return" or line.startswith("return "):
+            self.outs = tuple(self._use(t) for t in line[7:].split(", ") if t)
+        elif line.startswith("save "):
+            self.saved = tuple(self._use(t) for t in line[5:].split(", "))
+        else:
+            self.ops.append(self._op(line))
+
+    def _op(self, line: str) -> Op:
+        match = _CALL.fullmatch(line)
+        if match is None:
+            raise ValueError("expected '%name : type = op(...)', 'op(...)', 'save ...' or 'return ...'")
+        results, kind, arguments, loc = match.groups()
+        ins: list[Value] = []
+        attrs: dict[str, Attr] = {}
+        simple = '"' not in arguments and "[" not in arguments
+        for text in arguments.split(", ") if simple and arguments else _items(arguments):
+            if text[0] == "%":
+                ins.append(self._use(text))
+            elif text[0] == "@":
+                attrs["var"] = text[1:]
+            else:
+                key, equals, value = text.partition("=")
+                if not equals or not key.isidentifier():
+                    raise ValueError(f"bad argument {text!r}, expected %value, @variable or name=literal")
+                if key in attrs:
+                    raise ValueError(f"attribute {key} is given twice")
+                attrs[key] = parse_literal(value)
+        outs = _parse_values(results) if results else ()
+        self._define(outs)
+        return Op(kind, tuple(ins), outs, attrs, loc or "")
+
+    def finish(self) -> Graph:
+        if self.outs is None:
+            raise ValueError(f"graph @{self.name} ends without return")
+        return Graph(self.name, self.ins, self.outs, tuple(self.ops), self.saved)
+
+
+class _ModuleParser:
+    """A state machine over lines: inside nothing, the module, a graph, or the schedule."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.closed = False
+        self.facts: tuple[str, ...] = ()
+        self.devices: list[Device] = []
+        self.links: list[Link] = []
+        self.meshes: list[Mesh] = []
+        self.stages: list[Stage] = []
+        self.inputs: list[Value] = []
+        self.outputs: list[str] = []
+        self.vars: dict[str, Var] = {}
+        self.edges: list[Edge] = []
+        self.graphs: dict[str, Graph] = {}
+        self.graph: _GraphParser | None = None
+        self.schedule: Schedule | None = None
+        self.programs: dict[int, dict[str, tuple[Action, ...]]] | None = None
+        self.notes: list[Note] = []
+        self.rules: dict[str, Callable[[str], None]] = {
+            "device": self._device, "link": self._link, "mesh": self._mesh, "stage": self._stage, "input": self._input, "output": self._output,
+            "var": self._var, "edge": self._edge, "graph": self._graph, "schedule": self._schedule, "note": self._note,
+        }  # fmt: skip
+
+    def read(self, line: str) -> None:
+        if self.graph is not None:
+            if line != "}":
+                self.graph.read(line)
+                return
+            graph = self.graph.finish()
+            self.graphs[graph.name], self.graph = graph, None
+        elif self.programs is not None:
+            self._rank(line)
+        elif self.name is None:
+            match = _fullmatch(_MODULE, line, "module @name [facts(...)] {")
+            self.name, self.facts = match[1], tuple(f for f in (match[2] or "").split(", ") if f)
+        elif self.closed:
+            raise ValueError("there is text after the end of the module")
+        elif line == "}":
+            self.closed = True
+        else:
+            keyword = line.split(" ", 1)[0]
+            if keyword not in self.rules:
+                raise ValueError(f"expected one of {', '.join(self.rules)} or '}}'")
+            self.rules[keyword](line)
+
+    def _device(self, line: str) -> None:
+        name, *words = line.split(" ")[1:]
+        fields = {m[1]: _parse_scalar(m[2]) for w in words if (m := _FIELD.fullmatch(w))}
+        spaces = tuple((m[1], int(m[2])) for w in words if (m := _SPACE.fullmatch(w)))
+        if len(fields) + len(spaces) != len(words):
+            raise ValueError("expected 'device name key=value ... space:bytes ...'")
+        self.devices.append(Device.from_fields(name, fields, spaces))
+
+    def _link(self, line: str) -> None:
+        a, b, *words = line.split(" ")[1:]
+        matches = [_fullmatch(_FIELD, w, "key=value") for w in words]
+        self.links.append(Link.from_fields(a, b, {m[1]: _parse_scalar(m[2]) for m in matches}))
+
+    def _mesh(self, line: str) -> None:
+        match = _fullmatch(_MESH, line, "mesh @name (axis=size, ...) device ...")
+        axes = [part.split("=") for part in match[2].split(", ")]
+        self.meshes.append(Mesh(match[1], tuple((a, int(n)) for a, n in axes), tuple(match[3].split(" "))))
+
+    def _stage(self, line: str) -> None:
+        match = _fullmatch(_STAGE, line, "stage INDEX on DEVICE")
+        self.stages.append(Stage(int(match[1]), match[2]))
+
+    def _input(self, line: str) -> None:
+        self.inputs += _parse_values(line[6:])
+
+    def _output(self, line: str) -> None:
+        self.outputs.append(_fullmatch(re.compile(rf"output %({NAME})"), line, "output %name")[1])
+
+    def _var(self, line: str) -> None:
+        match = _fullmatch(_VAR, line, f"var @name : type [stage N] {'|'.join(ROLES)} [versions N] [policy NAME] [init NAME]")
+        name, type_text, stage, role, versions, policy, init = match.groups()
+        if name in self.vars:
+            raise ValueError(f"@{name} is declared twice")
+        self.vars[name] = Var(
+            name, parse_type(type_text), role, None if stage is None else int(stage), int(versions or 1), policy or "", init or "file"
+        )
+
+    def _edge(self, line: str) -> None:
+        match = _fullmatch(_EDGE, line, "edge SRC>DST F|B : %name : type, ...")
+        self.edges.append(Edge(int(match[1]), int(match[2]), match[3], _parse_values(match[4])))
+
+    def _graph(self, line: str) -> None:
+        match = _fullmatch(_GRAPH, line, "graph @name(%name : type, ...) {")
+        if match[1] in self.graphs:
+            raise ValueError(f"graph @{match[1]} is defined twice")
+        self.graph = _GraphParser(match[1], _parse_values(match[2]))
+
+    def _schedule(self, line: str) -> None:
+        match = _fullmatch(_SCHEDULE, line, "schedule NAME microbatches N {")
+        if self.schedule is not None:
+            raise ValueError("there are two schedules")
+        self.schedule, self.programs = Schedule(match[1], int(match[2])), {}
+
+    def _rank(self, line: str) -> None:
+        assert self.schedule is not None
+        assert self.programs is not None
+        if line == "}":
+            ranks = {r: Program(parts.get("start", ()), parts.get("batch", ())) for r, parts in self.programs.items()}
+            self.schedule, self.programs = Schedule(self.schedule.name, self.schedule.microbatches, ranks), None
+            return
+        match = _fullmatch(_RANK, line, "rank R start|batch: action ...")
+        parts = self.programs.setdefault(int(match[1]), {})
+        if match[2] in parts:
+            raise ValueError(f"rank {match[1]} has two '{match[2]}' lines")
+        parts[match[2]] = tuple(Action.parse(a) for a in match[3].split())
+
+    def _note(self, line: str) -> None:
+        match = _fullmatch(_NOTE, line, "note ORIGIN: text")
+        self.notes.append(Note(match[1], match[2]))
+
+    def finish(self) -> Module:
+        if not self.closed or self.name is None:
+            raise ValueError("the text ends before the module does, expected '}'")
+        cluster = Cluster(tuple(self.devices), tuple(self.links)) if self.devices else None
+        return Module(
+            self.name, tuple(self.inputs), tuple(self.outputs), cluster, tuple(self.meshes), tuple(self.stages), self.vars,
+            self.graphs, tuple(self.edges), self.schedule, self.facts, tuple(self.notes),
+        )  # fmt: skip
+
+
+def _fullmatch(pattern: re.Pattern[str], line: str, expected: str) -> re.Match[str]:
+    match = pattern.fullmatch(line)
+    if match is None:
+        raise ValueError(f"expected '{expected}'")
+    return match
+
+
+def parse_module(text: str, path: str = "<text>") -> Module:
+    """The module that prints as `text`; ParseError names file and line, and shows the line."""
+    parser = _ModuleParser()
+    lines = text.split("\n")
+    for number, raw in enumerate(lines, 1):
+        line = raw.strip()
+        if not line or line.startswith("//"):
+            continue
+        try:
+            parser.read(line)
+        except ValueError as error:
+            _fail(path, number, lines, str(error))
+    try:
+        return parser.finish()
+    except ValueError as error:
+        _fail(path, len(lines), lines, str(error))
+
+
+def _fail(path: str, number: int, lines: list[str], message: str) -> NoReturn:
+    first = max(1, number - 2)
+    shown = [f"  {'>' if n == number else ' '} {n:5d} | {lines[n - 1][:300]}" for n in range(first, min(number + 1, len(lines)) + 1)]
+    raise ParseError("\n".join([message, *shown]), where=f"{path}:{number}")
