@@ -21,8 +21,9 @@ Scalar = bool | int | float | str
 Attr = Scalar | tuple[Scalar, ...]
 Attrs = Mapping[str, Attr]
 
-# Attributes that planners may write on any operation. They never change what an operation computes.
-ANNOTATIONS = ("stage", "mesh", "sharding", "recompute", "kernel")
+# Attributes that passes may write on any operation. They never change what an operation computes. `of` names the first result of the
+# forward operation that a backward operation belongs to; the others are written by planners.
+ANNOTATIONS = ("of", "stage", "mesh", "sharding", "recompute", "kernel")
 
 PARAM, GRAD, STATE, BUFFER, TABLE = "param", "grad", "state", "buffer", "table"
 ROLES = (PARAM, GRAD, STATE, BUFFER, TABLE)

@@ -1,0 +1,220 @@
+"""Runs passes: reads pipeline text, checks facts, verifies after every pass, times, dumps, and leaves a reproducer on failure.
+
+A pipeline is written `simplify,partition{stages=4},weight-versions`; options are the fields of the pass's frozen dataclass, and
+`str(call)` prints only those that differ from their defaults. The dump folder holds
+
+    00_input.ir, NN_pass.ir    the module after each pass that changed something; parses, and prints back byte for byte
+    passes.tsv                 number, pass, ms, ops before and after, changed, and the pipeline text that goes on from there
+    events.jsonl               the same as one JSON object per line, as it happens
+    repro.ir                   after a failure: the module before the failing pass; its first line is the command that fails
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..ir.errors import PenstockError, UsageError
+from ..ir.graph import Attr, Module
+from ..ir.text import parse_literal, print_literal, print_module
+from ..ir.verify import verify
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A row of the pass table. `needs` and `gives` are facts; `options` is a frozen dataclass."""
+
+    name: str
+    run: Callable[[Module, Any], Module]
+    options: type
+    needs: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+
+    @property
+    def doc(self) -> str:
+        return (self.run.__doc__ or "").split("\n\n")[0].strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One pass with its options, as it stands in a pipeline."""
+
+    name: str
+    options: Any
+
+    def __str__(self) -> str:
+        given = [
+            f"{f.name}={print_literal(getattr(self.options, f.name))}"
+            for f in fields(self.options)
+            if f.default is MISSING or getattr(self.options, f.name) != f.default
+        ]
+        return self.name + (f"{{{','.join(given)}}}" if given else "")
+
+
+_CALL = re.compile(r"\s*([a-z][\w\-]*)\s*(?:\{((?:[^}\"]|\"(?:[^\"\\]|\\.)*\")*)\})?\s*(,|$)")
+_OPTION = re.compile(r'\s*([\w\-]+)=("(?:[^"\\]|\\.)*"|\[[^\]]*\]|[^,]*)\s*(?:,|$)')
+
+
+def parse_pipeline(text: str, table: dict[str, Pass]) -> list[Call]:
+    """The calls that print as `text`; one UsageError lists every unknown pass and option."""
+    calls: list[Call] = []
+    problems: list[str] = []
+    at = 0
+    while at < len(text):
+        match = _CALL.match(text, at)
+        if match is None:
+            raise UsageError(
+                f"cannot read the pipeline at {text[at:]!r}, expected pass{{option=value,...}} separated by commas", where="-p"
+            )
+        at = match.end()
+        if match[1] not in table:
+            problems.append(f"unknown pass {match[1]!r}, expected one of {', '.join(table)}")
+            continue
+        calls += _parse_call(table[match[1]], match[2] or "", problems)
+    if problems:
+        raise UsageError("the pipeline has problems:" + "".join(f"\n  - {p}" for p in problems), where="-p")
+    return calls
+
+
+def _parse_call(row: Pass, text: str, problems: list[str]) -> Iterator[Call]:
+    known = {f.name: f for f in fields(row.options)}
+    given: dict[str, Attr] = {}
+    at = 0
+    before = len(problems)
+    while at < len(text):
+        match = _OPTION.match(text, at)
+        if match is None:
+            problems.append(f"{row.name}: cannot read options at {text[at:]!r}, expected name=value")
+            break
+        at = match.end()
+        name = match[1].replace("-", "_")
+        if name not in known:
+            problems.append(f"{row.name}: unknown option {match[1]!r}, it has {', '.join(known) or 'none'}")
+            continue
+        try:
+            given[name] = parse_literal(match[2])
+        except ValueError as error:
+            problems.append(f"{row.name}: option {name}: {error}")
+    missing = [n for n, f in known.items() if n not in given and f.default is MISSING]
+    problems += [f"{row.name}: option {n} is missing" for n in missing]
+    for name, value in given.items():
+        default = known[name].default
+        if default is not MISSING and default is not None:
+            if type(default) is float and type(value) is int:
+                given[name] = float(value)
+            elif type(default) is not type(value):
+                problems.append(f"{row.name}: option {name} must be {type(default).__name__}, got {print_literal(value)}")
+    if len(problems) == before:
+        yield Call(row.name, row.options(**given))
+
+
+def print_pipeline(calls: Iterable[Call]) -> str:
+    return ",".join(map(str, calls))
+
+
+def count_ops(module: Module) -> int:
+    return sum(len(g.ops) for g in module.graphs.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one pass did."""
+
+    number: int
+    call: str
+    ms: float
+    ops_before: int
+    ops_after: int
+    changed: bool
+    rest: str
+
+
+class Dump:
+    """Writes the dump folder as the pipeline runs."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in (
+            *self.folder.glob("[0-9][0-9]_*.ir"),
+            self.folder / "repro.ir",
+            self.folder / "passes.tsv",
+            self.folder / "events.jsonl",
+        ):
+            stale.unlink(missing_ok=True)
+
+    def begin(self, module: Module, rest: str) -> None:
+        (self.folder / "00_input.ir").write_text(print_module(module), encoding="utf-8")
+        header = "number\tpass\tms\tops_before\tops_after\tchanged\trest\n"
+        (self.folder / "passes.tsv").write_text(f"{header}0\tinput\t0\t0\t{count_ops(module)}\tyes\t{rest}\n", encoding="utf-8")
+
+    def add(self, event: Event, name: str, text: str | None) -> None:
+        if text is not None:
+            (self.folder / f"{event.number:02d}_{name}.ir").write_text(text, encoding="utf-8")
+        changed = "yes" if event.changed else "no"
+        with (self.folder / "passes.tsv").open("a", encoding="utf-8") as table:
+            table.write(f"{event.number}\t{event.call}\t{event.ms:.1f}\t{event.ops_before}\t{event.ops_after}\t{changed}\t{event.rest}\n")
+        with (self.folder / "events.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps({f.name: getattr(event, f.name) for f in fields(event)}) + "\n")
+
+    def fail(self, module: Module, call: Call, error: Exception) -> None:
+        first = f"// penstock opt repro.ir -p '{call}'"
+        reason = "".join(f"// {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
+        (self.folder / "repro.ir").write_text(f"{first}\n{reason}{print_module(module)}", encoding="utf-8")
+
+
+def run_passes(
+    module: Module,
+    calls: Sequence[Call],
+    table: dict[str, Pass],
+    *,
+    dump: Dump | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Module:
+    """Run a pipeline. After every pass the facts held so far are checked again; an error names the pass."""
+    verify(module)
+    if dump is not None:
+        dump.begin(module, print_pipeline(calls))
+    for index, call in enumerate(calls):
+        if progress is not None:
+            progress(index, len(calls), call.name)
+        row = table[call.name]
+        started = time.perf_counter()
+        try:
+            after = _run_one(module, call, row, table)
+        except Exception as error:
+            if dump is not None:
+                dump.fail(module, call, error)
+            if isinstance(error, PenstockError) and not error.where.startswith("pass "):
+                error.where = f"pass {call.name}" + (f": {error.where}" if error.where else "")
+            raise
+        if dump is not None:
+            elapsed = (time.perf_counter() - started) * 1e3
+            changed = after is not module
+            event = Event(index + 1, str(call), elapsed, count_ops(module), count_ops(after), changed, print_pipeline(calls[index + 1 :]))
+            dump.add(event, call.name, print_module(after) if changed else None)
+        module = after
+    if progress is not None:
+        progress(len(calls), len(calls), "done")
+    return module
+
+
+def _run_one(module: Module, call: Call, row: Pass, table: dict[str, Pass]) -> Module:
+    for fact in row.needs:
+        if fact not in module.facts:
+            givers = [p.name for p in table.values() if fact in p.gives]
+            raise UsageError(
+                f"pass {row.name} needs the fact '{fact}', which the module does not have", hint=f"run {' or '.join(givers)} before it"
+            )
+    after = row.run(module, call.options)
+    new = tuple(f for f in row.gives if f not in after.facts)
+    if new:
+        after = after.but(facts=after.facts + new)
+    if after is not module:
+        verify(after)
+    return after

@@ -1,0 +1,283 @@
+"""Choose which stage every operation runs in: a planner, so it only writes `stage=` annotations, `Var.stage` and the stage lines.
+
+In: graph F (and B and U when training), and a cluster. Out: the same operations, annotated; stage i runs on device i of the cluster.
+
+The operations of F, in their order, are cut into `stages` contiguous ranges. With comp(i, j, s) the time of operations i..j-1 and their
+backward operations on device s, and comm(i, s) the time to move what crosses the cut before operation i (activations forward, their
+gradients back) from device s-1 to s, a dynamic programme finds the cuts that minimise
+
+    max over stages s of  comp(cut[s], cut[s+1], s) + comm(cut[s], s)
+
+Operation time is the roofline max(flops / rate, bytes / bandwidth). A cut may not separate two operations that read the same parameter.
+Backward operations follow the forward operation they belong to; sums of gradients run on the lowest stage among their operands, so that
+one tensor travels instead of several; updates run where the parameter lives. Operations that depend on constants only are not annotated:
+every stage that needs them computes them.
+
+Known limits: contiguous in the order of the graph, no memory term (the verifier compares predicted peaks with the devices), no replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ..ir.cluster import Cluster, Device
+from ..ir.errors import UsageError
+from ..ir.graph import GRAD, PARAM, STATE, Graph, Module, Op, Stage, Value, Var
+from ..ir.ops import OPS, cost_of
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionOptions:
+    """`split_at` overrides the search: names of values or locs; each starts a new stage."""
+
+    stages: int = 0
+    split_at: tuple[str, ...] = ()
+
+
+def partition(module: Module, options: PartitionOptions) -> Module:
+    """Cut the model into contiguous stages, one per device, so that the slowest stage is as fast as possible."""
+    cluster = module.cluster or Cluster.local(max(1, options.stages))
+    count = _stage_count(options, cluster)
+    forward = forward_graph(module)
+    anywhere = replicable(forward)
+    chain = [op for op in forward.ops if not anywhere.issuperset(op.outs)]
+    devices = cluster.devices[:count]
+    if len(chain) < count:
+        raise UsageError(f"{count} stages need at least {count} operations, the model has {len(chain)}", hint="ask for fewer stages")
+    costs = _Costs(module, chain, devices, cluster)
+    cuts = _given_cuts(chain, options.split_at) if options.split_at else _best_cuts(costs, count)
+    stage_of = {id(op): s for s, (a, b) in enumerate(pairwise([*cuts, len(chain)])) for op in chain[a:b]}
+    return _annotate(module.but(cluster=cluster), stage_of, devices, costs, cuts)
+
+
+def _stage_count(options: PartitionOptions, cluster: Cluster) -> int:
+    count = len(options.split_at) + 1 if options.split_at else options.stages or len(cluster.devices)
+    if options.split_at and options.stages not in (0, count):
+        raise UsageError(f"{len(options.split_at)} split points make {count} stages, but {options.stages} are asked for")
+    if not 1 <= count <= len(cluster.devices):
+        raise UsageError(
+            f"{count} stages need {count} devices, the cluster has {len(cluster.devices)}", hint="add devices or ask for fewer stages"
+        )
+    return count
+
+
+def forward_graph(module: Module) -> Graph:
+    """The whole model's forward graph: F once differentiated, main before that and for inference."""
+    return module.graphs["F"] if "F" in module.graphs else module.graphs["main"]
+
+
+def replicable(graph: Graph) -> set[Value]:
+    """Values that depend on constants and buffers only, and the reads themselves: every stage that wants them computes them."""
+    found: set[Value] = set()
+    for op in graph.ops:
+        row = OPS[op.kind]
+        constant = not row.effect and found.issuperset(op.ins)
+        if constant or op.kind == "read":
+            found.update(op.outs)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ costs
+
+
+def seconds(op: Op, device: Device) -> float:
+    """Roofline time of one operation on one device."""
+    cost = cost_of(op)
+    return max(cost.flops / device.flops, cost.bytes / device.bandwidth)
+
+
+class _Costs:
+    """Prefix sums of operation times per device, and transfer times per cut and pair of neighbours."""
+
+    def __init__(self, module: Module, chain: Sequence[Op], devices: Sequence[Device], cluster: Cluster) -> None:
+        self.chain, self.devices = chain, devices
+        index = {v: i for i, op in enumerate(chain) for v in op.outs}
+        self.allowed = _allowed_cuts(module, chain)
+        position = {v.name: i for v, i in index.items()}
+        backward = module.graphs.get("B")
+        work: list[list[Op]] = [[op] for op in chain]
+        if backward is not None:
+            for op in backward.ops:
+                if "of" in op.attrs:
+                    work[position[str(op.attrs["of"])]].append(op)
+        self.before = [np.concatenate([[0.0], np.cumsum([sum(seconds(op, d) for op in ops) for ops in work])]) for d in devices]
+        crossing = _crossing_bytes(forward_graph(module), chain, index) * (2.0 if backward is not None else 1.0)
+        trips = 2.0 if backward is not None else 1.0
+        self.transfer = [np.zeros(len(chain) + 1)]
+        for a, b in pairwise(devices):
+            link = cluster.link(a.name, b.name)
+            self.transfer.append(np.where(crossing > 0, crossing / link.bandwidth + trips * link.latency, 0.0))
+
+    def of_range(self, stage: int, first: int, last: int) -> tuple[float, float]:
+        """Compute and transfer seconds of one stage that runs operations first .. last-1."""
+        return float(self.before[stage][last] - self.before[stage][first]), float(self.transfer[stage][first])
+
+
+def _crossing_bytes(forward: Graph, chain: Sequence[Op], index: Mapping[Value, int]) -> Array:
+    """Entry i: bytes of values made before operation i of the chain and used at or after it."""
+    delta = np.zeros(len(chain) + 2)
+    last_use: dict[Value, int] = {}
+    for i, op in enumerate(chain):
+        for value in op.ins:
+            if value in index:
+                last_use[value] = i
+    for value, last in last_use.items():
+        delta[index[value] + 1] += value.type.nbytes
+        delta[last + 1] -= value.type.nbytes
+    return np.cumsum(delta)[: len(chain) + 1]
+
+
+def _allowed_cuts(module: Module, chain: Sequence[Op]) -> npt.NDArray[np.bool_]:
+    """Entry i: whether a stage may start at operation i, that is, no parameter is read on both sides."""
+    readers: dict[str, list[int]] = {}
+    reads = {op.outs[0]: op.var for op in forward_graph(module).ops if op.kind == "read"}
+    for i, op in enumerate(chain):
+        for value in op.ins:
+            var = reads.get(value)
+            if var is not None and module.vars[var].role == PARAM:
+                readers.setdefault(var, []).append(i)
+    allowed = np.ones(len(chain) + 1, dtype=bool)
+    for positions in readers.values():
+        allowed[positions[0] + 1 : positions[-1] + 1] = False
+    return allowed
+
+
+# ------------------------------------------------------------------------------------------------ the search
+
+
+def _best_cuts(costs: _Costs, count: int) -> list[int]:
+    """First operation of every stage. best[j] is the smallest bottleneck of the first j operations over the stages so far."""
+    n = len(costs.chain)
+    best = costs.before[0].copy()
+    best[0] = np.inf
+    choices: list[npt.NDArray[np.int64]] = []
+    for stage in range(1, count):
+        before, start = costs.before[stage], np.where(costs.allowed, costs.transfer[stage] - costs.before[stage], np.inf)
+        new, choice = np.full(n + 1, np.inf), np.zeros(n + 1, dtype=np.int64)
+        for j in range(stage + 1, n + 1):
+            bottleneck = np.maximum(best[stage:j], before[j] + start[stage:j])
+            k = int(np.argmin(bottleneck))
+            new[j], choice[j] = bottleneck[k], stage + k
+        best = new
+        choices.append(choice)
+    if not np.isfinite(best[n]):
+        raise UsageError(
+            f"the model cannot be cut into {count} stages: parameters that several operations share keep them together",
+            hint="ask for fewer stages",
+        )
+    cuts = [n]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return [0, *reversed(cuts[1:])]
+
+
+def _given_cuts(chain: Sequence[Op], split_at: Iterable[str]) -> list[int]:
+    position = {name: i for i, op in reversed(list(enumerate(chain))) for name in (op.loc, *(v.name for v in op.outs))}
+    unknown = [name for name in split_at if name not in position]
+    if unknown:
+        raise UsageError(f"no value or node named {', '.join(map(repr, unknown))} to split at", hint="`penstock inspect` lists them")
+    cuts = [0, *sorted(position[name] for name in split_at)]
+    if any(a == b for a, b in pairwise(cuts)):
+        raise UsageError("two split points name the same operation, or the first operation of the model")
+    return cuts
+
+
+# ------------------------------------------------------------------------------------------------ writing it down
+
+
+def _annotate(module: Module, stage_of: Mapping[int, int], devices: Sequence[Device], costs: _Costs, cuts: Sequence[int]) -> Module:
+    """Write stages on operations and variables. `stage_of` is keyed by the identity of forward operations."""
+    forward = forward_graph(module)
+    graphs = dict(module.graphs)
+    graphs[forward.name] = _with_stages(forward, stage_of)
+    by_name = {v.name: stage_of[id(op)] for op in forward.ops if id(op) in stage_of for v in op.outs}
+    vars = _place_vars(module, forward, stage_of)
+    if "B" in module.graphs:
+        graphs["B"] = _with_stages(module.graphs["B"], _backward_stages(module.graphs["B"], by_name, vars))
+    if "U" in module.graphs:
+        graphs["U"] = _with_stages(module.graphs["U"], _update_stages(module.graphs["U"], vars))
+    notes = []
+    for stage, (first, last) in enumerate(pairwise([*cuts, len(costs.chain)])):
+        compute, transfer = costs.of_range(stage, first, last)
+        text = f"stage {stage} on {devices[stage].name}: {last - first} of {len(costs.chain)} operations, predicted {compute * 1e3:.3f} ms compute"
+        if stage:
+            text += f" and {transfer * 1e3:.3f} ms transfer from stage {stage - 1}"
+        notes.append(f"{text} per microbatch, starts at {_name(costs.chain[first])}")
+    stages = tuple(Stage(i, d.name) for i, d in enumerate(devices))
+    return module.but(stages=stages, vars=vars, graphs=graphs).noted("partition", *notes)
+
+
+def _name(op: Op) -> str:
+    return op.loc or f"%{op.outs[0].name}"
+
+
+def _with_stages(graph: Graph, stage_of: Mapping[int, int]) -> Graph:
+    ops = tuple(op.with_attrs(stage=stage_of[id(op)]) if id(op) in stage_of else op for op in graph.ops)
+    return replace(graph, ops=ops)
+
+
+def _place_vars(module: Module, forward: Graph, stage_of: Mapping[int, int]) -> dict[str, Var]:
+    """Parameters live where they are read; gradients and optimiser state, named after them, live with them. The rest is replicated."""
+    reads = {op.outs[0]: op.var for op in forward.ops if op.kind == "read"}
+    home: dict[str, int] = {}
+    for op in forward.ops:
+        for value in op.ins:
+            if id(op) in stage_of and value in reads and module.vars[reads[value]].role == PARAM:
+                home.setdefault(reads[value], stage_of[id(op)])
+    vars: dict[str, Var] = {}
+    for var in module.vars.values():
+        owner = var.name if var.role == PARAM else _owner(var)
+        if var.role == PARAM and owner not in home:
+            raise UsageError(f"parameter @{var.name} is used by no operation", hint="freeze it, or remove it from the model")
+        vars[var.name] = replace(var, stage=home[owner]) if owner in home else var
+    return vars
+
+
+def _owner(var: Var) -> str:
+    """The parameter that a gradient `w.grad` or a state `w.momentum` belongs to."""
+    return var.name.rpartition(".")[0] if var.role in (GRAD, STATE) else ""
+
+
+def _backward_stages(backward: Graph, by_name: Mapping[str, int], vars: Mapping[str, Var]) -> dict[int, int]:
+    """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the parameter's stage."""
+    anywhere = replicable(backward)
+    made_on: dict[Value, int] = {}
+    stages: dict[int, int] = {}
+    for op in backward.ops:
+        if op.outs and anywhere.issuperset(op.outs):
+            continue
+        if "of" in op.attrs:
+            stage = by_name[str(op.attrs["of"])]
+        elif op.kind == "accum":
+            stage = _stage_of_var(vars[op.var])
+        else:
+            stage = min(made_on[v] for v in op.ins if v in made_on)
+        stages[id(op)] = stage
+        made_on |= dict.fromkeys(op.outs, stage)
+    return stages
+
+
+def _update_stages(update: Graph, vars: Mapping[str, Var]) -> dict[int, int]:
+    """Operations on a placed variable, or on values that come from one, run where it lives; the rest runs everywhere."""
+    made_on: dict[Value, int] = {}
+    stages: dict[int, int] = {}
+    for op in update.ops:
+        home = vars[op.var].stage if OPS[op.kind].effect else None
+        found = {made_on[v] for v in op.ins if v in made_on} | ({home} if home is not None else set())
+        assert len(found) <= 1, f"update {op.kind} mixes variables of stages {sorted(found)}"
+        if found:
+            stages[id(op)] = found.pop()
+            made_on |= dict.fromkeys(op.outs, stages[id(op)])
+    return stages
+
+
+def _stage_of_var(var: Var) -> int:
+    assert var.stage is not None, f"@{var.name} has no stage"
+    return var.stage

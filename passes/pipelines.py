@@ -1,0 +1,85 @@
+"""The table of passes and the pipelines, as literal lists: each entry says why it stands where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..ir.graph import Attr
+from ..ir.text import print_literal
+from .autodiff import AutodiffOptions, autodiff
+from .communicate import CommunicateOptions, communicate
+from .decompose import DecomposeOptions, decompose
+from .fuse import FuseOptions, fuse
+from .lifetimes import LifetimesOptions, lifetimes
+from .manager import Call, Pass, parse_pipeline
+from .optimizers import OptimizerOptions, optimizer
+from .partition import PartitionOptions, partition
+from .schedules import ScheduleOptions, schedule
+from .simplify import SimplifyOptions, simplify
+from .split import SplitOptions, split
+from .weight_versions import WeightVersionsOptions, weight_versions
+
+PASSES: dict[str, Pass] = {
+    row.name: row
+    for row in (
+        Pass("simplify", simplify, SimplifyOptions),
+        Pass("decompose", decompose, DecomposeOptions),
+        Pass("autodiff", autodiff, AutodiffOptions, gives=("differentiated",)),
+        Pass("optimizer", optimizer, OptimizerOptions, needs=("differentiated",)),
+        Pass("partition", partition, PartitionOptions),
+        Pass("split", split, SplitOptions, gives=("staged",)),
+        Pass("schedule", schedule, ScheduleOptions, needs=("staged",), gives=("scheduled",)),
+        Pass("weight-versions", weight_versions, WeightVersionsOptions, needs=("scheduled",), gives=("versioned",)),
+        Pass("communicate", communicate, CommunicateOptions, needs=("scheduled",), gives=("wired",)),
+        Pass("lifetimes", lifetimes, LifetimesOptions, needs=("wired",), gives=("freed",)),
+        Pass("fuse", fuse, FuseOptions, needs=("staged",), gives=("fused",)),
+    )
+}
+
+Entry = tuple[str, dict[str, Attr]]
+
+
+def training_pipeline(optimizer: dict[str, Attr], partition: dict[str, Attr], schedule: str, microbatches: int) -> list[Call]:
+    """From a model with its loss to the program of every rank."""
+    return _calls(
+        [
+            ("simplify", {}),  # first, so that nothing dead or constant is differentiated
+            ("decompose", {}),  # composites without a gradient rule or kernel of their own, before gradients are taken
+            ("autodiff", {"microbatches": microbatches}),  # on the whole model: gradients of values used by several stages are summed once
+            ("optimizer", optimizer),  # after the gradients exist that it consumes
+            ("simplify", {}),  # gradients bring new constants and common subexpressions; merge them before costs are counted
+            ("partition", partition),  # sees forward, backward and update, so that costs and memory are those of training
+            ("split", {}),  # annotations become one graph per stage
+            ("schedule", {"kind": schedule, "microbatches": microbatches}),  # needs to know the stages only
+            ("weight-versions", {}),  # needs to know which forwards run before which update
+            ("communicate", {}),  # after versions, so that the diff of that pass shows nothing but versions
+            ("lifetimes", {}),  # after sends and receives: they hold values too
+            ("fuse", {}),  # last: kernels are chosen in graphs that no longer change
+        ]
+    )
+
+
+def inference_pipeline(partition: dict[str, Attr], microbatches: int) -> list[Call]:
+    """From a model to the forward program of every rank."""
+    return _calls(
+        [
+            ("simplify", {}),  # constants first
+            ("decompose", {}),  # composites without a kernel of their own
+            ("partition", partition),  # forward cost only
+            ("split", {}),  # annotations become one graph per stage
+            ("schedule", {"kind": "forward", "microbatches": microbatches}),  # forwards in order
+            ("weight-versions", {}),  # one version; the verifier wants it said
+            ("communicate", {}),  # activations between stages
+            ("lifetimes", {}),  # a microbatch is dropped once it is sent on
+            ("fuse", {}),  # last: kernels are chosen in graphs that no longer change
+        ]
+    )
+
+
+def _calls(entries: list[Entry]) -> list[Call]:
+    return parse_pipeline(",".join(_texts(entries)), PASSES)
+
+
+def _texts(entries: list[Entry]) -> Iterator[str]:
+    for name, options in entries:
+        yield f"{name}{{{','.join(f'{k}={print_literal(v)}' for k, v in options.items())}}}"

@@ -1,0 +1,135 @@
+"""Lower `stage=` annotations: graphs F, B and U become one graph per stage, s0.F, s0.B, s0.U, s1.F, ...
+
+A value that another stage uses leaves its stage as a result and enters the other as an input under the same name; `communicate` wires
+them later. Operations without a stage are copied into every stage that uses their results. A backward operation on stage s that needs
+a forward value finds it in stage s: made there, or received there by the forward pass, and saved for the microbatch.
+
+Invariant: taken together, the stage graphs hold every annotated operation exactly once, and name every value as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..ir.errors import VerifyError
+from ..ir.graph import Graph, Module, Op, Value
+from .partition import forward_graph
+
+
+@dataclass(frozen=True, slots=True)
+class SplitOptions:
+    """Nothing to choose: the annotations say it all."""
+
+
+def split(module: Module, options: SplitOptions) -> Module:
+    """Turn the annotated graphs into one forward, backward and update graph per stage."""
+    stages = [stage.index for stage in module.stages]
+    forward, backward, update = forward_graph(module), module.graphs.get("B"), module.graphs.get("U")
+    graphs = {name: g for name, g in module.graphs.items() if name not in (forward.name, "B", "U")}
+    saved: dict[int, tuple[Value, ...]] = {}
+    backward_parts: dict[int, Graph] = {}
+    if backward is not None:
+        owner = _owners(backward, stages)
+        for stage in stages:
+            part, saved[stage] = _backward_part(backward, stage, owner, forward.saved)
+            backward_parts[stage] = part
+    owner = _owners(forward, stages)
+    wanted = {stage: _wanted(forward, stage, owner, saved.get(stage, ())) for stage in stages}
+    for stage in stages:
+        graphs[f"s{stage}.F"] = _forward_part(forward, stage, owner, wanted, saved.get(stage, ()))
+        if stage in backward_parts:
+            graphs[f"s{stage}.B"] = backward_parts[stage]
+        if update is not None:
+            graphs[f"s{stage}.U"] = _update_part(update, stage)
+    return module.but(graphs=graphs)
+
+
+def _owners(graph: Graph, stages: list[int]) -> dict[Value, int]:
+    """Which stage makes a value; values of operations that run everywhere, and inputs, are not in it."""
+    owner: dict[Value, int] = {}
+    for op in graph.ops:
+        stage = op.attrs.get("stage")
+        if stage is None:
+            continue
+        if stage not in stages:
+            raise VerifyError(f"{op.kind} is annotated with stage {stage}, the module has stages {stages}", where=f"@{graph.name}")
+        owner |= dict.fromkeys(op.outs, int(stage))
+    return owner
+
+
+def _needed_ops(graph: Graph, stage: int, results: Iterable[Value]) -> tuple[list[Op], set[Value]]:
+    """Operations of one stage plus the copies of unannotated ones they need, in order, and every value these use."""
+    used: set[Value] = set(results)
+    kept: list[Op] = []
+    for op in reversed(graph.ops):
+        where = op.attrs.get("stage")
+        mine = where == stage or (where is None and (any(v in used for v in op.outs) or not op.outs))
+        if mine:
+            kept.append(op.with_attrs(stage=None))
+            used.update(op.ins)
+    return kept[::-1], used
+
+
+def _made(ops: Iterable[Op]) -> set[Value]:
+    return {v for op in ops for v in op.outs}
+
+
+def _wanted(forward: Graph, stage: int, owner: Mapping[Value, int], saved: Iterable[Value]) -> set[Value]:
+    """Values of other stages, and inputs, that the forward graph of a stage must be given."""
+    ops, used = _needed_ops(forward, stage, (*saved, *_own_outs(forward, stage, owner)))
+    return used - _made(ops)
+
+
+def _own_outs(forward: Graph, stage: int, owner: Mapping[Value, int]) -> list[Value]:
+    """Outputs of the model that this stage hands out; those that no stage owns come from the last."""
+    last = max(owner.values(), default=0)
+    return [v for v in forward.outs if owner.get(v, last) == stage]
+
+
+def _forward_part(
+    forward: Graph, stage: int, owner: Mapping[Value, int], wanted: Mapping[int, set[Value]], saved: tuple[Value, ...]
+) -> Graph:
+    outs = _own_outs(forward, stage, owner)
+    exported = [v for op in forward.ops for v in op.outs if owner.get(v) == stage and any(v in w for s, w in wanted.items() if s != stage)]
+    outs += [v for v in exported if v not in outs]
+    ops, _ = _needed_ops(forward, stage, (*saved, *outs))
+    order = [*forward.ins, *(v for op in forward.ops for v in op.outs)]
+    ins = tuple(v for v in order if v in wanted[stage])
+    return Graph(f"s{stage}.F", ins, tuple(outs), tuple(ops), saved)
+
+
+def _backward_part(backward: Graph, stage: int, owner: Mapping[Value, int], saved: tuple[Value, ...]) -> tuple[Graph, tuple[Value, ...]]:
+    """The backward graph of a stage, and the forward values it needs saved."""
+    exported = _used_elsewhere(backward, stage)
+    outs = tuple(v for op in backward.ops for v in op.outs if owner.get(v) == stage and v in exported)
+    ops, used = _needed_ops(backward, stage, outs)
+    given = used - _made(ops)
+    received = tuple(v for op in backward.ops for v in op.outs if v in given)
+    kept = tuple(v for v in saved if v in given)
+    return Graph(f"s{stage}.B", received + kept, outs, tuple(ops)), kept
+
+
+def _used_elsewhere(graph: Graph, stage: int) -> set[Value]:
+    return {v for op in graph.ops if op.attrs.get("stage") not in (None, stage) for v in op.ins}
+
+
+def _update_part(update: Graph, stage: int) -> Graph:
+    """The updates of one stage. State without a stage, such as the step counter, is updated on every stage that uses it."""
+    own = [op for op in update.ops if op.attrs.get("stage") == stage]
+    used = _closure(update, (v for op in own for v in op.ins))
+    touched = {op.var for op in update.ops if op.kind == "read" and op.outs[0] in used}
+    shared_writes = [op for op in update.ops if op.kind == "write" and "stage" not in op.attrs and op.var in touched]
+    used |= _closure(update, (v for op in shared_writes for v in op.ins))
+    whole = {id(op) for op in (*own, *shared_writes)}
+    kept = [op for op in update.ops if id(op) in whole or ("stage" not in op.attrs and any(v in used for v in op.outs))]
+    return Graph(f"s{stage}.U", (), (), tuple(op.with_attrs(stage=None) for op in kept))
+
+
+def _closure(graph: Graph, values: Iterable[Value]) -> set[Value]:
+    """The values, and all that unannotated operations need to make them."""
+    used = set(values)
+    for op in reversed(graph.ops):
+        if "stage" not in op.attrs and any(v in used for v in op.outs):
+            used.update(op.ins)
+    return used
