@@ -1,0 +1,493 @@
+"""The meaning of graphs and of schedules, in NumPy: the judge of every pass and every backend.
+
+`run_graph` executes one graph against a store. `run_recurrence` executes training on the unsplit graphs F, B and U, with nothing but the
+update rule W(t+1) = W(t) - upd(grad f(W(t - delay))), clamped at version 0. `run_schedule` executes the final module, rank by rank, with
+messages, version slots and drops, and raises VerifyError where the real runtime would hang or read the wrong thing: nobody can move, a
+message of another microbatch arrives, a slot holds another version, a value was dropped.
+
+In: arrays by name (weights by variable, batches by input, first axis = samples of the whole batch, cut into microbatches in order).
+Out: graph results, or a `Run`: outputs per microbatch, the log of versions, live buffers, final variables.
+With `precision="f64"` every float is computed in float64: that is the oracle; "typed" follows the declared element types.
+
+A module may be run at any point of its way: without versions a read takes the newest version; without send and receive actions values are
+handed over by name, and an action waits until what it needs exists. Known limits: a rank runs the stage of the same number; no AR.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from .errors import UsageError, VerifyError
+from .graph import GRAD, PARAM, Graph, Module, Op, Value, Var, slot_of
+from .numpy_ops import F64, NUMPY, PRECISIONS, TYPED, Array, apply_op, array_dtype
+from .schedule import RECEIVES, SENDS, Action
+from .types import FLOATS
+
+Arrays = Mapping[str, Array]
+
+
+# ---------------------------------------------------------------------------------------- graphs
+
+
+class Store(Protocol):
+    """Variables, as one run of a graph sees them: `slot` is mb or latest, a written value becomes the next version."""
+
+    def read(self, var: str, slot: str) -> Array: ...
+    def write(self, var: str, value: Array) -> None: ...
+    def accumulate(self, var: str, value: Array) -> None: ...
+    def take(self, var: str) -> Array: ...
+
+
+class DictStore:
+    """The simplest store: one array per variable, all slots are the same."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.arrays = dict(arrays)
+
+    def read(self, var: str, slot: str) -> Array:
+        if var not in self.arrays:
+            raise VerifyError(f"no value for variable @{var}")
+        return self.arrays[var]
+
+    def write(self, var: str, value: Array) -> None:
+        self.arrays[var] = value
+
+    def accumulate(self, var: str, value: Array) -> None:
+        self.arrays[var] = self.arrays[var] + value if var in self.arrays else value
+
+    def take(self, var: str) -> Array:
+        value = self.read(var, "")
+        self.arrays[var] = np.zeros_like(value)
+        return value
+
+
+def as_value(array: object, value: Value, precision: str = TYPED) -> Array:
+    """`array` as the value's element type; VerifyError when shape or kind of element differ."""
+    found = np.asarray(array)
+    floating = found.dtype.kind == "f" or found.dtype.name == "bfloat16"
+    if found.shape != value.type.shape or floating != (value.type.dtype in FLOATS):
+        raise VerifyError(f"%{value.name} is {value.type}, got an array of {found.dtype}{list(found.shape)}")
+    return found.astype(array_dtype(value.type.dtype, precision), copy=False)
+
+
+def run_graph(
+    graph: Graph, ins: Sequence[object] | Mapping[str, object], store: Store | None = None, precision: str = TYPED
+) -> list[Array]:
+    """The results of one graph, in the order of `graph.results`. `ins` follow `graph.ins`, or are given by name."""
+    assert precision in PRECISIONS, precision
+    if isinstance(ins, Mapping):
+        missing = [v.name for v in graph.ins if v.name not in ins]
+        given = [ins[v.name] for v in graph.ins if v.name in ins]
+    else:
+        missing, given = [v.name for v in graph.ins[len(ins) :]], list(ins)
+    if missing or len(given) != len(graph.ins):
+        raise VerifyError(
+            f"expected {len(graph.ins)} inputs, got {len(given)}; missing: {', '.join(missing) or 'none'}", where=f"@{graph.name}"
+        )
+    store = DictStore({}) if store is None else store
+    values = {v.name: as_value(x, v, precision) for v, x in zip(graph.ins, given, strict=True)}
+    for op in graph.ops:
+        try:
+            results = _run_op(op, [values[v.name] for v in op.ins], store, precision)
+        except (VerifyError, KeyError, ValueError, IndexError) as error:
+            what = f"%{error.args[0]} has no value" if isinstance(error, KeyError) else str(error)
+            names = ", ".join(f"%{v.name}" for v in op.outs) or f"@{op.var}"
+            raise VerifyError(what, where=f"@{graph.name}: {op.kind} {names}" + (f" ({op.loc})" if op.loc else "")) from error
+        for out, found in zip(op.outs, results, strict=True):
+            if found.shape != out.type.shape:
+                raise VerifyError(f"%{out.name} is {out.type}, {op.kind} gives shape {list(found.shape)}", where=f"@{graph.name}")
+            values[out.name] = found
+    return [values[v.name] for v in graph.results]
+
+
+def _run_op(op: Op, ins: list[Array], store: Store, precision: str) -> tuple[Array, ...]:
+    slot = slot_of(op)
+    if slot is None:
+        return apply_op(op, ins, precision)
+    match op.kind:
+        case "read":
+            return (store.read(slot.var, slot.slot),)
+        case "take":
+            return (store.take(slot.var),)
+        case "write":
+            store.write(slot.var, ins[0])
+        case "accum":
+            store.accumulate(slot.var, ins[0])
+    return ()
+
+
+# ---------------------------------------------------------------------------------------- variables with versions
+
+
+def stepped_params(module: Module) -> set[str]:
+    """Parameters that some graph writes: those have versions. A parameter nobody writes is version 0 for ever."""
+    written = {op.var for graph in module.graphs.values() for op in graph.ops if op.kind == "write"}
+    return {name for name, var in module.vars.items() if var.role == PARAM and name in written}
+
+
+def initial_arrays(module: Module, weights: Arrays, names: Sequence[str], precision: str) -> dict[str, Array]:
+    """First values of variables; one VerifyError lists everything that is missing or does not fit."""
+    found, problems = {}, []
+    for name in names:
+        var = module.vars[name]
+        value = Value(name, var.type)
+        if var.init == "zeros":
+            found[name] = np.zeros(var.type.dims, array_dtype(var.type.dtype, precision))
+        elif name not in weights:
+            problems.append(f"no weights for @{name}")
+        else:
+            try:
+                found[name] = as_value(weights[name], value, precision)
+            except VerifyError as error:
+                problems.append(error.what.replace("%", "@", 1))
+    if problems:
+        raise VerifyError("; ".join(problems), where=f"weights of {module.name}")
+    return found
+
+
+class VersionStore:
+    """Variables of one rank. Version v of a stepped parameter lives in slot v % versions, everything else has one buffer.
+
+    `at(version, made)` fixes what a graph sees: reads of `mb` want `version`, a write makes version `made`; None means newest and newest + 1.
+    """
+
+    def __init__(self, variables: Mapping[str, Var], stepped: set[str], arrays: Arrays, first: int = 0) -> None:
+        self.slots: dict[str, list[Array | None]] = {}
+        self.held: dict[str, list[int | None]] = {}
+        self.newest = dict.fromkeys(stepped & arrays.keys(), first)
+        for name, array in arrays.items():
+            count = variables[name].versions if name in stepped else 1
+            self.slots[name], self.held[name] = [None] * count, [None] * count
+            self.slots[name][first % count], self.held[name][first % count] = array, first
+        self._version: int | None = None
+        self._made: int | None = None
+
+    def at(self, version: int | None = None, made: int | None = None) -> VersionStore:
+        self._version, self._made = version, made
+        return self
+
+    def buffers(self, var: str) -> int:
+        """How many buffers of a variable are alive."""
+        return sum(slot is not None for slot in self.slots[var])
+
+    def latest(self, var: str) -> Array:
+        return self._version_of(var, self.newest.get(var, 0))
+
+    def _version_of(self, var: str, version: int) -> Array:
+        if var not in self.slots:
+            raise VerifyError(f"@{var} is not a variable of this rank")
+        slots, held = self.slots[var], self.held[var]
+        at = version % len(slots) if var in self.newest else 0
+        found = slots[at]
+        if found is None or (var in self.newest and held[at] != version):
+            alive = ", ".join(str(v) for v in sorted(v for v in held if v is not None))
+            raise VerifyError(f"version {version} of @{var} is asked for, its {len(slots)} slots hold {alive or 'nothing'}")
+        return found
+
+    def read(self, var: str, slot: str) -> Array:
+        newest = self.newest.get(var, 0)
+        if slot == "mb" and self._version is not None:
+            return self._version_of(var, self._version)
+        return self._version_of(var, newest if self._made is None or var not in self.newest else self._made - 1)
+
+    def write(self, var: str, value: Array) -> None:
+        made = 0
+        if var in self.newest:
+            made = self.newest[var] + 1 if self._made is None else self._made
+            if made <= self.newest[var]:
+                raise VerifyError(f"version {made} of @{var} is written, the newest is {self.newest[var]} already")
+            self.newest[var] = made
+        at = made % len(self.slots[var])
+        self.slots[var][at], self.held[var][at] = value, made
+
+    def accumulate(self, var: str, value: Array) -> None:
+        self.slots[var][0] = self._version_of(var, 0) + value
+
+    def take(self, var: str) -> Array:
+        value = self._version_of(var, 0)
+        self.slots[var][0] = np.zeros_like(value)
+        return value
+
+
+# ---------------------------------------------------------------------------------------- runs
+
+
+@dataclass
+class Run:
+    """What a run gave. `log` has (stage, microbatch, phase, version) for each F, B and W; stage -1 is the unsplit module."""
+
+    loss: str
+    outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
+    log: list[tuple[int, int, str, int | None]] = field(default_factory=list)
+    buffers: dict[str, int] = field(default_factory=dict)
+    variables: dict[str, Array] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> list[float]:
+        """The first module output of every microbatch, in order."""
+        return [float(self.outputs[mb][self.loss]) for mb in sorted(self.outputs)]
+
+
+def microbatches_of(module: Module, batch: Arrays) -> list[dict[str, Array]]:
+    """Cut one batch into microbatches along the first axis of every input, in order."""
+    problems, counts, found = [], {}, {}
+    for value in module.inputs:
+        if value.name not in batch:
+            problems.append(f"input {value.name} is missing")
+            continue
+        array, shape = np.asarray(batch[value.name]), value.type.dims
+        if not shape or array.shape[1:] != shape[1:] or not array.ndim or not shape[0] or array.shape[0] % shape[0]:
+            problems.append(f"input {value.name} has shape {list(array.shape)}, one microbatch of it is {value.type}")
+            continue
+        counts[value.name], found[value.name] = array.shape[0] // shape[0], array
+    if len(set(counts.values())) > 1:
+        problems.append("inputs have different numbers of microbatches: " + ", ".join(f"{n} {c}" for n, c in counts.items()))
+    if problems or not counts:
+        raise UsageError("; ".join(problems) or "the module has no inputs", where=module.name)
+    count = next(iter(counts.values()))
+    return [{name: np.split(array, count)[i] for name, array in found.items()} for i in range(count)]
+
+
+def run_recurrence(module: Module, weights: Arrays, batches: Sequence[Arrays], delay: int = 0, precision: str = F64) -> Run:
+    """Train the unsplit module by the recurrence, batch by batch; without a B graph only the forward runs.
+
+    The gradient of batch t is taken at version max(t - delay, 0) and applied to version t.
+    """
+    forward = module.graphs.get("F") or module.graphs.get("main")
+    if forward is None:
+        raise UsageError(
+            f"the graphs are {', '.join(module.graphs)}; the recurrence needs F (and B and U), before `split`", where=module.name
+        )
+    backward, update = module.graphs.get("B"), module.graphs.get("U")
+    stepped = stepped_params(module)
+    held = {name: Var(var.name, var.type, var.role, versions=delay + 1) for name, var in module.vars.items()}
+    store = VersionStore(held, stepped, initial_arrays(module, weights, list(module.vars), precision))
+    run = Run(module.outputs[0])
+    for t, batch in enumerate(batches):
+        version = max(t - delay, 0)
+        parts = microbatches_of(module, batch)
+        _check_seed(module, backward, len(parts))
+        for k, mb in enumerate(parts):
+            run.log.append((-1, t * len(parts) + k, "F", version))
+            results = _by_name(forward, run_graph(forward, mb, store.at(version), precision))
+            run.outputs[t * len(parts) + k] = {name: results[name] for name in module.outputs}
+            if backward is not None:
+                run.log.append((-1, t * len(parts) + k, "B", version))
+                run_graph(backward, {**mb, **results}, store.at(version), precision)
+        if update is not None:
+            run_graph(update, [], store.at(made=t + 1), precision)
+    run.buffers = {name: store.buffers(name) for name in stepped}
+    run.variables = {name: store.latest(name) for name, var in module.vars.items() if var.role != GRAD}
+    return run
+
+
+def _check_seed(module: Module, backward: Graph | None, parts: int) -> None:
+    """Batches must be cut as the module was differentiated: its seed gradient is 1 / microbatches."""
+    planned = module.schedule.microbatches if module.schedule is not None else None
+    if backward is not None and planned is not None and planned != parts:
+        raise UsageError(f"a batch has {parts} microbatches, the schedule has {planned}", where=module.name)
+
+
+def _by_name(graph: Graph, results: Sequence[Array]) -> dict[str, Array]:
+    return {v.name: x for v, x in zip(graph.results, results, strict=True)}
+
+
+# ---------------------------------------------------------------------------------------- schedules
+
+
+def run_schedule(
+    module: Module, weights: Arrays, batches: Sequence[Arrays], *, first: int = 0, batches_count: int | None = None, precision: str = F64
+) -> Run:
+    """Execute the module's schedule for batches first .. first + batches_count - 1; `batches[0]` is batch `first`.
+
+    `weights` hold version `first` of the parameters, so a run that starts later starts from a drained pipeline with one version alive.
+    """
+    if module.schedule is None:
+        raise UsageError("the module has no schedule yet; run it with the recurrence, or apply the pass `schedule`", where=module.name)
+    count = len(batches) if batches_count is None else batches_count
+    if count > len(batches):
+        raise UsageError(f"{count} batches are asked for, {len(batches)} are given", where=module.name)
+    m = module.schedule.microbatches
+    feed: dict[int, dict[str, Array]] = {}
+    for t, batch in enumerate(batches[:count], first):
+        parts = microbatches_of(module, batch)
+        if len(parts) != m:
+            raise UsageError(f"batch {t} has {len(parts)} microbatches, the schedule has {m}", where=module.name)
+        feed |= {t * m + k: mb for k, mb in enumerate(parts)}
+    return _Pipeline(module, weights, feed, module.schedule.expand_all(count, first), first, precision).run()
+
+
+class _Rank:
+    """One rank: its program, its variables, and the values it holds for each microbatch."""
+
+    def __init__(self, index: int, program: list[Action], store: VersionStore) -> None:
+        self.index, self.program, self.store = index, program, store
+        self.step = 0
+        self.values: dict[int, dict[str, Array]] = {}
+
+    def action(self) -> Action | None:
+        return self.program[self.step] if self.step < len(self.program) else None
+
+
+class _Pipeline:
+    def __init__(
+        self,
+        module: Module,
+        weights: Arrays,
+        feed: dict[int, dict[str, Array]],
+        programs: dict[int, list[Action]],
+        first: int,
+        precision: str,
+    ) -> None:
+        self.module, self.feed, self.precision = module, feed, precision
+        self.run_found = Run(module.outputs[0])
+        self.wired = bool(module.edges) or any(a.kind in (*SENDS, *RECEIVES) for program in programs.values() for a in program)
+        self.channels: dict[tuple[int, int, str], deque[tuple[int, dict[str, Array]]]] = {}
+        self.stepped = stepped_params(module)
+        self.ranks = {}
+        for index, program in programs.items():
+            graphs = [g for g in (module.stage_graph(index, kind) for kind in "FBWU") if g is not None]
+            names = dict.fromkeys(slot.var for g in graphs for slot in map(slot_of, g.ops) if slot is not None)
+            store = VersionStore(module.vars, self.stepped, initial_arrays(module, weights, list(names), precision), first)
+            self.ranks[index] = _Rank(index, program, store)
+
+    def run(self) -> Run:
+        """Round robin: every rank goes as far as it can; when a whole round moves nobody, nobody ever will."""
+        moved = True
+        while moved:
+            moved = False
+            for rank in self.ranks.values():
+                while (action := rank.action()) is not None and self._perform(rank, action):
+                    rank.step += 1
+                    moved = True
+        stuck = [f"rank {r.index}, step {r.step}: {a} waits for {self._wanted(r, a)}" for r in self.ranks.values() if (a := r.action())]
+        if stuck:
+            raise VerifyError("no rank can move\n  " + "\n  ".join(stuck), where=f"schedule of {self.module.name}")
+        left = [f"{src}{phase}>{dst}: {len(queue)}" for (src, dst, phase), queue in self.channels.items() if queue]
+        if left:
+            raise VerifyError(f"messages were never received: {', '.join(left)}", where=f"schedule of {self.module.name}")
+        for rank in self.ranks.values():
+            for name in rank.store.slots:
+                if self.module.vars[name].role != GRAD:
+                    self.run_found.variables.setdefault(name, rank.store.latest(name))
+        return self.run_found
+
+    def _perform(self, rank: _Rank, action: Action) -> bool:
+        """Execute one action; False when it has to wait."""
+        where = f"rank {rank.index}, step {rank.step}: {action}"
+        try:
+            match action.kind:
+                case "F" | "B" | "W":
+                    return self._compute(rank, action)
+                case "U":
+                    self._update(rank, action)
+                case "SF" | "SB":
+                    self._send(rank, action)
+                case "RF" | "RB":
+                    return self._receive(rank, action)
+                case "D":
+                    if rank.values.pop(action.mb, None) is None:
+                        raise VerifyError(f"microbatch {action.mb} holds nothing that could be dropped")
+                case _:
+                    raise VerifyError(f"the interpreter has no meaning for {action.kind}")
+        except VerifyError as error:
+            raise VerifyError(str(error), where=where) from error
+        return True
+
+    def _graph(self, action: Action) -> Graph:
+        graph = self.module.stage_graph(action.stage, action.kind)
+        if graph is None:
+            raise VerifyError(f"there is no graph @s{action.stage}.{action.kind}")
+        return graph
+
+    def _find(self, rank: _Rank, mb: int, name: str) -> Array | None:
+        """A value of a microbatch: held here, fed from outside, or (before messages exist) held by any rank."""
+        fed = {v.name for v in self.module.inputs}
+        places = [rank.values.get(mb, {}), self.feed.get(mb, {}) if name in fed else {}]
+        if not self.wired:
+            places += [other.values.get(mb, {}) for other in self.ranks.values()]
+        return next((place[name] for place in places if name in place), None)
+
+    def _compute(self, rank: _Rank, action: Action) -> bool:
+        graph = self._graph(action)
+        ins = {v.name: self._find(rank, action.mb, v.name) for v in graph.ins}
+        missing = [name for name, x in ins.items() if x is None]
+        if missing and not self.wired:
+            return False
+        if missing:
+            listed = ", ".join("%" + n for n in missing)
+            raise VerifyError(f"@{graph.name} needs {listed} of microbatch {action.mb}, which this rank does not hold")
+        results = run_graph(graph, ins, rank.store.at(action.version), self.precision)
+        self.run_found.log.append((action.stage, action.mb, action.kind, action.version))
+        kept = rank.values.setdefault(action.mb, {})
+        kept |= {name: x for name, x in ins.items() if x is not None and action.kind == "F"}
+        kept |= _by_name(graph, results)
+        if action.kind == "F":
+            shown = {v.name: kept[v.name] for v in graph.outs if v.name in self.module.outputs}
+            self.run_found.outputs.setdefault(action.mb, {}).update(shown)
+        return True
+
+    def _update(self, rank: _Rank, action: Action) -> None:
+        graph = self.module.stage_graph(action.stage, "U")
+        if graph is None:
+            return  # a stage without parameters
+        run_graph(graph, [], rank.store.at(made=action.version), self.precision)
+        for name in self.stepped & rank.store.slots.keys():
+            self.run_found.buffers[name] = max(self.run_found.buffers.get(name, 0), rank.store.buffers(name))
+
+    def _channel(self, src: int, dst: int, kind: str) -> deque[tuple[int, dict[str, Array]]]:
+        return self.channels.setdefault((src, dst, kind[1]), deque())
+
+    def _values_of(self, src: int, dst: int, phase: str) -> list[str]:
+        names = [v.name for e in self.module.edges if (e.src, e.dst, e.phase) == (src, dst, phase) for v in e.values]
+        if not names:
+            raise VerifyError(f"the module has no edge from stage {src} to stage {dst} in phase {phase}")
+        return names
+
+    def _send(self, rank: _Rank, action: Action) -> None:
+        assert action.peer is not None
+        names = self._values_of(action.stage, action.peer, action.kind[1])
+        held = rank.values.get(action.mb, {})
+        missing = [f"%{n}" for n in names if n not in held]
+        if missing:
+            raise VerifyError(f"{', '.join(missing)} of microbatch {action.mb} should be sent, but this rank does not hold it")
+        self._channel(action.stage, action.peer, action.kind).append((action.mb, {n: held[n] for n in names}))
+
+    def _receive(self, rank: _Rank, action: Action) -> bool:
+        assert action.peer is not None
+        queue = self._channel(action.peer, action.stage, action.kind)
+        if not queue:
+            return False
+        mb, values = queue.popleft()
+        if mb != action.mb:
+            raise VerifyError(f"microbatch {action.mb} is expected from stage {action.peer}, the next message is of microbatch {mb}")
+        rank.values.setdefault(mb, {}).update(values)
+        return True
+
+    def _wanted(self, rank: _Rank, action: Action) -> str:
+        if action.kind in RECEIVES:
+            return f"a message from stage {action.peer}"
+        graph = self._graph(action)
+        return ", ".join(f"%{v.name}" for v in graph.ins if self._find(rank, action.mb, v.name) is None) + f" of microbatch {action.mb}"
+
+
+__all__ = [
+    "F64",
+    "NUMPY",
+    "TYPED",
+    "Array",
+    "DictStore",
+    "Run",
+    "Store",
+    "VersionStore",
+    "apply_op",
+    "microbatches_of",
+    "run_graph",
+    "run_recurrence",
+    "run_schedule",
+]
