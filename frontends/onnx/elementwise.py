@@ -1,0 +1,222 @@
+"""Elementwise ONNX operators: one row each. Operands broadcast as in NumPy on both sides, so most rows are a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from penstock.ir.graph import Value
+from penstock.ir.types import FLOATS
+
+from .node import Node, Refused, Result, Rule
+from .source import our_dtype
+
+
+def same(kind: str) -> Rule:
+    """An operator that is one operation of the IR on all its operands."""
+    return lambda n: n.emit(kind, *n.values())
+
+
+def swapped(kind: str) -> Rule:
+    return lambda n: n.emit(kind, n.value(1), n.value(0))
+
+
+def unary(write: Callable[[Node, Value], Value]) -> Rule:
+    """An operator of one floating-point operand written as a formula."""
+
+    def rule(n: Node) -> Value:
+        n.require(n.type().dtype in FLOATS, f"needs a floating-point operand, got {n.type()}")
+        return write(n, n.value())
+
+    return rule
+
+
+def fold_left(kind: str) -> Rule:
+    """A variadic operator as a chain of binary operations."""
+
+    def rule(n: Node) -> Result:
+        total = n.value(0)
+        for i in range(1, n.count):
+            total = n.emit(kind, total, n.value(i))
+        return total
+
+    return rule
+
+
+def _mean(n: Node) -> Result:
+    total = n.value(0)
+    for i in range(1, n.count):
+        total = n.emit("add", total, n.value(i))
+    return n.emit("mul", total, 1.0 / n.count) if n.count > 1 else total
+
+
+def power(n: Node, x: Value, exponent: float) -> Value:
+    """x to a constant power; the powers that models use become products and roots, which have cheap gradients."""
+    match exponent:
+        case 1.0:
+            return x
+        case 2.0:
+            return n.emit("mul", x, x)
+        case 3.0:
+            return n.emit("mul", n.emit("mul", x, x), x)
+    if x.type.dtype in FLOATS:
+        match exponent:
+            case 0.5:
+                return n.emit("sqrt", x)
+            case -0.5:
+                return n.emit("rsqrt", x)
+            case -1.0:
+                return n.emit("div", 1.0, x)
+        return n.emit("pow", x, exponent)
+    raise Refused(f"integers to the power {exponent:g} are not supported, only 1, 2 and 3")
+
+
+def _pow(n: Node) -> Result:
+    exponent = n.known(1)
+    if exponent is not None and exponent.size == 1 and exponent.ndim <= n.type(0).rank:
+        return power(n, n.value(0), float(exponent.reshape(-1)[0]))
+    x, y = n.value(0), n.value(1)
+    n.require(x.type.dtype in FLOATS, f"integers to a power that is not one number are not supported, got {x.type}")
+    return n.emit("pow", x, y if y.type.dtype == x.type.dtype else n.emit("cast", y, dtype=x.type.dtype))
+
+
+def _cast_to(n: Node, dtype: str) -> Result:
+    return n.tensor(0) if n.type().dtype == dtype else n.emit("cast", n.value(), dtype=dtype)
+
+
+def _cast(n: Node) -> Result:
+    n.ignore("saturate", "round_mode")  # these speak of 8-bit floats only, which are refused
+    try:
+        return _cast_to(n, our_dtype(n.int_attr("to")))
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def _cast_like(n: Node) -> Result:
+    n.ignore("saturate", "round_mode")
+    return _cast_to(n, n.type(1).dtype)
+
+
+def _clip(n: Node) -> Result:
+    x = n.value()
+    for i, kind in ((1, "maximum"), (2, "minimum")):
+        if n.has(i):
+            bound = n.constant(i, "the bound")
+            n.require(bound.size == 1, f"the bound must be one number, got shape {list(bound.shape)}")
+            x = n.emit(kind, x, bound.reshape(-1)[0].item())
+    return x if x != n.value() else n.tensor(0)
+
+
+def _gelu(n: Node) -> Result:
+    approximate = n.text_attr("approximate", "none")
+    n.require(approximate in ("none", "tanh"), f"approximate={approximate} is not known, only none and tanh")
+    return n.emit("gelu", n.value(), approximate=approximate)
+
+
+def positive(n: Node, x: Value) -> Value:
+    return n.emit("maximum", x, 0.0)
+
+
+def negative(n: Node, x: Value) -> Value:
+    return n.emit("minimum", x, 0.0)
+
+
+def _softplus(n: Node, x: Value) -> Value:
+    # max(x, 0) + log(1 + e^-|x|): never overflows.
+    return n.emit("add", positive(n, x), n.emit("log", n.emit("add", n.emit("exp", n.emit("neg", n.emit("abs", x))), 1.0)))
+
+
+def _hard_sigmoid(n: Node, x: Value, alpha: float, beta: float) -> Value:
+    return n.emit("minimum", n.emit("maximum", n.emit("add", n.emit("mul", x, alpha), beta), 0.0), 1.0)
+
+
+def _elu(n: Node, x: Value, alpha: float) -> Value:
+    return n.emit("add", positive(n, x), n.emit("mul", n.emit("sub", n.emit("exp", negative(n, x)), 1.0), alpha))
+
+
+def _leaky(n: Node, x: Value, slope: Value | float) -> Value:
+    return n.emit("where", n.emit("less", x, 0.0), n.emit("mul", x, slope), x)
+
+
+def _celu(n: Node, x: Value) -> Value:
+    alpha = n.float_attr("alpha", 1.0)
+    return n.emit("add", positive(n, x), n.emit("mul", n.emit("sub", n.emit("exp", n.emit("div", negative(n, x), alpha)), 1.0), alpha))
+
+
+def _selu(n: Node, x: Value) -> Value:
+    alpha, gamma = n.float_attr("alpha", 1.6732632423543772), n.float_attr("gamma", 1.0507009873554805)
+    return n.emit("mul", _elu(n, x, alpha), gamma)
+
+
+def _not_a_number(n: Node) -> Result:
+    return n.emit("not", n.emit("equal", n.value(), n.value()))
+
+
+def _dropout(n: Node) -> Result | tuple[Result, ...]:
+    n.ignore("seed")
+    if n.has(2):
+        n.require(not n.constant(2, "training_mode").any(), "training_mode is on; export the model for inference")
+    mask = np.ones(n.type().dims, np.bool_)
+    return (n.tensor(0), mask) if n.wanted > 1 else n.tensor(0)
+
+
+RULES: dict[str, Rule] = {
+    # one operation each
+    "Add": same("add"),
+    "Sub": same("sub"),
+    "Mul": same("mul"),
+    "Div": same("div"),
+    "Neg": same("neg"),
+    "Abs": same("abs"),
+    "Sign": same("sign"),
+    "Floor": same("floor"),
+    "Sqrt": same("sqrt"),
+    "Exp": same("exp"),
+    "Log": same("log"),
+    "Erf": same("erf"),
+    "Sin": same("sin"),
+    "Cos": same("cos"),
+    "Tanh": same("tanh"),
+    "Sigmoid": same("sigmoid"),
+    "Relu": same("relu"),
+    "Equal": same("equal"),
+    "Less": same("less"),
+    "LessOrEqual": same("less_equal"),
+    "Greater": swapped("less"),
+    "GreaterOrEqual": swapped("less_equal"),
+    "And": same("and"),
+    "Or": same("or"),
+    "Not": same("not"),
+    "Where": same("where"),
+    # variadic
+    "Min": fold_left("minimum"),
+    "Max": fold_left("maximum"),
+    "Sum": fold_left("add"),
+    "Mean": _mean,
+    # formulas
+    "Xor": lambda n: n.emit("not", n.emit("equal", n.value(0), n.value(1))),
+    "IsNaN": _not_a_number,
+    "Ceil": unary(lambda n, x: n.emit("neg", n.emit("floor", n.emit("neg", x)))),
+    "Reciprocal": unary(lambda n, x: n.emit("div", 1.0, x)),
+    "Pow": _pow,
+    "Clip": _clip,
+    "Gelu": _gelu,
+    "LeakyRelu": unary(lambda n, x: _leaky(n, x, n.float_attr("alpha", 0.01))),
+    "PRelu": lambda n: _leaky(n, n.value(0), n.value(1)),
+    "ThresholdedRelu": unary(lambda n, x: n.emit("where", n.emit("less", n.literal(n.float_attr("alpha", 1.0), x.type.dtype), x), x, 0.0)),
+    "Elu": unary(lambda n, x: _elu(n, x, n.float_attr("alpha", 1.0))),
+    "Celu": unary(_celu),
+    "Selu": unary(_selu),
+    "Softplus": unary(_softplus),
+    "Softsign": unary(lambda n, x: n.emit("div", x, n.emit("add", n.emit("abs", x), 1.0))),
+    "Mish": unary(lambda n, x: n.emit("mul", x, n.emit("tanh", _softplus(n, x)))),
+    "Swish": unary(lambda n, x: n.emit("mul", x, n.emit("sigmoid", n.emit("mul", x, n.float_attr("alpha", 1.0))))),
+    "HardSigmoid": unary(lambda n, x: _hard_sigmoid(n, x, n.float_attr("alpha", 0.2), n.float_attr("beta", 0.5))),
+    "HardSwish": unary(lambda n, x: n.emit("mul", x, _hard_sigmoid(n, x, 1 / 6, 0.5))),
+    # element types, and what does nothing at inference
+    "Cast": _cast,
+    "CastLike": _cast_like,
+    "Identity": lambda n: n.tensor(0),
+    "Dropout": _dropout,
+}

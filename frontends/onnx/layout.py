@@ -1,0 +1,303 @@
+"""ONNX operators that move elements: shapes, slices, gathers, padding. All shapes are numbers by the time a rule runs.
+
+`Shape` and `Size` give arrays, so a chain that computes with shapes is folded away node by node as it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import onnx
+
+from penstock.ir.graph import Value
+from penstock.ir.types import FLOATS, INTS, broadcast_shapes
+
+from .node import Node, Refused, Result, Rule
+
+
+def axis_of(n: Node, axis: int, rank: int) -> int:
+    n.require(-rank <= axis < rank or rank == 0, f"axis {axis} is outside a tensor of rank {rank}")
+    return axis % rank if rank else 0
+
+
+def reshape(n: Node, x: Value, shape: Sequence[int]) -> Value:
+    """x in another shape; x itself when it has that shape already."""
+    return x if x.type.shape == tuple(shape) else n.emit("reshape", x, shape=tuple(shape))
+
+
+def reshaped(n: Node, shape: Sequence[int]) -> Result:
+    """Operand 0 in another shape; nothing is written when it has that shape already."""
+    return n.tensor(0) if n.type().shape == tuple(shape) else reshape(n, n.value(), shape)
+
+
+def transpose(n: Node, x: Value, perm: Sequence[int]) -> Value:
+    return x if list(perm) == list(range(x.type.rank)) else n.emit("transpose", x, perm=tuple(perm))
+
+
+def cut(n: Node, x: Value, axis: int, start: int, stop: int) -> Value:
+    """x[..., start:stop, ...] along one axis."""
+    dims = x.type.dims
+    if (start, stop) == (0, dims[axis]):
+        return x
+    starts = tuple(start if i == axis else 0 for i in range(len(dims)))
+    stops = tuple(stop if i == axis else size for i, size in enumerate(dims))
+    return n.emit("slice", x, start=starts, stop=stops, step=(1,) * len(dims))
+
+
+def expand(n: Node, x: Value, shape: Sequence[int]) -> Value:
+    return x if x.type.shape == tuple(shape) else n.emit("broadcast", x, shape=tuple(shape))
+
+
+def _reshape(n: Node) -> Result:
+    wanted = list(n.ints(1, "the shape"))
+    dims, keep_zero = n.type().dims, n.int_attr("allowzero")
+    for i, size in enumerate(wanted):
+        if size == 0 and not keep_zero:
+            n.require(i < len(dims), f"shape {wanted} copies dimension {i} of a tensor of rank {len(dims)}")
+            wanted[i] = dims[i]
+    if -1 in wanted:
+        i = wanted.index(-1)
+        rest = prod(wanted[:i] + wanted[i + 1 :])
+        n.require(-1 not in wanted[i + 1 :] and rest > 0, f"shape {wanted} leaves more than one size open")
+        wanted[i] = prod(dims) // rest
+    return reshaped(n, wanted)
+
+
+def _flatten(n: Node) -> Result:
+    dims = n.type().dims
+    axis = n.int_attr("axis", 1)
+    n.require(-len(dims) <= axis <= len(dims), f"axis {axis} is outside a tensor of rank {len(dims)}")
+    axis = axis + len(dims) if axis < 0 else axis
+    return reshaped(n, (prod(dims[:axis]), prod(dims[axis:])))
+
+
+def _squeeze(n: Node) -> Result:
+    dims = n.type().dims
+    axes = {axis_of(n, a, len(dims)) for a in n.ints(1, "the list of axes")} if n.has(1) else {i for i, s in enumerate(dims) if s == 1}
+    n.require(all(dims[a] == 1 for a in axes), f"axes {sorted(axes)} of {n.type()} are not all of size 1")
+    return reshaped(n, [size for i, size in enumerate(dims) if i not in axes])
+
+
+def _unsqueeze(n: Node) -> Result:
+    dims = n.type().dims
+    wanted = n.ints(1, "the list of axes")
+    axes = {axis_of(n, a, len(dims) + len(wanted)) for a in wanted}
+    n.require(len(axes) == len(wanted), f"axes {list(wanted)} name a dimension twice")
+    rest = iter(dims)
+    return reshaped(n, [1 if i in axes else next(rest) for i in range(len(dims) + len(axes))])
+
+
+def _transpose(n: Node) -> Result:
+    rank = n.type().rank
+    perm = n.ints_attr("perm") or tuple(reversed(range(rank)))
+    return n.tensor(0) if list(perm) == list(range(rank)) else transpose(n, n.value(), perm)
+
+
+def _expand(n: Node) -> Result:
+    shape = broadcast_shapes(n.type().shape, n.ints(1, "the shape"))
+    return n.tensor(0) if shape == n.type().shape else n.emit("broadcast", n.value(), shape=shape)
+
+
+def _concat(n: Node) -> Result:
+    return n.tensor(0) if n.count == 1 else n.emit("concat", *n.values(), axis=axis_of(n, n.int_attr("axis"), n.type().rank))
+
+
+def _split(n: Node) -> Sequence[Result]:
+    x = n.value()
+    axis = axis_of(n, n.int_attr("axis"), x.type.rank)
+    size, parts = x.type.dims[axis], len(n.proto.output)
+    given = n.int_attr("num_outputs", parts)
+    n.require(given == parts, f"num_outputs is {given}, but there are {parts} results")
+    if n.has(1):
+        sizes = n.ints(1, "the list of sizes")
+    else:
+        each = -(-size // parts)
+        sizes = (*(each,) * (parts - 1), size - each * (parts - 1))
+    n.require(len(sizes) == parts and sum(sizes) == size and min(sizes) >= 0, f"sizes {list(sizes)} do not split {size} in {parts}")
+    ends = np.cumsum(sizes).tolist()
+    return [cut(n, x, axis, end - step, end) if name else x for step, end, name in zip(sizes, ends, n.proto.output, strict=True)]
+
+
+def _slice(n: Node) -> Result:
+    x, dims = n.type(), n.type().dims
+    starts, ends = n.ints(1, "the list of starts"), n.ints(2, "the list of ends")
+    axes = n.ints(3, "the list of axes") if n.has(3) else tuple(range(len(starts)))
+    steps = n.ints(4, "the list of steps") if n.has(4) else (1,) * len(starts)
+    n.require(len(starts) == len(ends) == len(axes) == len(steps), "starts, ends, axes and steps differ in length")
+    bounds = [(0, size, 1) for size in dims]
+    backward: dict[int, list[int]] = {}
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        axis = axis_of(n, axis, x.rank)
+        n.require(step != 0, "a step is 0")
+        begin, stop, stride = slice(start, end if step > 0 or end > -(2**31) else None, step).indices(dims[axis])
+        if step > 0:
+            bounds[axis] = (begin, max(begin, stop), stride)
+        else:
+            backward[axis] = list(range(dims[axis]))[slice(start, end if end > -(2**31) else None, step)]
+    if not backward and all(bound == (0, size, 1) for bound, size in zip(bounds, dims, strict=True)):
+        return n.tensor(0)
+    y = n.value()
+    if any(bound != (0, size, 1) for bound, size in zip(bounds, dims, strict=True)):
+        start, stop, step = (tuple(part) for part in zip(*bounds, strict=True))
+        y = n.emit("slice", y, start=start, stop=stop, step=step)
+    for axis, order in backward.items():  # the IR slices forward only
+        y = n.emit("gather", y, np.array(order, np.int64), axis=axis)
+    return y
+
+
+def _gather(n: Node) -> Result:
+    axis = axis_of(n, n.int_attr("axis"), n.type().rank)
+    x, indices = n.value(), n.known(1)
+    if indices is None or indices.ndim:
+        return n.emit("gather", x, n.value(1), axis=axis)
+    # One known entry is a slice: its gradient is padding, not a scatter.
+    size = x.type.dims[axis]
+    at = int(indices)
+    n.require(-size <= at < size, f"index {at} is outside dimension {axis} of {x.type}")
+    return reshape(n, cut(n, x, axis, at % size, at % size + 1), x.type.dims[:axis] + x.type.dims[axis + 1 :])
+
+
+def _gather_nd(n: Node) -> Result:
+    n.require(n.int_attr("batch_dims") == 0, "batch_dims is not supported")
+    x, indices = n.value(0), n.value(1)
+    dims, depth = x.type.dims, indices.type.dims[-1]
+    n.require(1 <= depth <= len(dims), f"indices {indices.type} are too deep for {x.type}")
+    flat: Value | None = None
+    last = indices.type.rank - 1
+    for i in range(depth):
+        part = reshape(n, cut(n, indices, last, i, i + 1), indices.type.dims[:-1])
+        if depth > 1:  # negative entries count from the end of their own dimension
+            part = n.emit("where", n.emit("less", part, 0), n.emit("add", part, dims[i]), part)
+        flat = part if flat is None else n.emit("add", n.emit("mul", flat, dims[i]), part)
+    assert flat is not None
+    return n.emit("gather", reshape(n, x, (prod(dims[:depth]), *dims[depth:])), flat, axis=0)
+
+
+def _pad(n: Node) -> Result:
+    x = n.value()
+    dims, mode = x.type.dims, n.text_attr("mode", "constant")
+    pads = n.ints(1, "the padding")
+    axes = [axis_of(n, a, len(dims)) for a in n.ints(3, "the list of axes")] if n.has(3) else list(range(len(dims)))
+    n.require(len(pads) == 2 * len(axes), f"{len(pads)} paddings do not fit {len(axes)} axes")
+    low, high = [0] * len(dims), [0] * len(dims)
+    for i, axis in enumerate(axes):
+        low[axis], high[axis] = pads[i], pads[i + len(axes)]
+    if mode == "constant":
+        for axis, size in enumerate(dims):  # negative padding cuts
+            x = cut(n, x, axis, max(0, -low[axis]), size - max(0, -high[axis]))
+        filler = n.constant(2, "the padding value").item() if n.has(2) else 0.0
+        low, high = [max(0, p) for p in low], [max(0, p) for p in high]
+        return n.emit("pad", x, low=tuple(low), high=tuple(high), value=float(filler)) if any(low + high) else x
+    n.require(mode in ("reflect", "edge", "wrap"), f"mode={mode} is not known")
+    n.require(min(low + high) >= 0, f"negative padding with mode={mode} is not supported")
+    for axis, size in enumerate(dims):
+        if low[axis] or high[axis]:
+            order = np.pad(np.arange(size), (low[axis], high[axis]), mode=mode)  # type: ignore[call-overload]
+            x = n.emit("gather", x, order.astype(np.int64), axis=axis)
+    return x
+
+
+def _tile(n: Node) -> Result:
+    dims, repeats = n.type().dims, n.ints(1, "the list of repeats")
+    n.require(len(repeats) == len(dims), f"{len(repeats)} repeats do not fit {n.type()}")
+    if all(r == 1 for r in repeats):
+        return n.tensor(0)
+    spread = reshape(n, n.value(), [part for size in dims for part in (1, size)])
+    tiled = expand(n, spread, [part for r, size in zip(repeats, dims, strict=True) for part in (r, size)])
+    return reshape(n, tiled, [r * size for r, size in zip(repeats, dims, strict=True)])
+
+
+def triangle(n: Node, rows: int, columns: int, diagonal: int = 0) -> Value:
+    """bool[rows,columns], true where column <= row + diagonal."""
+    row = n.emit("iota", dtype="i32", shape=(rows, 1), axis=0)
+    column = n.emit("iota", dtype="i32", shape=(1, columns), axis=1)
+    return n.emit("less_equal", column, n.emit("add", row, diagonal) if diagonal else row)
+
+
+def _trilu(n: Node) -> Result:
+    x = n.value()
+    n.require(x.type.rank >= 2, f"needs at least two dimensions, got {x.type}")
+    k = int(n.constant(1, "the diagonal")) if n.has(1) else 0
+    rows, columns = x.type.dims[-2:]
+    if n.int_attr("upper", 1):  # column >= row + k, that is not column <= row + k - 1
+        keep = n.emit("not", triangle(n, rows, columns, k - 1))
+    else:
+        keep = triangle(n, rows, columns, k)
+    return n.emit("and", keep, x) if x.type.dtype == "bool" else n.emit("where", keep, x, 0)
+
+
+def _constant(n: Node) -> Result:
+    numbers = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
+    for name, dtype in numbers.items():
+        if n.given(name):
+            return np.array(onnx.helper.get_attribute_value(n.raw_attr(name)), dtype)
+    if not n.given("value"):
+        raise Refused("holds no tensor of numbers")
+    return n.array_attr("value")
+
+
+def _constant_of_shape(n: Node) -> Result:
+    filler = n.array_attr("value").reshape(-1)[0] if n.given("value") else np.float32(0)
+    return np.full(n.ints(0, "the shape"), filler)
+
+
+def _shape(n: Node) -> Result:
+    dims = n.type().dims
+    start, end = n.int_attr("start"), n.int_attr("end", len(dims))
+    return np.array(dims[start:end], np.int64)
+
+
+def _range(n: Node) -> Result:
+    start, limit, delta = (n.constant(i, what) for i, what in enumerate(("the start", "the limit", "the step")))
+    count = max(0, int(np.ceil((limit.item() - start.item()) / delta.item())))
+    return (start + np.arange(count, dtype=start.dtype) * delta).astype(start.dtype)
+
+
+def _cumsum(n: Node) -> Result:
+    x = n.type()
+    n.require(x.dtype in (*FLOATS, *INTS), f"needs numbers, got {x}")
+    axis = axis_of(n, int(n.constant(1, "the axis")), x.rank)
+    exclusive, backward = n.int_attr("exclusive"), n.int_attr("reverse")
+    size = x.dims[axis]
+    # y = x @ T with T[i, j] = 1 where i <= j; integers go through f64, exact up to 2^53.
+    reached = triangle(n, size, size, -1 if exclusive else 0)
+    reached = reached if backward else n.emit("transpose", reached, perm=(1, 0))
+    dtype = x.dtype if x.dtype in FLOATS else "f64"
+    value = n.value() if dtype == x.dtype else n.emit("cast", n.value(), dtype=dtype)
+    perm = [i for i in range(x.rank) if i != axis] + [axis]
+    moved = transpose(n, value, perm)
+    rows = reshape(n, moved, (prod(moved.type.dims[:-1]), size))
+    total = reshape(n, n.emit("matmul", rows, n.emit("cast", reached, dtype=dtype)), moved.type.dims)
+    total = transpose(n, total, np.argsort(perm).tolist())
+    return total if dtype == x.dtype else n.emit("cast", total, dtype=x.dtype)
+
+
+RULES: dict[str, Rule] = {
+    # known at import
+    "Constant": _constant,
+    "ConstantOfShape": _constant_of_shape,
+    "Shape": _shape,
+    "Size": lambda n: np.array(n.type().size, np.int64),
+    "Range": _range,
+    # the same elements in another shape or order
+    "Reshape": _reshape,
+    "Flatten": _flatten,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+    "Transpose": _transpose,
+    # repeated, cut and joined
+    "Expand": _expand,
+    "Tile": _tile,
+    "Concat": _concat,
+    "Split": _split,
+    "Slice": _slice,
+    "Pad": _pad,
+    "Trilu": _trilu,
+    # indexed
+    "Gather": _gather,
+    "GatherND": _gather_nd,
+    # along an axis
+    "CumSum": _cumsum,
+}

@@ -1,0 +1,327 @@
+"""ONNX operators of neural networks: products, convolutions, pooling, normalisation, reductions, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod, sqrt
+
+from penstock.ir.graph import Value
+from penstock.ir.types import FLOATS
+
+from .layout import axis_of, cut, expand, reshape, transpose, triangle
+from .node import Node, Result, Rule
+
+# ---------------------------------------------------------------------------------------- products
+
+
+def _matmul(n: Node) -> Result:
+    x, y = n.value(0), n.value(1)
+    left, right = x.type.rank == 1, y.type.rank == 1
+    lhs = reshape(n, x, (1, *x.type.dims)) if left else x
+    rhs = reshape(n, y, (*y.type.dims, 1)) if right else y
+    product = n.emit("matmul", lhs, rhs)
+    dims = product.type.dims
+    shape = dims[:-2] + (() if left else dims[-2:-1]) + (() if right else dims[-1:])
+    return reshape(n, product, shape)
+
+
+def _gemm(n: Node) -> Result:
+    y = n.emit("matmul", n.value(0), n.value(1), ta=bool(n.int_attr("transA")), tb=bool(n.int_attr("transB")))
+    alpha, beta = n.float_attr("alpha", 1.0), n.float_attr("beta", 1.0)
+    if alpha != 1.0:
+        y = n.emit("mul", y, alpha)
+    if n.has(2) and beta != 0.0:
+        c = n.value(2)
+        y = n.emit("add", y, c if beta == 1.0 else n.emit("mul", c, beta))
+    return y
+
+
+# ---------------------------------------------------------------------------------------- sliding windows
+
+
+def _window(n: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """strides, pads and dilations of a convolution or pooling, automatic padding and rounding up resolved."""
+    r = len(kernel)
+    sizes = n.type().dims[2:]
+    strides = n.ints_attr("strides") or (1,) * r
+    dilations = n.ints_attr("dilations") or (1,) * r
+    pads = list(n.ints_attr("pads") or (0,) * 2 * r)
+    n.require(len(sizes) == len(strides) == len(dilations) == r and len(pads) == 2 * r, f"attributes do not fit {r} spatial dimensions")
+    reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
+    match mode := n.text_attr("auto_pad", "NOTSET"):
+        case "NOTSET":
+            pass
+        case "VALID":
+            pads = [0] * 2 * r
+        case "SAME_UPPER" | "SAME_LOWER":
+            for i, (size, stride, extent) in enumerate(zip(sizes, strides, reach, strict=True)):
+                total = max(0, (-(-size // stride) - 1) * stride + extent - size)
+                small, large = total // 2, total - total // 2
+                pads[i], pads[i + r] = (small, large) if mode == "SAME_UPPER" else (large, small)
+        case _:
+            n.require(False, f"auto_pad={mode} is not known")
+    if n.int_attr("ceil_mode"):
+        for i, (size, stride, extent) in enumerate(zip(sizes, strides, reach, strict=True)):
+            room = size + pads[i] + pads[i + r] - extent
+            count = -(-room // stride) + 1
+            if (count - 1) * stride >= size + pads[i]:  # a window must start before the padding at the end
+                count -= 1
+            pads[i + r] += max(0, (count - 1) * stride - room)
+    return {"strides": strides, "pads": tuple(pads), "dilations": dilations}
+
+
+def _conv(n: Node) -> Result:
+    x, w = n.value(0), n.value(1)
+    kernel = w.type.dims[2:]
+    n.require((n.ints_attr("kernel_shape") or kernel) == kernel, f"kernel_shape differs from the weight {w.type}")
+    y = n.emit("conv", x, w, groups=n.int_attr("group", 1), **_window(n, kernel))
+    if n.has(2):
+        y = n.emit("add", y, reshape(n, n.value(2), (1, w.type.dims[0], *(1,) * len(kernel))))
+    return y
+
+
+def _max_pool(n: Node) -> Result:
+    n.only_first_output()
+    n.ignore("storage_order")  # speaks of the second result
+    kernel = n.ints_attr("kernel_shape")
+    return n.emit("max_pool", n.value(), kernel=kernel, **_window(n, kernel))
+
+
+def _average_pool(n: Node) -> Result:
+    kernel, count_padding = n.ints_attr("kernel_shape"), bool(n.int_attr("count_include_pad"))
+    n.require(not (count_padding and n.int_attr("ceil_mode")), "count_include_pad with ceil_mode is not supported")
+    return n.emit("avg_pool", n.value(), kernel=kernel, include_pad=count_padding, **_window(n, kernel))
+
+
+def _over_space(kind: str) -> Rule:
+    return lambda n: n.emit(kind, n.value(), axes=tuple(range(2, n.type().rank)), keep=True)
+
+
+# ---------------------------------------------------------------------------------------- rows
+
+
+def _row(kind: str) -> Rule:
+    return lambda n: n.emit(kind, n.value(), axis=axis_of(n, n.int_attr("axis", -1), n.type().rank))
+
+
+def _layer_norm(n: Node) -> Result | Sequence[Result]:
+    x = n.value()
+    n.require(n.int_attr("stash_type", 1) == 1, "stash_type other than 1 (statistics in f32) is not supported")
+    axis = axis_of(n, n.int_attr("axis", -1), x.type.rank)
+    weight = x.type.dims[axis:]
+    scale = expand(n, n.value(1), weight)
+    bias = expand(n, n.value(2), weight) if n.has(2) else n.emit("const", value=0.0, dtype=x.type.dtype, shape=weight)
+    y, mean, rstd = n.emit_all("layer_norm", 3, x, scale, bias, axis=axis - x.type.rank, eps=n.float_attr("epsilon", 1e-5))
+    if n.wanted == 1:
+        return y
+    shape = (*x.type.dims[:axis], *(1,) * len(weight))
+    return y, reshape(n, mean, shape), reshape(n, rstd, shape)
+
+
+def _rms_norm(n: Node) -> Result:
+    x = n.value()
+    n.require(n.int_attr("stash_type", 1) == 1, "stash_type other than 1 (statistics in f32) is not supported")
+    axis = axis_of(n, n.int_attr("axis", -1), x.type.rank)
+    wide = x if x.type.dtype in ("f32", "f64") else n.emit("cast", x, dtype="f32")
+    square = n.emit("mean", n.emit("mul", wide, wide), axes=tuple(range(axis, x.type.rank)), keep=True)
+    y = n.emit("mul", wide, n.emit("rsqrt", n.emit("add", square, n.float_attr("epsilon", 1e-5))))
+    y = y if y.type.dtype == x.type.dtype else n.emit("cast", y, dtype=x.type.dtype)
+    return n.emit("mul", y, n.value(1))
+
+
+def _batch_norm(n: Node) -> Result:
+    n.ignore("momentum")  # of the running statistics, which do not run here
+    n.require(not n.int_attr("training_mode"), "training_mode is on; export the model for inference")
+    n.only_first_output()
+    statistics = n.statistic(3), n.statistic(4)
+    return n.emit("batch_norm", n.value(0), n.value(1), n.value(2), *statistics, eps=n.float_attr("epsilon", 1e-5))
+
+
+def _grouped_norm(n: Node, x: Value, groups: int, eps: float) -> Value:
+    """(x - mean) / sqrt(variance + eps) over space and the channels of each group, in x's shape."""
+    rows = reshape(n, x, (x.type.dims[0], groups, prod(x.type.dims[1:]) // groups))
+    centred = n.emit("sub", rows, n.emit("mean", rows, axes=(2,), keep=True))
+    variance = n.emit("mean", n.emit("mul", centred, centred), axes=(2,), keep=True)
+    return reshape(n, n.emit("mul", centred, n.emit("rsqrt", n.emit("add", variance, eps))), x.type.dims)
+
+
+def _per_channel(n: Node, x: Value, weight: Value) -> Value:
+    return reshape(n, weight, (1, x.type.dims[1], *(1,) * (x.type.rank - 2)))
+
+
+def _instance_norm(n: Node) -> Result:
+    x = n.value()
+    y = _grouped_norm(n, x, x.type.dims[1], n.float_attr("epsilon", 1e-5))
+    return n.emit("add", n.emit("mul", y, _per_channel(n, x, n.value(1))), _per_channel(n, x, n.value(2)))
+
+
+def _group_norm(n: Node) -> Result:
+    x, groups = n.value(), n.int_attr("num_groups")
+    n.require(n.int_attr("stash_type", 1) == 1, "stash_type other than 1 (statistics in f32) is not supported")
+    n.require(n.type(1).dims == (x.type.dims[1],), f"scale and bias must have one entry per channel, got {n.type(1)}")
+    y = _grouped_norm(n, x, groups, n.float_attr("epsilon", 1e-5))
+    return n.emit("add", n.emit("mul", y, _per_channel(n, x, n.value(1))), _per_channel(n, x, n.value(2)))
+
+
+# ---------------------------------------------------------------------------------------- reductions
+
+
+def _axes(n: Node) -> tuple[int, ...] | None:
+    """The axes to reduce, an operand or (before opset 18, ReduceSum before 13) an attribute; None: nothing is to be done."""
+    rank = n.type().rank
+    given = n.ints(1, "the list of axes") if n.has(1) else n.ints_attr("axes")
+    nothing = n.int_attr("noop_with_empty_axes")
+    if not given:
+        return None if nothing else tuple(range(rank))
+    return tuple(sorted({axis_of(n, axis, rank) for axis in given}))
+
+
+def _reduce(write: str) -> Rule:
+    """`write` names what happens before the sum or maximum, the reduction itself, and what happens after."""
+
+    def rule(n: Node) -> Result:
+        axes, keep = _axes(n), bool(n.int_attr("keepdims", 1))
+        x = n.value()
+        if write not in ("sum", "max", "min", "abs-sum", "square-sum"):
+            n.require(x.type.dtype in FLOATS, f"needs a floating-point operand, got {x.type}")
+
+        def total(kind: str, value: Value, keeping: bool = keep) -> Value:
+            return value if axes is None else n.emit(kind, value, axes=axes, keep=keeping)
+
+        match write:
+            case "sum" | "mean" | "max":
+                return n.tensor(0) if axes is None else total(write, x)
+            case "min":
+                return n.tensor(0) if axes is None else n.emit("neg", total("max", n.emit("neg", x)))
+            case "abs-sum":
+                return total("sum", n.emit("abs", x))
+            case "square-sum":
+                return total("sum", n.emit("mul", x, x))
+            case "square-sum-sqrt":
+                return n.emit("sqrt", total("sum", n.emit("mul", x, x)))
+            case "sum-log":
+                return n.emit("log", total("sum", x))
+        # exp-sum-log, with the largest value taken out so that nothing overflows
+        largest = total("max", x, True)
+        rest = n.emit("log", total("sum", n.emit("exp", n.emit("sub", x, largest))))
+        return n.emit("add", rest, reshape(n, largest, rest.type.dims))
+
+    return rule
+
+
+def _reduce_product(n: Node) -> Result:
+    axes, keep = _axes(n), n.int_attr("keepdims", 1)
+    if axes is None:
+        return n.tensor(0)
+    x = n.value()
+    dims = x.type.dims
+    count = prod(dims[a] for a in axes)
+    n.require(1 <= count <= 64, f"a product of {count} entries is not supported, 64 at most")
+    for axis in axes:
+        parts = [cut(n, x, axis, i, i + 1) for i in range(dims[axis])]
+        x = parts[0]
+        for part in parts[1:]:
+            x = n.emit("mul", x, part)
+    return x if keep else reshape(n, x, [size for i, size in enumerate(dims) if i not in axes])
+
+
+def _arg(sign: str) -> Rule:
+    def rule(n: Node) -> Result:
+        x = n.value()
+        n.require(not n.int_attr("select_last_index"), "select_last_index is not supported")
+        axis, keep = axis_of(n, n.int_attr("axis"), x.type.rank), n.int_attr("keepdims", 1)
+        y = n.emit("argmax", n.emit("neg", x) if sign == "-" else x, axis=axis)
+        return reshape(n, y, (*x.type.dims[:axis], 1, *x.type.dims[axis + 1 :])) if keep else y
+
+    return rule
+
+
+# ---------------------------------------------------------------------------------------- attention
+
+
+def _heads(n: Node, x: Value, heads: int) -> Value:
+    """[batch, positions, heads * size] as [batch, heads, positions, size]."""
+    if x.type.rank == 4:
+        return x
+    n.require(x.type.rank == 3 and heads > 0, f"needs four dimensions, or three and the number of heads, got {x.type}")
+    batch, positions, width = x.type.dims
+    n.require(width % heads == 0, f"{width} of {x.type} does not divide into {heads} heads")
+    return transpose(n, reshape(n, x, (batch, positions, heads, width // heads)), (0, 2, 1, 3))
+
+
+def _repeat_heads(n: Node, x: Value, heads: int) -> Value:
+    """Each key and value head serves a group of query heads."""
+    batch, own, positions, size = x.type.dims
+    n.require(heads % own == 0, f"{heads} query heads do not divide into {own} key heads")
+    if heads == own:
+        return x
+    spread = expand(n, reshape(n, x, (batch, own, 1, positions, size)), (batch, own, heads // own, positions, size))
+    return reshape(n, spread, (batch, heads, positions, size))
+
+
+def _attention(n: Node) -> Result:
+    n.only_first_output()
+    n.require(not any(n.has(i) for i in (4, 5, 6)), "past keys and values are not supported")
+    n.ignore("qk_matmul_output_mode")  # speaks of the fourth result
+    precision = n.int_attr("softmax_precision", 1)
+    n.require(precision in (1, 10, 11, 16), f"softmax_precision={precision} is not known")
+    q = _heads(n, n.value(0), n.int_attr("q_num_heads"))
+    k, v = (_heads(n, n.value(i), n.int_attr("kv_num_heads")) for i in (1, 2))
+    heads = q.type.dims[1]
+    k, v = _repeat_heads(n, k, heads), _repeat_heads(n, v, heads)
+    scale = n.float_attr("scale", 1.0 / sqrt(q.type.dims[-1]))
+    causal, cap = bool(n.int_attr("is_causal")), n.float_attr("softcap")
+    rows, columns = q.type.dims[2], k.type.dims[2]
+    if not n.has(3) and not cap and (rows == columns or not causal):
+        y = n.emit("attention", q, k, v, causal=causal, scale=scale)
+    else:
+        scores = n.emit("mul", n.emit("matmul", q, k, tb=True), scale)
+        if cap:
+            scores = n.emit("mul", n.emit("tanh", n.emit("div", scores, cap)), cap)
+        if causal:
+            scores = n.emit("where", triangle(n, rows, columns), scores, float("-inf"))
+        if n.has(3):
+            mask = n.value(3)
+            masked = mask.type.dtype == "bool"
+            scores = n.emit("where", mask, scores, float("-inf")) if masked else n.emit("add", scores, mask)
+        y = n.emit("matmul", n.emit("softmax", scores, axis=-1), v)
+    if n.type().rank == 4:
+        return y
+    batch, _, positions, size = y.type.dims
+    return reshape(n, transpose(n, y, (0, 2, 1, 3)), (batch, positions, heads * size))
+
+
+RULES: dict[str, Rule] = {
+    # products
+    "MatMul": _matmul,
+    "Gemm": _gemm,
+    # sliding windows
+    "Conv": _conv,
+    "MaxPool": _max_pool,
+    "AveragePool": _average_pool,
+    "GlobalAveragePool": _over_space("mean"),
+    "GlobalMaxPool": _over_space("max"),
+    # rows and normalisation
+    "Softmax": _row("softmax"),
+    "LogSoftmax": _row("log_softmax"),
+    "LayerNormalization": _layer_norm,
+    "RMSNormalization": _rms_norm,
+    "BatchNormalization": _batch_norm,
+    "InstanceNormalization": _instance_norm,
+    "GroupNormalization": _group_norm,
+    # reductions
+    "ReduceSum": _reduce("sum"),
+    "ReduceMean": _reduce("mean"),
+    "ReduceMax": _reduce("max"),
+    "ReduceMin": _reduce("min"),
+    "ReduceL1": _reduce("abs-sum"),
+    "ReduceL2": _reduce("square-sum-sqrt"),
+    "ReduceSumSquare": _reduce("square-sum"),
+    "ReduceLogSum": _reduce("sum-log"),
+    "ReduceLogSumExp": _reduce("exp-sum-log"),
+    "ReduceProd": _reduce_product,
+    "ArgMax": _arg("+"),
+    "ArgMin": _arg("-"),
+    # attention
+    "Attention": _attention,
+}

@@ -1,0 +1,182 @@
+"""The file side of the importer: an ONNX model read by its path, checked, and its tensors as arrays.
+
+In: a path. Out: the model, a type for each tensor, arrays without copies where the format allows it (external data is memory-mapped),
+and a hash of everything that was read. What is refused here, always as UsageError: a file that is missing, truncated or not a valid
+model, and external data that is missing, too short, or outside the model's folder (absolute paths, `..`, links that lead out of it).
+A memory-mapped array is read-only and must not outlive the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import numpy_helper
+from onnx.helper import tensor_dtype_to_np_dtype
+
+from penstock.ir.errors import UsageError
+from penstock.ir.types import TensorType, dtype_of
+
+# Shape inference only looks into small tensors (shapes, axes); larger ones are given to it by type alone.
+_SMALL = 1024
+
+
+def element_name(elem_type: int) -> str:
+    """ONNX's name for an element type, for messages."""
+    known = onnx.TensorProto.DataType.items()
+    return next((name.lower() for name, number in known if number == elem_type), f"element type {elem_type}")
+
+
+def our_dtype(elem_type: int) -> str:
+    """Our name for an ONNX element type; ValueError when there is none."""
+    try:
+        return dtype_of(tensor_dtype_to_np_dtype(elem_type))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"element type {element_name(elem_type)} has no counterpart here") from error
+
+
+class Source:
+    """One model file and the external data beside it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.model = _parse(self.path)
+        self._folder = self.path.parent.resolve()
+        self._files: dict[str, Path] = {}
+        for tensor in _tensors(self.model.graph):
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                self._span(tensor)
+
+    def check(self) -> str:
+        """What onnx.checker has against the file; empty when it is valid."""
+        try:
+            onnx.checker.check_model(str(self.path))
+        except Exception as error:  # the checker raises ValidationError, ValueError and RuntimeError alike
+            return str(error).strip()
+        return ""
+
+    def type_of(self, tensor: onnx.TensorProto) -> TensorType:
+        """The type of a stored tensor; ValueError for an element type that we do not have."""
+        return TensorType(our_dtype(tensor.data_type), tuple(tensor.dims))
+
+    def array(self, tensor: onnx.TensorProto) -> np.ndarray:
+        """The tensor's elements, read-only."""
+        shape = tuple(tensor.dims)
+        dtype = np.dtype(tensor_dtype_to_np_dtype(tensor.data_type))
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            file, offset = self._span(tensor)
+            if 0 in shape:
+                return np.zeros(shape, dtype)
+            mapped = np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=shape)
+            return np.asarray(mapped) if offset % dtype.itemsize == 0 else np.array(mapped)
+        # Types narrower than a byte and the typed fields (float_data, ...) need onnx's own unpacking.
+        if not tensor.HasField("raw_data") or element_name(tensor.data_type).endswith(("int4", "e2m1", "int2")):
+            return numpy_helper.to_array(tensor)
+        raw = tensor.raw_data
+        if len(raw) != dtype.itemsize * int(np.prod(shape, dtype=np.int64)):
+            raise UsageError(f"tensor {tensor.name} of shape {list(shape)} holds {len(raw)} bytes", where=str(self.path))
+        return np.frombuffer(raw, dtype).reshape(shape)
+
+    def digest(self) -> str:
+        """sha256 of the model file, then of the name and content of each external file."""
+        total = hashlib.sha256(_hash_file(self.path))
+        for location in sorted(self._files):
+            total.update(location.encode() + b"\0" + _hash_file(self._files[location]))
+        return total.hexdigest()
+
+    def infer_types(self, bound: Mapping[str, tuple[int, ...]]) -> dict[str, onnx.TypeProto]:
+        """What onnx.shape_inference says about every value, once the inputs have the shapes in `bound`."""
+        light = onnx.ModelProto()
+        light.ir_version = self.model.ir_version
+        light.opset_import.extend(self.model.opset_import)
+        light.functions.extend(self.model.functions)
+        graph, target = self.model.graph, light.graph
+        target.name = graph.name
+        target.node.extend(graph.node)
+        target.output.extend(graph.output)
+        stored = {t.name for t in graph.initializer}
+        for value in graph.input:
+            if value.name not in stored:
+                shape = bound.get(value.name)
+                elem = value.type.tensor_type.elem_type
+                target.input.append(value if shape is None else onnx.helper.make_tensor_value_info(value.name, elem, shape))
+        for tensor in graph.initializer:
+            external = tensor.data_location == onnx.TensorProto.EXTERNAL
+            if external or int(np.prod(tensor.dims, dtype=np.int64)) > _SMALL:
+                target.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tuple(tensor.dims)))
+            else:
+                target.initializer.append(tensor)
+        try:
+            inferred = onnx.shape_inference.infer_shapes(light, data_prop=True)
+        except Exception as error:
+            raise UsageError(f"the model's shapes do not fit together: {error}", where=str(self.path)) from error
+        values = [*inferred.graph.value_info, *inferred.graph.output]
+        return {v.name: v.type for v in values}
+
+    def _span(self, tensor: onnx.TensorProto) -> tuple[Path, int]:
+        """File and offset of external data, after every check."""
+        fields = {entry.key: entry.value for entry in tensor.external_data}
+        location = fields.get("location", "")
+        where = f"{self.path}: tensor {tensor.name}"
+        file = self._contained(location, where)
+        needed = int(np.prod(tensor.dims, dtype=np.int64)) * np.dtype(tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
+        try:
+            offset, length = int(fields.get("offset", "0")), int(fields.get("length", str(needed)))
+        except ValueError as error:
+            raise UsageError("offset and length of external data must be numbers", where=where) from error
+        if offset < 0 or length != needed:
+            raise UsageError(f"needs {needed} bytes, the file names {length} bytes at offset {offset}", where=where)
+        size = file.stat().st_size
+        if offset + needed > size:
+            raise UsageError(f"needs bytes {offset} to {offset + needed} of {location}, which has only {size}", where=where)
+        return file, offset
+
+    def _contained(self, location: str, where: str) -> Path:
+        if location in self._files:
+            return self._files[location]
+        hint = "external data must lie in the model's folder or below it"
+        paths = (PurePosixPath(location), PureWindowsPath(location))
+        if not location or any(p.is_absolute() or p.drive or p.root or ".." in p.parts for p in paths):
+            raise UsageError(f"external data at {location!r} is refused", where=where, hint=hint)
+        try:
+            file = (self._folder / location).resolve(strict=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UsageError(f"external data file {location!r} is not there", where=where, hint=hint) from error
+        if not file.is_relative_to(self._folder):
+            raise UsageError(f"external data at {location!r} leads out of the model's folder", where=where, hint=hint)
+        if not file.is_file():
+            raise UsageError(f"external data at {location!r} is not a regular file", where=where, hint=hint)
+        self._files[location] = file
+        return file
+
+
+def _parse(path: Path) -> onnx.ModelProto:
+    if not path.is_file():
+        raise UsageError("no such file" if not path.exists() else "not a file", where=str(path), hint="give the path of an ONNX model")
+    try:
+        return onnx.load(str(path), format="protobuf", load_external_data=False)
+    except DecodeError as error:
+        raise UsageError(f"not a readable ONNX file: {error}", where=str(path), hint="is it truncated?") from error
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error}", where=str(path)) from error
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """All stored tensors: initializers and those in attributes of nodes, subgraphs included."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+                yield from _tensors(inner)
+
+
+def _hash_file(path: Path) -> bytes:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()

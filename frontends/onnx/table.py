@@ -1,0 +1,14 @@
+"""All rules by ONNX operator type (default domain, opsets 13 to 24). To support an operator, add its row to the family it belongs to."""
+
+from __future__ import annotations
+
+from . import elementwise, layout, neural
+from .node import Rule
+
+RULES: dict[str, Rule] = {**elementwise.RULES, **layout.RULES, **neural.RULES}
+
+# Operators without a rule whose results may still be computed at import, when all their operands are known.
+FOLD_ONLY = frozenset(
+    """Acos Acosh Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Compress Cosh CumProd DepthToSpace Einsum EyeLike
+    GatherElements IsInf Mod NonZero OneHot ReverseSequence Round ScatterElements ScatterND Shrink Sinh SpaceToDepth Tan TopK Unique""".split()
+)
