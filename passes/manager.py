@@ -175,14 +175,18 @@ def run_passes(
     *,
     dump: Dump | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    before: Callable[[Call, Module], None] | None = None,
 ) -> Module:
-    """Run a pipeline. After every pass the facts held so far are checked again; an error names the pass."""
+    """Run a pipeline. After every pass the facts held so far are checked again; an error names the pass. `before` sees each module
+    on its way into a pass."""
     verify(module)
     if dump is not None:
         dump.begin(module, print_pipeline(calls))
     for index, call in enumerate(calls):
         if progress is not None:
             progress(index, len(calls), call.name)
+        if before is not None:
+            before(call, module)
         row = table[call.name]
         started = time.perf_counter()
         try:

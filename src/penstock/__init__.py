@@ -1,0 +1,54 @@
+"""Penstock compiles an ONNX model into a multi-device pipeline bundle, and trains and runs it on unequal devices.
+
+    import penstock as ps
+    model = ps.from_onnx("model.onnx", dims={"batch": 4})
+    train = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=3e-4), microbatches=4)
+    plan = ps.plan(model, ps.Cluster.local(2), train, schedule="2bw")
+    ps.compile(plan, "bundle/")
+    with ps.open("bundle/") as job:
+        for batch in batches:
+            loss = job.step(batch)
+
+Names are imported when they are first used, so that `import penstock` is quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "from_onnx": "penstock.api",
+    "plan": "penstock.api",
+    "compile": "penstock.api",
+    "Model": "penstock.api",
+    "Plan": "penstock.api",
+    "open": "penstock.runtime.job",
+    "Cluster": "penstock.ir.cluster",
+    "Training": "penstock.frontends.training",
+    "SGD": "penstock.frontends.training",
+    "Momentum": "penstock.frontends.training",
+    "AdamW": "penstock.frontends.training",
+    "PenstockError": "penstock.ir.errors",
+}
+
+if TYPE_CHECKING:
+    from penstock.api import Model, Plan, compile, from_onnx, plan
+    from penstock.frontends.training import SGD, AdamW, Momentum, Training
+    from penstock.ir.cluster import Cluster
+    from penstock.ir.errors import PenstockError
+    from penstock.runtime.job import open
+
+__all__ = ["SGD", "AdamW", "Cluster", "Model", "Momentum", "PenstockError", "Plan", "Training", "compile", "from_onnx", "open", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,149 @@
+"""From a model file to a bundle: the three steps that the command line and Python users share.
+
+from_onnx   file -> Model: the module and its weights
+plan        Model, cluster, training -> Plan: the module after all passes; look at it, print it, throw it away
+compile     Plan -> bundle directory
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.ir.cluster import Cluster
+from penstock.ir.graph import Attr, Module
+
+if TYPE_CHECKING:
+    from penstock.frontends.onnx import Imported
+    from penstock.frontends.training import Training
+    from penstock.passes.manager import Call, Dump
+
+ProgressHook = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as it was imported: `imported.module` has one graph, `imported.weights` an array per variable."""
+
+    imported: Imported
+
+    @property
+    def module(self) -> Module:
+        return self.imported.module
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run where. `module` is the program, `reference` the same model before it was cut into stages."""
+
+    model: Model
+    module: Module
+    reference: Module
+    calls: tuple[Call, ...]
+    training: Training | None
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2, sort_keys=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as plain data: the same facts as `notes`, for programs."""
+        from penstock.passes.lifetimes import memory_table
+        from penstock.passes.manager import print_pipeline
+
+        schedule = self.module.schedule
+        assert schedule is not None
+        return {
+            "model": self.module.name,
+            "pipeline": print_pipeline(self.calls),
+            "schedule": schedule.name,
+            "microbatches": schedule.microbatches,
+            "stages": [{"stage": s.index, "device": s.place} for s in self.module.stages],
+            "memory": {str(rank): dict(row) for rank, row in memory_table(self.module).items()},
+            "notes": [f"{note.origin}: {note.text}" for note in self.module.notes],
+        }
+
+
+def from_onnx(path: str | Path, dims: Mapping[str, int] | None = None, frozen: str | None = None) -> Model:
+    """Import an ONNX file. `dims` binds symbolic dimensions, `frozen` is a pattern of parameter names that are not trained."""
+    from penstock.frontends.onnx import import_onnx
+
+    return Model(import_onnx(path, dims=dims or {}, frozen=frozen))
+
+
+def plan(
+    model: Model,
+    cluster: Cluster,
+    training: Training | None = None,
+    *,
+    schedule: str = "1f1b",
+    stages: int = 0,
+    split_at: Sequence[str] = (),
+    microbatches: int = 1,
+    dump: Dump | None = None,
+    progress: ProgressHook | None = None,
+) -> Plan:
+    """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device."""
+    from penstock.frontends.training import attach_loss
+    from penstock.passes.manager import run_passes
+    from penstock.passes.pipelines import PASSES, inference_pipeline, training_pipeline
+
+    cuts: dict[str, Attr] = {"stages": stages, "split_at": tuple(split_at)}
+    module = model.module.but(cluster=cluster)
+    if training is None:
+        calls = inference_pipeline(cuts, microbatches)
+    else:
+        module = attach_loss(module, training)
+        calls = training_pipeline(training.optimizer.pass_options(), cuts, schedule, training.microbatches)
+    seen: list[Module] = []
+
+    def remember(call: Call, before: Module) -> None:
+        if call.name == "partition":
+            seen.append(before)
+
+    done = run_passes(module, calls, PASSES, dump=dump, progress=progress, before=remember)
+    return Plan(model, done, seen[0], tuple(calls), training)
+
+
+def compile(
+    plan: Plan,
+    out: str | Path,
+    *,
+    backend: str = "tvm",
+    target: str = "host",
+    dump_dir: str | Path | None = None,
+    progress: ProgressHook | None = None,
+) -> Path:
+    """Make machine code for every stage, and write the bundle."""
+    from penstock.backends.bundle import write_bundle
+    from penstock.backends.interface import backend_of
+
+    maker = backend_of(backend)
+    stages = [stage.index for stage in plan.module.stages]
+    dumps = Path(dump_dir) if dump_dir is not None else None
+    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+        files = {}
+        for stage in stages:
+            folder = Path(scratch) / str(stage)
+            folder.mkdir()
+
+            def report(done: int, total: int, what: str, stage: int = stage) -> None:
+                if progress is not None:
+                    progress(stage * total + done, len(stages) * total, f"stage {stage}: {what}")
+
+            names = maker.compile_stage(plan.module, stage, folder, target=target, progress=report, dump_dir=dumps)
+            files[stage] = [folder / name for name in names]
+        bundle = write_bundle(
+            out,
+            plan.module,
+            files,
+            plan.model.imported.weights,
+            backend=backend,
+            plan=plan.as_dict(),
+            source_hash=plan.model.imported.source_hash,
+            reference=plan.reference,
+        )
+    return bundle.path

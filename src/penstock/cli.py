@@ -1,0 +1,169 @@
+"""The command line: arguments, help, exit codes. What a command does stands in commands.py.
+
+Data goes to stdout, words for people to stderr. Exit codes: 0 ok, 1 anything else, 2 usage, 3 unsupported model, 4 does not fit,
+5 verification failed, 6 peer lost or timeout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from penstock import __version__
+from penstock.ir.errors import PenstockError, UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; gives the exit code."""
+    words = [_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
+    try:
+        arguments = _parser().parse_args(words)
+        from penstock import commands
+
+        return int(getattr(commands, arguments.command.replace("-", "_") + "_command")(arguments) or 0)
+    except PenstockError as error:
+        if os.environ.get("PENSTOCK_TRACEBACK"):
+            raise
+        print(f"penstock: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("penstock: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone; give the interpreter nothing left to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dashes(word: str) -> str:
+    """`--dump_ir` and `--dump-ir` are the same flag."""
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports usage errors through our own error class, so that they look and exit like all others."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UsageError(message, hint=f"`{self.prog} --help` explains the arguments")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="penstock", description="Compile an ONNX model into a multi-device pipeline bundle, train it, look into it.")
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")  # type: ignore[no-any-return]
+
+    demo = add("demo", "export a small GPT, compile it for two local CPU devices, train it with 2bw, and show the loss fall")
+    demo.add_argument(
+        "-o", "--out", default="demo-out", metavar="DIR", help="folder for model, bundle, dumps and metrics (default: demo-out)"
+    )
+    demo.add_argument("--steps", type=_positive, default=80, metavar="N", help="optimiser steps (default: 80)")
+    demo.add_argument("--schedule", choices=_SCHEDULES, default="2bw", help="default: 2bw")
+    demo.add_argument("--backend", choices=("tvm", "numpy"), default="tvm", help="default: tvm")
+
+    plan = add("plan", "choose stages and devices for a model, and show the choice")
+    _model_arguments(plan)
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+    compile = add("compile", "compile a model into a bundle")
+    _model_arguments(compile)
+    compile.add_argument("-o", "--out", required=True, metavar="BUNDLE", help="bundle directory to write")
+    compile.add_argument("--backend", choices=("tvm", "numpy"), default="tvm", help="code generator (default: tvm)")
+    compile.add_argument(
+        "--target", default="host", metavar="NAME", help="instruction set to compile for, e.g. host, x86-64-v3 (default: host)"
+    )
+
+    run = add("run", "train with a bundle: starts one process per rank, or joins as one rank under torchrun")
+    run.add_argument("bundle", metavar="BUNDLE")
+    run.add_argument(
+        "--data",
+        default="synthetic",
+        metavar="FILE|synthetic",
+        help="npz with one array per input, first axis samples (default: synthetic)",
+    )
+    run.add_argument("--steps", type=_positive, default=10, metavar="N", help="optimiser steps in this run (default: 10)")
+    run.add_argument("--shuffle", action="store_true", help="visit samples in a new order every epoch")
+    run.add_argument("--seed", type=int, default=0, metavar="N", help="for --shuffle and synthetic data (default: 0)")
+    run.add_argument("--metrics", metavar="FILE", help="write one JSON object per step")
+    run.add_argument("--checkpoint", metavar="DIR", help="write checkpoints here, at the end and every --checkpoint-every steps")
+    run.add_argument("--checkpoint-every", type=_positive, metavar="N", help="steps between checkpoints")
+    run.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in this directory")
+    run.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="give up when a peer keeps a rank waiting this long (default: 60)"
+    )
+    run.add_argument("--trace", metavar="FILE", help="write a Chrome trace of every action")
+
+    inspect = add("inspect", "look into a bundle or an IR file")
+    inspect.add_argument("file", metavar="BUNDLE|FILE.ir")
+    inspect.add_argument("--graph", metavar="NAME", help="print one graph, e.g. s0.F")
+    inspect.add_argument("--schedule", action="store_true", help="print the schedule as a grid, and each rank's actions")
+    inspect.add_argument("--memory", action="store_true", help="print predicted peak memory per rank")
+    inspect.add_argument("--params", action="store_true", help="list parameters, buffers and state with sizes")
+    inspect.add_argument("--op", metavar="REGEX", help="print operations whose text matches")
+    inspect.add_argument("--batches", type=_positive, default=3, metavar="N", help="batches to show with --schedule (default: 3)")
+
+    diff = add("diff", "compare two IR files line by line")
+    diff.add_argument("a", metavar="A.ir")
+    diff.add_argument("b", metavar="B.ir")
+    diff.add_argument("--context", type=int, default=0, metavar="N", help="unchanged lines around changes (default: 0)")
+
+    opt = add("opt", "run passes over an IR file; goes on from any dump")
+    opt.add_argument("file", metavar="FILE.ir")
+    opt.add_argument(
+        "-p", "--passes", required=True, metavar="PIPELINE", help="e.g. 'partition{stages=4},split'; `penstock passes` lists them"
+    )
+    opt.add_argument("-o", "--out", metavar="OUT.ir", help="default: stdout")
+    opt.add_argument("--dump-ir", metavar="DIR", help="dump the module after every pass that changes it")
+
+    add("passes", "list the passes with their options")
+    add("ops", "list the operations and which parts of the compiler support them")
+
+    verify = add("verify", "check a model against onnxruntime, or a bundle against the interpreter")
+    verify.add_argument("file", metavar="MODEL.onnx|BUNDLE")
+    verify.add_argument("--dim", action="append", default=[], metavar="NAME=INT", help="bind a symbolic dimension of the model")
+    verify.add_argument("--steps", type=_positive, default=4, metavar="N", help="optimiser steps for a training bundle (default: 4)")
+    verify.add_argument("--seed", type=int, default=0, metavar="N", help="for the random inputs (default: 0)")
+    verify.add_argument("--tolerance", type=float, default=1e-5, metavar="X", help="largest relative error that passes (default: 1e-5)")
+    verify.add_argument("--backend", choices=("tvm", "numpy"), default="tvm", help="what to check a model with (default: tvm)")
+    return parser
+
+
+_SCHEDULES = ("1f1b", "gpipe", "2bw")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL.onnx")
+    devices = parser.add_mutually_exclusive_group()
+    devices.add_argument("--cluster", metavar="FILE", help="cluster file (TOML)")
+    devices.add_argument("--devices", type=_positive, metavar="N", help="N equal CPU devices on this machine (default: 1)")
+    parser.add_argument(
+        "--dim", action="append", default=[], metavar="NAME=INT", help="bind a symbolic dimension; the batch dimension is one microbatch"
+    )
+    parser.add_argument("--frozen", metavar="REGEX", help="parameters that are not trained")
+    training = parser.add_argument_group("training (without a loss, the bundle is for inference)")
+    training.add_argument("--train", metavar="FILE", help="training settings (TOML); the flags below override it")
+    training.add_argument("--loss", metavar="L", help="cross_entropy or mse on the first output, or output:NAME")
+    training.add_argument("--optimizer", metavar="O", help="sgd, momentum or adamw (default: sgd)")
+    training.add_argument("--lr", type=float, metavar="X", help="learning rate")
+    training.add_argument("--weight-decay", type=float, metavar="X")
+    training.add_argument("--microbatches", type=_positive, metavar="M", help="microbatches per batch (default: 1)")
+    training.add_argument("--schedule", choices=_SCHEDULES, default="1f1b", help="default: 1f1b, which equals plain training")
+    parser.add_argument("--stages", type=_positive, default=0, metavar="N", help="pipeline stages (default: one per device)")
+    parser.add_argument(
+        "--split-at", action="append", default=[], metavar="NODE", help="start a new stage at this node or value instead of searching"
+    )
+    parser.add_argument("--dump-ir", metavar="DIR", help="dump the module after every pass that changes it")

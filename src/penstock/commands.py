@@ -1,0 +1,311 @@
+"""What each command does. A command takes its parsed arguments and gives an exit code (None is 0)."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.ir.cluster import Cluster
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import GRAD, PARAM, Module
+from penstock.ir.text import parse_module, print_graph, print_literal, print_module, print_op
+from penstock.terminal import Progress, say, size, table
+
+if TYPE_CHECKING:
+    from penstock.api import Plan
+    from penstock.frontends.training import Training
+
+# ------------------------------------------------------------------------------------------------ plan and compile
+
+
+def plan_command(arguments: Namespace) -> None:
+    found = _plan(arguments)
+    if arguments.json:
+        print(found.to_json())
+    else:
+        _print_plan(found)
+
+
+def compile_command(arguments: Namespace) -> None:
+    from penstock import api
+
+    found = _plan(arguments)
+    progress = Progress("compile")
+    path = api.compile(
+        found, arguments.out, backend=arguments.backend, target=arguments.target, dump_dir=arguments.dump_ir, progress=progress
+    )
+    _print_plan(found)
+    say(f"wrote {path}")
+    if arguments.dump_ir:
+        say(f"dumps are in {arguments.dump_ir}")
+
+
+def _plan(arguments: Namespace) -> Plan:
+    from penstock import api
+    from penstock.passes.manager import Dump
+
+    model = api.from_onnx(arguments.model, dims=_dims(arguments.dim), frozen=arguments.frozen)
+    for line in model.imported.report:
+        say(line)
+    training = _training(arguments)
+    if training is None and arguments.microbatches is None and arguments.optimizer is not None:
+        raise UsageError("an optimizer is given, but no loss to train on", hint="add --loss, or --train with a loss")
+    cluster = Cluster.load(arguments.cluster) if arguments.cluster else Cluster.local(arguments.devices or arguments.stages or 1)
+    dump = Dump(arguments.dump_ir) if arguments.dump_ir else None
+    return api.plan(
+        model,
+        cluster,
+        training,
+        schedule=arguments.schedule,
+        stages=arguments.stages,
+        split_at=arguments.split_at,
+        microbatches=arguments.microbatches or 1,
+        dump=dump,
+        progress=Progress("passes"),
+    )
+
+
+def _dims(words: Iterable[str]) -> dict[str, int]:
+    dims: dict[str, int] = {}
+    for word in words:
+        name, equals, number = word.partition("=")
+        if not equals or not number.isdigit() or int(number) < 1:
+            raise UsageError(f"bad --dim {word!r}, expected NAME=INT with a positive number, e.g. --dim batch=4")
+        dims[name] = int(number)
+    return dims
+
+
+def _training(arguments: Namespace) -> Training | None:
+    """The training settings of the flags on top of those of the file."""
+    from penstock.frontends.training import Training, load_training, optimizer_of
+
+    settings = load_training(arguments.train) if arguments.train else None
+    if settings is None and arguments.loss is None:
+        return None
+    optimizer = settings.optimizer if settings is not None else None
+    if arguments.optimizer or arguments.lr is not None or arguments.weight_decay is not None:
+        given = {"lr": arguments.lr, "weight_decay": arguments.weight_decay}
+        given = {k: v for k, v in given.items() if v is not None}
+        if arguments.optimizer or optimizer is None:
+            optimizer = optimizer_of(arguments.optimizer or "sgd", **given)
+        else:
+            optimizer = replace(optimizer, **given)
+    settings = settings or Training(loss=arguments.loss)
+    if optimizer is not None:
+        settings = replace(settings, optimizer=optimizer)
+    if arguments.loss is not None:
+        settings = replace(settings, loss=arguments.loss)
+    if arguments.microbatches is not None:
+        settings = replace(settings, microbatches=arguments.microbatches)
+    return settings
+
+
+def _print_plan(found: Plan) -> None:
+    from penstock.passes.lifetimes import memory_table
+
+    module = found.module
+    assert module.schedule is not None
+    memory = memory_table(module)
+    columns = list(next(iter(memory.values())))
+    rows = [[s.index, s.place, *(size(memory[s.index][c]) for c in columns)] for s in module.stages]
+    print(f"{module.name}: schedule {module.schedule.name}, {module.schedule.microbatches} microbatches per batch, predicted peak memory")
+    print(table(["stage", "device", *columns], rows))
+    for note in module.notes:
+        if note.origin in ("partition", "schedule"):
+            print(f"{note.origin}: {note.text}")
+
+
+# ------------------------------------------------------------------------------------------------ run and demo
+
+
+def run_command(arguments: Namespace) -> None:
+    from penstock.runtime.job import run_bundle
+
+    run_bundle(
+        arguments.bundle,
+        data=arguments.data,
+        steps=arguments.steps,
+        shuffle=arguments.shuffle,
+        seed=arguments.seed,
+        metrics=arguments.metrics,
+        checkpoint=arguments.checkpoint,
+        checkpoint_every=arguments.checkpoint_every,
+        resume=arguments.resume,
+        timeout=arguments.timeout,
+        trace=arguments.trace,
+    )
+
+
+def demo_command(arguments: Namespace) -> int:
+    from penstock.demo import run_demo
+
+    return run_demo(Path(arguments.out), steps=arguments.steps, schedule=arguments.schedule, backend=arguments.backend)
+
+
+# ------------------------------------------------------------------------------------------------ looking
+
+
+def load_module(path: str) -> Module:
+    """The module of a bundle directory or of an IR file."""
+    if Path(path).is_dir():
+        from penstock.backends.bundle import open_bundle
+
+        return open_bundle(path).module
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}", hint="expected a bundle directory or an IR file") from error
+    return parse_module(text, path)
+
+
+def inspect_command(arguments: Namespace) -> None:
+    module = load_module(arguments.file)
+    shown = False
+    if arguments.graph:
+        graph = module.graphs.get(arguments.graph)
+        if graph is None:
+            raise UsageError(f"no graph {arguments.graph!r}", hint=f"there are {', '.join(module.graphs)}")
+        print("\n".join(print_graph(graph)))
+        shown = True
+    if arguments.op:
+        _print_matching(module, arguments.op)
+        shown = True
+    if arguments.schedule:
+        _print_schedule(module, arguments.batches)
+        shown = True
+    if arguments.memory:
+        _print_memory(module)
+        shown = True
+    if arguments.params:
+        rows = [
+            [v.name, v.role, "-" if v.stage is None else v.stage, str(v.type), v.versions, size(v.type.nbytes * v.versions)]
+            for v in module.vars.values()
+        ]
+        print(table(["variable", "role", "stage", "type", "versions", "size"], rows))
+        shown = True
+    if not shown:
+        _print_summary(module)
+
+
+def _print_matching(module: Module, pattern: str) -> None:
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"bad pattern {pattern!r}: {error}") from error
+    for graph in module.graphs.values():
+        for number, op in enumerate(graph.ops):
+            text = print_op(op)
+            if regex.search(text):
+                print(f"@{graph.name} {number}: {text}")
+
+
+def _print_schedule(module: Module, batches: int) -> None:
+    from penstock.ir.schedule import format_grid
+
+    if module.schedule is None:
+        raise UsageError("the module has no schedule yet", hint="inspect a dump after the pass `schedule`, or a bundle")
+    print(format_grid(module.schedule, batches))
+    for rank, actions in module.schedule.expand_all(batches).items():
+        print(f"rank {rank}: {' '.join(map(str, actions))}")
+
+
+def _print_memory(module: Module) -> None:
+    from penstock.passes.lifetimes import memory_table
+
+    memory = memory_table(module)
+    columns = list(next(iter(memory.values())))
+    print(table(["rank", *columns], [[rank, *(size(row[c]) for c in columns)] for rank, row in memory.items()]))
+
+
+def _print_summary(module: Module) -> None:
+    params = [v for v in module.vars.values() if v.role == PARAM]
+    count = sum(v.type.size for v in params)
+    print(f"module {module.name}: {len(params)} parameters tensors with {count:,} elements, facts: {', '.join(module.facts) or 'none'}")
+    for value in module.inputs:
+        print(f"input {value.name}: {value.type}")
+    for name in module.outputs:
+        print(f"output {name}")
+    rows = []
+    for graph in module.graphs.values():
+        kernels = len({op.attrs["kernel"] for op in graph.ops if "kernel" in op.attrs})
+        saved = sum(v.type.nbytes for v in graph.saved)
+        rows.append([graph.name, len(graph.ops), kernels or "-", len(graph.ins), len(graph.outs), size(saved)])
+    print(table(["graph", "ops", "kernels", "inputs", "outputs", "saved"], rows))
+    for stage in module.stages:
+        own = [v for v in module.vars.values() if v.stage == stage.index and v.role != GRAD]
+        print(f"stage {stage.index} on {stage.place}: {size(sum(v.type.nbytes * v.versions for v in own))} of parameters and state")
+    for edge in module.edges:
+        values = ", ".join(f"%{v.name} {v.type}" for v in edge.values)
+        print(f"edge {edge.src}>{edge.dst} {edge.phase}: {size(sum(v.type.nbytes for v in edge.values))} per microbatch ({values})")
+    if module.schedule is not None:
+        print(f"schedule {module.schedule.name}: {module.schedule.microbatches} microbatches per batch, {len(module.schedule.ranks)} ranks")
+    for note in module.notes:
+        print(f"note {note.origin}: {note.text}")
+
+
+def diff_command(arguments: Namespace) -> int:
+    a, b = (print_module(load_module(path)).splitlines() for path in (arguments.a, arguments.b))
+    changes = difflib.unified_diff(a, b, arguments.a, arguments.b, lineterm="", n=arguments.context)
+    found = False
+    for line in changes:
+        found = True
+        print(line)
+    if not found:
+        say("no difference")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------ passes
+
+
+def opt_command(arguments: Namespace) -> None:
+    from penstock.passes.manager import Dump, parse_pipeline, run_passes
+    from penstock.passes.pipelines import PASSES
+
+    calls = parse_pipeline(arguments.passes, PASSES)
+    dump = Dump(arguments.dump_ir) if arguments.dump_ir else None
+    module = run_passes(load_module(arguments.file), calls, PASSES, dump=dump)
+    text = print_module(module)
+    if arguments.out:
+        Path(arguments.out).write_text(text, encoding="utf-8")
+    else:
+        sys.stdout.write(text)
+
+
+def passes_command(arguments: Namespace) -> None:
+    from penstock.passes.pipelines import PASSES
+
+    for row in PASSES.values():
+        options = [f.name if f.default is MISSING else f"{f.name}={print_literal(f.default)}" for f in fields(row.options)]
+        facts = [f"{word} {', '.join(names)}" for word, names in (("needs", row.needs), ("gives", row.gives)) if names]
+        print(f"{row.name}{{{','.join(options)}}}" + (f"  [{'; '.join(facts)}]" if facts else ""))
+        print(f"    {row.doc}")
+
+
+def ops_command(arguments: Namespace) -> None:
+    from penstock.coverage import coverage
+
+    header, rows = coverage()
+    print(table(header, rows))
+
+
+# ------------------------------------------------------------------------------------------------ verify
+
+
+def verify_command(arguments: Namespace) -> int:
+    from penstock.checks import verify_bundle, verify_model
+
+    if Path(arguments.file).is_dir():
+        return verify_bundle(arguments.file, steps=arguments.steps, seed=arguments.seed, tolerance=arguments.tolerance)
+    return verify_model(
+        arguments.file, dims=_dims(arguments.dim), seed=arguments.seed, tolerance=arguments.tolerance, backend=arguments.backend
+    )
+
+
+__all__ = [name for name in dir() if name.endswith("_command")] + ["load_module"]

@@ -1,0 +1,71 @@
+"""What people see while they wait: progress on stderr, one line that rewrites itself on a terminal, plain lines elsewhere; and tables."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+PLAIN_EVERY = 5.0
+
+
+class Progress:
+    """Call it with (done, total, what). On a terminal the line is rewritten; otherwise a line every few seconds, and the last one."""
+
+    def __init__(self, task: str, quiet: bool = False) -> None:
+        self.task, self.quiet = task, quiet
+        self.terminal = sys.stderr.isatty()
+        self.last = time.monotonic()
+        self.open = False
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if self.quiet:
+            return
+        finished, now = done >= total, time.monotonic()
+        if self.terminal:
+            end = "\n" if finished else ""
+            sys.stderr.write(f"\r\x1b[K{self.task} {done}/{total} {what}{end}")
+            sys.stderr.flush()
+            self.open = not finished
+        elif finished or now - self.last > PLAIN_EVERY:
+            self.last = now
+            print(f"{self.task} {done}/{total} {what}", file=sys.stderr)
+
+    def close(self) -> None:
+        """End a line that was left open, before something else is printed."""
+        if self.open:
+            sys.stderr.write("\n")
+            self.open = False
+
+
+def say(text: str) -> None:
+    """A line for people."""
+    print(text, file=sys.stderr)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns under a header; numbers to the right."""
+    cells = [list(map(str, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    numeric = [
+        all(isinstance(row[i], int | float) or _looks_numeric(str(row[i])) for row in rows) and bool(rows) for i in range(len(header))
+    ]
+
+    def line(row: Sequence[str]) -> str:
+        return "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric, strict=True)).rstrip()
+
+    return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, cells)])
+
+
+def _looks_numeric(cell: str) -> bool:
+    number = cell.split(" ")[0].rstrip("%")
+    return number.replace(".", "", 1).replace("-", "", 1).isdigit() or cell in ("", "-")
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1536 -> 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
