@@ -1,0 +1,61 @@
+# Every target makes its own virtual environment first, so that on a fresh machine with Python 3.11 or later, g++ and make
+# a single command is enough. The environment is made anew only when pyproject.toml or constraints.txt changed.
+#
+#   make demo         train a small GPT on two local CPU devices, with everything the compiler did dumped to demo-out/
+#   make test         all tests but the slow ones            make test-slow    the slow ones
+#   make lint         formatting, lint and types             make format       put the files into the house format
+#   make bench        the benchmark on a small model         make bench-full   the benchmark at GPT-2-small size
+#   make clean        remove the environment and what the other targets left
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+OUT ?= demo-out
+
+# The first interpreter that is new enough and can make environments; `make PYTHON=/path/to/python` chooses another.
+CAN_MAKE_ENVIRONMENTS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
+	$$python -c '$(CAN_MAKE_ENVIRONMENTS)' >/dev/null 2>&1 && echo $$python && break; done)
+
+# One thread per process unless a program asks for more: stages set their threads themselves, and tests run side by side with them.
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test test-slow lint format bench bench-full clean environment
+.DEFAULT_GOAL := test
+
+environment: $(VENV)/ready
+
+# torch goes in first, alone, so that the build of it that pip prefers on this machine is settled before anything else is chosen.
+$(VENV)/ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later with the venv module found; use 'make PYTHON=/path/to/python'" >&2; exit 1; }
+	@echo "making $(VENV) with $(PYTHON) (downloads about 400 MB where nothing is cached; minutes)" >&2
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/penstock demo --out $(OUT)
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: $(VENV)/ready
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/train_gpt.py --layers 2 --width 128 --heads 4 --vocab 4096 --positions 64 --steps 4 --rounds 5
+
+bench-full: $(VENV)/ready
+	$(BIN)/python benchmarks/train_gpt.py --json benchmarks/train_gpt.json
+
+clean:
+	rm -rf $(VENV) $(OUT) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
