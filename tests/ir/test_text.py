@@ -1,0 +1,186 @@
+"""The text form: every module prints, parses back equal, and prints the same; errors name the line."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.ir.cluster import Cluster, Device, Link
+from penstock.ir.errors import ParseError
+from penstock.ir.graph import Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
+from penstock.ir.schedule import KINDS, RECEIVES, SENDS, Action, Program, Schedule
+from penstock.ir.text import parse_literal, parse_module, print_literal, print_module
+from penstock.ir.types import DTYPES, TensorType, parse_type
+
+names = st.from_regex(r"[A-Za-z0-9_./:\-]{1,8}", fullmatch=True)
+words = st.from_regex(r"[a-z][a-z_]{0,6}", fullmatch=True)
+lines = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), max_size=12)
+scalars = st.one_of(st.booleans(), st.integers(-(10**12), 10**12), st.floats(allow_nan=False), st.text(max_size=8))
+literals = st.one_of(scalars, st.lists(scalars, max_size=4).map(tuple))
+
+
+@st.composite
+def types(draw: st.DrawFn) -> TensorType:
+    shape = tuple(draw(st.lists(st.one_of(st.integers(0, 512), st.sampled_from(["B", "seq_len"])), max_size=4)))
+    axes = tuple(tuple(draw(st.lists(st.sampled_from(["dp", "tp"]), max_size=2, unique=True))) for _ in shape)
+    partial = tuple(draw(st.lists(st.sampled_from(["dp", "tp"]), max_size=2, unique=True)))
+    return TensorType(draw(st.sampled_from(DTYPES)), shape, axes if any(axes) else (), partial)
+
+
+@st.composite
+def graphs(draw: st.DrawFn, name: str) -> Graph:
+    pool = draw(st.lists(names, min_size=1, max_size=12, unique=True))
+    values = [Value(n, draw(types())) for n in pool]
+    count = draw(st.integers(0, len(values)))
+    known, rest, ops = list(values[:count]), list(values[count:]), []
+    while rest:
+        outs = [rest.pop() for _ in range(draw(st.integers(1, len(rest))))]
+        ins = draw(st.lists(st.sampled_from(known), max_size=3)) if known else []
+        attrs = draw(st.dictionaries(words.filter(lambda w: w != "var"), literals, max_size=3))
+        if draw(st.booleans()):
+            attrs = {"var": draw(names), **attrs}
+        ops.append(Op(draw(words), tuple(ins), tuple(outs), attrs, draw(lines)))
+        known += outs
+    some = st.lists(st.sampled_from(known), max_size=3, unique=True) if known else st.just([])
+    return Graph(name, tuple(values[:count]), tuple(draw(some)), tuple(ops), tuple(draw(some)))
+
+
+@st.composite
+def actions(draw: st.DrawFn) -> Action:
+    kind, peer = draw(st.sampled_from(KINDS)), None
+    if kind in (*SENDS, *RECEIVES):
+        peer = draw(st.integers(0, 99))
+    return Action(kind, draw(st.integers(0, 99)), draw(st.integers(0, 10**6)), draw(st.none() | st.integers(0, 999)), peer)
+
+
+@st.composite
+def modules(draw: st.DrawFn) -> Module:
+    unique = st.lists(names, max_size=3, unique=True)
+    cluster = None
+    if draw(st.booleans()):
+        spaces = tuple((n, draw(st.integers(1, 2**40))) for n in draw(st.lists(words, max_size=2, unique=True)))
+        rate = draw(st.floats(1, 1e15))
+        cluster = Cluster((Device("cpu:0", spaces=spaces, flops=rate), Device("b", "cuda", host="x.y")), (Link("cpu:0", "b", nic="eth0"),))
+    vars = {
+        n: Var(n, draw(types()), draw(st.sampled_from(["param", "grad", "state", "buffer", "table"])), draw(st.none() | st.integers(0, 9)), draw(st.integers(1, 3)), draw(st.sampled_from(["", "2bw"])), draw(st.sampled_from(["file", "zeros"])))
+        for n in draw(unique)
+    }  # fmt: skip
+    schedule = None
+    if draw(st.booleans()):
+        part = st.lists(actions(), max_size=5).map(tuple)
+        schedule = Schedule(
+            draw(names), draw(st.integers(1, 64)), {r: Program(draw(part), draw(part)) for r in range(draw(st.integers(0, 3)))}
+        )
+    edge = [Edge(0, 1, draw(st.sampled_from("FB")), (Value("h", draw(types())),))] if draw(st.booleans()) else []
+    return Module(
+        draw(names),
+        tuple(Value(n, draw(types())) for n in draw(unique)),
+        tuple(draw(unique)),
+        cluster,
+        (Mesh("m", (("dp", 2), ("tp", 1)), ("cpu:0", "b")),) if draw(st.booleans()) else (),
+        tuple(Stage(i, draw(names)) for i in range(draw(st.integers(0, 3)))),
+        vars,
+        {n: draw(graphs(n)) for n in draw(unique)},
+        tuple(edge),
+        schedule,
+        tuple(draw(st.lists(words, max_size=3))),
+        tuple(Note(draw(names), draw(lines.filter(bool))) for _ in range(draw(st.integers(0, 2)))),
+    )
+
+
+@given(modules())
+@settings(max_examples=150, deadline=None)
+def test_print_and_parse_are_inverse(module: Module) -> None:
+    text = print_module(module)
+    again = parse_module(text)
+    assert again == module
+    assert print_module(again) == text
+
+
+@given(types())
+def test_types_round_trip(t: TensorType) -> None:
+    assert parse_type(str(t)) == t
+
+
+@given(literals)
+def test_literals_round_trip_with_their_python_type(value: object) -> None:
+    again = parse_literal(print_literal(value))  # type: ignore[arg-type]
+    assert again == value
+    assert type(again) is type(value)
+
+
+def test_not_a_number_round_trips() -> None:
+    assert math.isnan(parse_literal(print_literal(float("nan"))))  # type: ignore[arg-type]
+    assert parse_literal(print_literal("nan")) == "nan"
+
+
+@given(actions())
+def test_actions_round_trip(action: Action) -> None:
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize("text", ["", "F", "0F", "0X1", "0F1@", "0SF1", "0SF1<2", "0RF1>2", "0F1>2", "0F1@-1", " 0F1", "0F1 "])
+def test_bad_actions_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="bad action"):
+        Action.parse(text)
+
+
+GOOD = """module @m facts(typed) {
+  input %x : f32[2,3]
+  output %y
+  var @w : f32[3,3] param
+  graph @main(%x : f32[2,3]) {
+    %w : f32[3,3] = read(@w)
+    %y : f32[2,3] = matmul(%x, %w) ; /fc (1)
+    return %y
+  }
+  schedule 1f1b microbatches 2 {
+    rank 0 start:
+    rank 0 batch: 0F2 0B2
+  }
+  note partition: all on one
+}
+"""
+
+
+def test_a_written_module_is_canonical() -> None:
+    assert print_module(parse_module(GOOD)) == GOOD
+
+
+def test_comments_and_blank_lines_do_not_matter() -> None:
+    assert print_module(parse_module("// first\n\n" + GOOD.replace("  graph", "\n   // here\n\tgraph"))) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "what"),
+    [
+        ("matmul(%x, %w)", "matmul(%x, %v)", 7, "%v is not defined above this line"),
+        ("%y : f32[2,3] = matmul", "%x : f32[2,3] = matmul", 7, "%x is defined twice"),
+        ("f32[3,3] param", "f33[3,3] param", 4, "bad tensor type"),
+        ("f32[3,3] param", "f32[3,3] parameter", 4, "expected 'var @name"),
+        ("0B2", "0Q2", 12, "bad action"),
+        ("    return %y\n", "", 8, "ends without return"),
+        ("  note", "  nota", 14, "expected one of device"),
+        ("module @m", "modul @m", 1, "expected 'module @name"),
+        ("matmul(%x, %w)", "matmul(%x, ta=[1,[2]])", 7, "lists do not nest"),
+        ("matmul(%x, %w)", "matmul(%x, ta=1, ta=2)", 7, "given twice"),
+        ("output %y", "output y", 3, "expected 'output %name'"),
+    ],
+)
+def test_errors_name_the_line_and_show_it(old: str, new: str, line: int, what: str) -> None:
+    with pytest.raises(ParseError) as caught:
+        parse_module(GOOD.replace(old, new, 1), "bad.ir")
+    message = str(caught.value)
+    assert message.startswith(f"bad.ir:{line}: ")
+    assert what in message
+    assert f"> {line:5d} | " in message
+
+
+def test_a_truncated_module_is_refused() -> None:
+    whole = GOOD.rstrip("\n")
+    for end in range(0, len(whole), 7):
+        with pytest.raises(ParseError):
+            parse_module(whole[:end])
