@@ -24,16 +24,18 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.inliner
 
 from penstock.ir.errors import UnsupportedModel, UsageError
 from penstock.ir.graph import BUFFER, PARAM, Graph, Module, Op, Value, Var, substitute
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, TensorType, dtype_of
 
+from ..pruning import live_ops
 from .folding import LARGEST, fold
 from .names import Names, legal
 from .node import Builder, Known, Lost, Node, Refused, Result, Tensor, Weight
-from .source import Source, element_name, our_dtype
+from .source import Source, our_dtype
 from .table import FOLD_ONLY, RULES
 
 OPSETS = range(13, 25)
@@ -42,12 +44,12 @@ _DOMAINS = ("", "ai.onnx")
 
 @dataclass(frozen=True)
 class Imported:
-    """A model as read: `weights` holds the elements of each variable by its name and is read-only; `source` is a hash of the files;
+    """A model as read: `weights` holds the elements of each variable by its name and is read-only; `source_hash` is taken over all files;
     `report` says what was folded, frozen and left out; `names` gives the ONNX name of everything that had to be spelled otherwise."""
 
     module: Module
     weights: dict[str, np.ndarray]
-    source: str
+    source_hash: str
     report: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -86,7 +88,7 @@ def _opset(source: Source) -> int:
             where=str(source.path),
             hint="onnx.version_converter can change the opset of a model, or export it again",
         )
-    return found
+    return int(found)
 
 
 def _check(source: Source) -> None:
@@ -290,7 +292,7 @@ class _Importer:
     def finish(self, dims: Mapping[str, int]) -> Imported:
         builder = self.builder
         outs = self._outputs()
-        ops = _live(builder.ops, outs)
+        ops = live_ops(builder.ops, outs)
         used = [op.var for op in ops if op.kind == "read"]
         variables: dict[str, Var] = {name: builder.vars[name] for name in used}
         name = legal(self.source.path.stem)
@@ -357,17 +359,6 @@ def _some(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
-def _live(ops: Sequence[Op], outs: Sequence[Value]) -> list[Op]:
-    """The operations that the outputs depend on, in order."""
-    needed = set(outs)
-    kept = []
-    for op in reversed(ops):
-        if any(v in needed for v in op.outs):
-            kept.append(op)
-            needed.update(op.ins)
-    return kept[::-1]
-
-
 # ---------------------------------------------------------------------------------------- what cannot be imported
 
 
@@ -405,4 +396,4 @@ def _unsupported(where: str, rows: Sequence[str]) -> UnsupportedModel:
     )
 
 
-__all__ = ["OPSETS", "Imported", "element_name", "import_onnx"]
+__all__ = ["OPSETS", "Imported", "import_onnx"]

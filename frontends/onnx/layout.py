@@ -140,8 +140,8 @@ def _slice(n: Node) -> Result:
         return n.tensor(0)
     y = n.value()
     if any(bound != (0, size, 1) for bound, size in zip(bounds, dims, strict=True)):
-        start, stop, step = (tuple(part) for part in zip(*bounds, strict=True))
-        y = n.emit("slice", y, start=start, stop=stop, step=step)
+        low, high, strides = (tuple(part) for part in zip(*bounds, strict=True))
+        y = n.emit("slice", y, start=low, stop=high, step=strides)
     for axis, order in backward.items():  # the IR slices forward only
         y = n.emit("gather", y, np.array(order, np.int64), axis=axis)
     return y
@@ -252,7 +252,8 @@ def _shape(n: Node) -> Result:
 def _range(n: Node) -> Result:
     start, limit, delta = (n.constant(i, what) for i, what in enumerate(("the start", "the limit", "the step")))
     count = max(0, int(np.ceil((limit.item() - start.item()) / delta.item())))
-    return (start + np.arange(count, dtype=start.dtype) * delta).astype(start.dtype)
+    found: np.ndarray = (start + np.arange(count, dtype=start.dtype) * delta).astype(start.dtype)
+    return found
 
 
 def _cumsum(n: Node) -> Result:

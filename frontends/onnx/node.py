@@ -222,7 +222,8 @@ class Node:
 
     def raw_attr(self, name: str) -> onnx.AttributeProto:
         self._asked.add(name)
-        return self._attributes[name]
+        found: onnx.AttributeProto = self._attributes[name]
+        return found
 
     def array_attr(self, name: str) -> np.ndarray:
         return self._builder.source.array(self.raw_attr(name).t)

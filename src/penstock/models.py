@@ -7,9 +7,10 @@ size open as the symbolic dimension `batch`. Weights beyond 1.5 GB go to a file 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ class _Sheet:
         self.nodes: list[onnx.NodeProto] = []
         self.tensors: dict[str, np.ndarray] = {}
 
-    def node(self, kind: str, ins: Sequence[str], name: str, outs: Sequence[str] = (), **attrs: object) -> str:
+    def node(self, kind: str, ins: Sequence[str], name: str, outs: Sequence[str] = (), **attrs: Any) -> str:
         """One node named `name`; its result is named `name` too unless `outs` says otherwise."""
         from onnx import helper
 
@@ -98,7 +99,7 @@ def write_mlp(path: str | Path, sizes: Sequence[int], batch: int | None = None, 
         raise ValueError(f"an MLP needs at least two sizes, got {list(sizes)}")
     sheet = _Sheet(dtype, seed)
     x = "x"
-    for i, (rows, columns) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+    for i, (rows, columns) in enumerate(pairwise(sizes)):
         last = i == len(sizes) - 2
         x = sheet.linear(x, "y" if last else f"fc{i + 1}", rows, columns, sqrt(2.0 / rows))
         x = x if last else sheet.node("Relu", (x,), f"relu{i + 1}")
@@ -130,7 +131,7 @@ def write_gpt(
     sheet.integers("heads.shape", (0, positions, heads, size))
     sheet.integers("merged.shape", (0, positions, width))
     sheet.scalar("scale", 1.0 / sqrt(size))
-    sheet.scalar("hidden", float(np.finfo(sheet.dtype).min))
+    sheet.scalar("hidden", float("-inf"))
     sheet.tensors["causal"] = np.tril(np.ones((1, 1, positions, positions), np.bool_))
 
     sheet.node("Gather", (sheet.normal("wte.weight", (vocab, width), 0.02), "tokens"), "wte", axis=0)
@@ -179,7 +180,7 @@ def write_cnn(
     """
     sheet = _Sheet(dtype, seed)
     x, side = "x", size
-    for i, (before, after) in enumerate(zip(channels[:-1], channels[1:], strict=True)):
+    for i, (before, after) in enumerate(pairwise(channels)):
         at = f"block{i + 1}"
         weight = sheet.normal(f"{at}.conv.weight", (after, before, 3, 3), sqrt(2.0 / (9 * before)))
         x = sheet.node("Conv", (x, weight, sheet.full(f"{at}.conv.bias", (after,), 0.0)), f"{at}.conv", pads=[1, 1, 1, 1])
