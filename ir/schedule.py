@@ -15,7 +15,7 @@ shift everything by (t - 1) batches, and leave out actions of microbatches past 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -74,6 +74,20 @@ class Schedule:
     name: str
     microbatches: int
     ranks: Mapping[int, Program] = field(default_factory=dict)
+
+    def rewrite(self, rule: Callable[[Action], Iterable[Action]]) -> Schedule:
+        """Every action of every rank replaced by what `rule` gives for it, in both lists."""
+        ranks = {
+            rank: Program(tuple(b for a in program.start for b in rule(a)), tuple(b for a in program.batch for b in rule(a)))
+            for rank, program in self.ranks.items()
+        }
+        return Schedule(self.name, self.microbatches, ranks)
+
+    def actions(self) -> Iterator[Action]:
+        """All actions as written, rank by rank."""
+        for program in self.ranks.values():
+            yield from program.start
+            yield from program.batch
 
     def expand(self, rank: int, batches: int, first: int = 0) -> Iterator[Action]:
         """The program of `rank` for batches first .. first+batches-1, from an empty pipeline to an empty pipeline."""

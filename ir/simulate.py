@@ -1,0 +1,184 @@
+"""Plays a schedule on paper. In: a schedule and how long computations take. Out: when every action starts and finishes, or who waits for whom.
+
+Sends are buffered and take no time of their rank, receives wait for the message, computations of one rank run one after another, an AR
+waits for all its members. In a schedule without sends and receives yet, the forward of a stage waits for the stage before it and the
+backward for the stage after it. `latency` is what a message takes on any link. Known limits: bandwidth, and links that are not a chain
+before `communicate`; the modelled cluster is the business of runtime/simulate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .errors import VerifyError
+from .schedule import RECEIVES, SENDS, Action, Schedule
+
+Event = Hashable
+Programs = Mapping[int, Sequence[Action]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What an action waits for (`needs`), what holds once it is done (`gives`), and what holds as soon as its turn comes (`meets`)."""
+
+    needs: Callable[[Action], Iterable[Event]]
+    gives: Callable[[Action], Iterable[Event]]
+    meets: Callable[[Action], Iterable[Event]]
+
+
+class Timed(NamedTuple):
+    action: Action
+    start: float
+    finish: float
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """The actions that ran, rank by rank, and for each rank that cannot go on the event it waits for."""
+
+    ranks: Mapping[int, list[Timed]]
+    stuck: Mapping[int, Event]
+
+    @property
+    def finish(self) -> float:
+        return max((timed.finish for line in self.ranks.values() for timed in line), default=0.0)
+
+
+def message_rules(groups: Mapping[int, frozenset[int]]) -> Rules:
+    """Rules of a schedule with sends and receives: an event is a message, or a member's arrival at a collective."""
+
+    def message(action: Action) -> Event:
+        ends = (action.stage, action.peer) if action.kind in SENDS else (action.peer, action.stage)
+        return (action.kind[1], *ends, action.mb)
+
+    def members(action: Action) -> frozenset[int]:
+        return groups[action.stage] if action.peer is None else frozenset((action.stage, action.peer))
+
+    return Rules(
+        needs=lambda a: (
+            (message(a),) if a.kind in RECEIVES else tuple(("AR", m, members(a), a.mb) for m in members(a)) if a.kind == "AR" else ()
+        ),
+        gives=lambda a: (message(a),) if a.kind in SENDS else (),
+        meets=lambda a: (("AR", a.stage, members(a), a.mb),) if a.kind == "AR" else (),
+    )
+
+
+def value_rules(feeds: Mapping[tuple[str, int], Sequence[int]], groups: Mapping[int, frozenset[int]]) -> Rules:
+    """Rules of a schedule without sends: `feeds[kind, stage]` are the stages whose computation of that kind it waits for."""
+    collective = message_rules(groups)
+
+    def needs(action: Action) -> Iterable[Event]:
+        if action.kind in ("F", "B"):
+            return [(action.kind, source, action.mb) for source in feeds.get((action.kind, action.stage), ())]
+        return collective.needs(action) if action.kind == "AR" else ()
+
+    return Rules(needs, lambda a: ((a.kind, a.stage, a.mb),) if a.kind in ("F", "B") else (), collective.meets)
+
+
+def collective_groups(schedule: Schedule) -> dict[int, frozenset[int]]:
+    """Stages that take part in collectives without a named peer: all of them form one group."""
+    members = frozenset(a.stage for a in schedule.actions() if a.kind == "AR" and a.peer is None)
+    return dict.fromkeys(members, members)
+
+
+def play(programs: Programs, rules: Rules, duration: Callable[[Action], float], latency: float = 0.0) -> Played:
+    """Run every rank as far as it gets. Linear in the number of actions."""
+    done: dict[Event, float] = {}
+    waiting: dict[Event, list[int]] = {}
+    lines: dict[int, list[Timed]] = {rank: [] for rank in programs}
+    clock = dict.fromkeys(programs, 0.0)
+    blocked: dict[int, Event] = {}
+    ready: list[int] = list(programs)[::-1]
+
+    def post(events: Iterable[Event], time: float) -> None:
+        for event in events:
+            done.setdefault(event, time)
+            ready.extend(waiting.pop(event, ()))
+
+    while ready:
+        rank = ready.pop()
+        blocked.pop(rank, None)
+        line, actions = lines[rank], programs[rank]
+        while len(line) < len(actions):
+            action = actions[len(line)]
+            post(rules.meets(action), clock[rank])
+            start = clock[rank]
+            for event in rules.needs(action):
+                if event not in done:
+                    blocked[rank] = event
+                    waiting.setdefault(event, []).append(rank)
+                    break
+                start = max(start, done[event] + latency)
+            if rank in blocked:
+                break
+            finish = start + duration(action)
+            line.append(Timed(action, start, finish))
+            clock[rank] = finish
+            post(rules.gives(action), finish)
+    return Played(lines, blocked)
+
+
+def chain(schedule: Schedule) -> dict[tuple[str, int], list[int]]:
+    """Who feeds whom when each stage talks to its neighbours only."""
+    present = {(a.kind, a.stage) for a in schedule.actions()}
+    return {
+        (kind, stage): [source]
+        for kind, stage in present
+        if (kind, source := stage + {"F": -1, "B": 1}.get(kind, 0)) in present - {(kind, stage)}
+    }
+
+
+def simulate(
+    schedule: Schedule, batches: int, forward_time: float = 1, backward_time: float = 2, *, first: int = 0, latency: float = 0
+) -> Played:
+    """Start and finish of every action of a run. VerifyError when the ranks wait for each other."""
+    programs = schedule.expand_all(batches, first)
+    wired = any(a.kind in SENDS for a in schedule.actions())
+    groups = collective_groups(schedule)
+    rules = message_rules(groups) if wired else value_rules(chain(schedule), groups)
+    times = {"F": forward_time, "B": backward_time}
+    played = play(programs, rules, lambda a: times.get(a.kind, 0.0), latency)
+    if played.stuck:
+        waits = ", ".join(f"rank {r} at step {len(played.ranks[r])} ({programs[r][len(played.ranks[r])]})" for r in sorted(played.stuck))
+        raise VerifyError(f"cannot finish {batches} batches: these wait for ever: {waits}", where=f"schedule {schedule.name}")
+    return played
+
+
+def time_per_batch(schedule: Schedule, forward_time: float = 1, backward_time: float = 2, *, latency: float = 0, batches: int = 6) -> float:
+    """What one more batch costs in a long run."""
+    short, long = (simulate(schedule, n, forward_time, backward_time, latency=latency).finish for n in (batches, 2 * batches))
+    return (long - short) / batches
+
+
+def most_in_flight(actions: Iterable[Action]) -> int:
+    """The most microbatches of one rank's program that have run forward and not yet backward at one time."""
+    now = most = 0
+    for action in actions:
+        now += {"F": 1, "B": -1}.get(action.kind, 0)
+        most = max(most, now)
+    return most
+
+
+def format_grid(schedule: Schedule, batches: int, mark: tuple[int, int] | None = None, *, first: int = 0) -> str:
+    """One row per rank, one column per unit of time, forwards one unit and backwards two; U and collectives stand after the computation
+    they follow. `mark` = (rank, step) puts that action of the expanded program into brackets."""
+    played = simulate(schedule, batches, first=first)
+    columns = round(played.finish)
+    cells = {rank: ["."] * columns for rank in played.ranks}
+    for rank, line in played.ranks.items():
+        for step, (action, start, finish) in enumerate(line):
+            text = f"{action.kind}{action.mb}" + (f"@{action.version}" if action.version is not None else "")
+            if (rank, step) == mark:
+                text = f"[{text}]"
+            at = round(start)
+            if action.kind in ("F", "B", "W"):
+                cells[rank][at : round(finish)] = [text] + ["="] * (round(finish) - at - 1)
+            elif (action.kind in ("U", "AR") or (rank, step) == mark) and at:
+                cells[rank][at - 1] += f",{text}"
+    widths = [max((len(row[i]) for row in cells.values()), default=1) for i in range(columns)]
+    lines = [f"rank {rank} | " + " ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for rank, row in cells.items()]
+    busy = sum(t.finish - t.start for line in played.ranks.values() for t in line)
+    idle = 1 - busy / (columns * len(cells)) if columns else 0.0
+    return "\n".join([*lines, f"{columns} units of time, {idle:.0%} idle"])

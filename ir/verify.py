@@ -1,0 +1,359 @@
+"""The static verifier. In: a module. Out: nothing, or one VerifyError that lists all problems found, each with its place and context.
+
+Every fact a module claims has one checker here; checkers read the module and trust no pass. They run in levels (types, then what the
+graphs say together, then the order of actions, then what depends on that order) and stop after the first level with problems, because
+the rest would be consequences. Graph facts are checked in this file, schedule facts in ir/verify_schedule.py.
+
+    typed           single assignment, operand and result types by the op table, equal names in different graphs have equal types
+    differentiated  backward takes what forward saves; forward only reads, backward accumulates gradients, update takes and writes
+    staged          every operation and every variable on exactly one stage, or replicated; every graph input has one provider
+    fused           operations that share a kernel can run as one
+    scheduled       who computes what when: complete, each microbatch once, updates between batches, no deadlock
+    versioned       forward and backward see one version, which exists and is not overwritten
+    wired           sends and receives match, in order, and move exactly what the graphs need
+    freed           everything is dropped once, after its last use, and fits into the memory of the device
+
+Cost: about 20 microseconds per operation and 5 per action; 50 000 operations in a second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+
+from .graph import GRAD, PARAM, ROLES, STATE, Graph, Module, Op, Value
+from .ops import infer_op
+from .problems import LIMIT, Problem, op_window, to_error
+from .types import TensorType
+from .verify_schedule import check_freed, check_scheduled, check_versioned, check_wired
+
+Checker = Callable[[Module], Iterable[Problem]]
+STAGE_GRAPH = re.compile(r"s(\d+)\.([FBU])")
+
+
+def verify(module: Module) -> None:
+    """Check types and every fact the module claims; VerifyError lists what is wrong."""
+    check(module, ("typed", *module.facts))
+
+
+def check(module: Module, facts: Sequence[str]) -> None:
+    """Check the given facts; those without a checker say nothing that can be checked."""
+    for level in LEVELS:
+        found = (problem for fact in level if fact in facts for problem in CHECKERS[fact](module))
+        problems = list(islice(found, LIMIT))
+        if problems:
+            raise to_error(module.name, problems)
+
+
+# ------------------------------------------------------------------------------------------------ typed
+
+
+def check_typed(module: Module) -> Iterator[Problem]:
+    types = {name: var.type for name, var in module.vars.items()}
+    for name, var in module.vars.items():
+        if name != var.name:
+            yield Problem(f"@{name}", f"the variable stored under this name is called @{var.name}")
+        if var.role not in ROLES or var.versions < 1:
+            yield Problem(f"@{name}", f"role {var.role}, {var.versions} versions; expected one of {', '.join(ROLES)} and at least one")
+    seen: dict[str, tuple[Value, str]] = {v.name: (v, "input of the module") for v in module.inputs}
+    for name, graph in module.graphs.items():
+        if name != graph.name:
+            yield Problem(f"@{name}", f"the graph stored under this name is called @{graph.name}")
+        yield from _check_graph(graph, types)
+        for value in (*graph.ins, *graph.outs, *graph.saved):
+            other, place = seen.setdefault(value.name, (value, f"@{name}"))
+            if other.type != value.type:
+                yield Problem(f"@{name}", f"%{value.name} is {value.type} here and {other.type} in {place}; equal names mean equal tensors")
+
+
+def _check_graph(graph: Graph, types: dict[str, TensorType]) -> Iterator[Problem]:
+    defined: dict[str, TensorType] = {}
+    for value in graph.ins:
+        if value.name in defined:
+            yield Problem(f"@{graph.name}", f"input %{value.name} is listed twice")
+        defined[value.name] = value.type
+    for i, op in enumerate(graph.ops):
+        for what in _op_problems(op, defined, types):
+            yield Problem(_op_place(graph, i), what, op_window(graph, i))
+        for value in op.outs:
+            defined[value.name] = value.type
+    for name, values in (("returns", graph.outs), ("saves", graph.saved)):
+        for value in values:
+            if value.name not in defined:
+                yield Problem(f"@{graph.name}", f"{name} %{value.name}, which is not defined in it")
+            elif defined[value.name] != value.type:
+                yield Problem(f"@{graph.name}", f"{name} %{value.name} as {value.type}, defined as {defined[value.name]}")
+        if len({v.name for v in values}) != len(values):
+            yield Problem(f"@{graph.name}", f"{name} a value twice: {', '.join('%' + v.name for v in values)}")
+
+
+def _op_problems(op: Op, defined: dict[str, TensorType], types: dict[str, TensorType]) -> list[str]:
+    problems: list[str] = []
+    for value in op.ins:
+        known = defined.get(value.name)
+        if known is None:
+            problems.append(f"operand %{value.name} is not defined above")
+        elif known is not value.type and known != value.type:
+            problems.append(f"operand %{value.name} is used as {value.type}, defined as {known}")
+    names = set()
+    for value in op.outs:
+        if value.name in defined or value.name in names:
+            problems.append(f"%{value.name} is defined twice")
+        names.add(value.name)
+    try:
+        found = infer_op(op, types)
+    except TypeError as error:
+        return [*problems, str(error)]
+    if len(found) != len(op.outs):
+        problems.append(f"declares {len(op.outs)} results, the op table says {len(found)}")
+    else:
+        problems += [f"result %{v.name} is declared {v.type}, expected {t}" for v, t in zip(op.outs, found, strict=True) if v.type != t]
+    if op.kind == "read" and op.attrs.get("version", "latest") not in ("mb", "latest"):
+        problems.append(f"reads version {op.attrs['version']}, expected mb or latest")
+    return problems
+
+
+def _op_place(graph: Graph, i: int) -> str:
+    op = graph.ops[i]
+    return f"@{graph.name} op {i} ({op.kind}{f' from {op.loc}' if op.loc else ''})"
+
+
+# ------------------------------------------------------------------------------------------------ differentiated
+
+
+def _families(module: Module) -> Iterator[tuple[int | None, dict[str, Graph]]]:
+    """The F, B and U graphs that belong together: those of the whole model, or those of each stage."""
+    whole = {kind: module.graphs[kind] for kind in "FBU" if kind in module.graphs}
+    if whole:
+        yield None, whole
+    for stage in module.stages:
+        family = {kind: g for kind in "FBU" if (g := module.stage_graph(stage.index, kind))}
+        if family:
+            yield stage.index, family
+
+
+def check_differentiated(module: Module) -> Iterator[Problem]:
+    families = list(_families(module))
+    if not any("B" in family for _, family in families):
+        yield Problem(
+            "graphs", f"no backward graph, expected B or s0.B, ...; there is {', '.join('@' + n for n in module.graphs) or 'none'}"
+        )
+        return
+    updating = any("U" in family for _, family in families)
+    for stage, family in families:
+        yield from _check_saved(stage, family)
+        yield from _check_effects(module, family)
+        if updating:
+            yield from _check_update(module, family)
+
+
+def _check_saved(stage: int | None, family: dict[str, Graph]) -> Iterator[Problem]:
+    if "F" not in family:
+        return
+    saved = [v.name for v in family["F"].saved]
+    taken = [v.name for v in family["B"].ins] if "B" in family else []
+    if stage is None and saved != taken:
+        yield Problem("@B", f"takes {_listed(taken)}, expected what @F saves, in order: {_listed(saved)}")
+    lost = [name for name in saved if name not in taken]
+    if stage is not None and lost:
+        yield Problem(f"@s{stage}.F", f"saves {_listed(lost)}, which @s{stage}.B never takes")
+
+
+def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem]:
+    allowed: dict[str, dict[str, tuple[str, ...]]] = {
+        "F": {"read": (PARAM, STATE, "buffer", "table")},
+        "B": {"read": (PARAM, STATE, "buffer", "table"), "accum": (GRAD,)},
+        "U": {"read": (PARAM, STATE, "buffer", "table"), "take": (GRAD,), "write": (PARAM, STATE)},
+    }
+    for kind, graph in family.items():
+        done: dict[str, str] = {}
+        for i, op in enumerate(graph.ops):
+            if "var" not in op.attrs:
+                continue
+            roles, role = allowed[kind].get(op.kind), module.vars[op.var].role
+            if roles is None:
+                yield Problem(_op_place(graph, i), f"{op.kind} is not allowed here, only {', '.join(allowed[kind])}", op_window(graph, i))
+            elif role not in roles:
+                yield Problem(_op_place(graph, i), f"@{op.var} is a {role}, expected {' or '.join(roles)}", op_window(graph, i))
+            elif op.kind in ("read", "write", "take") and op.var in done:
+                yield Problem(_op_place(graph, i), f"@{op.var} was already changed by {done[op.var]} above", op_window(graph, i))
+            if op.kind in ("write", "take"):
+                done[op.var] = op.kind
+
+
+def _check_update(module: Module, family: dict[str, Graph]) -> Iterator[Problem]:
+    """Gradients of a stage are accumulated by its backward and taken by its update; a parameter with a gradient is written there."""
+    made, taken = _vars(family.get("B"), "accum"), _vars(family.get("U"), "take")
+    written = _vars(family.get("U"), "write")
+    backward = family["B"].name if "B" in family else "the backward graph, which is missing,"
+    update = f"@{family['U'].name}" if "U" in family else "the update graph, which is missing,"
+    for name in sorted(made - taken):
+        yield Problem(f"@{backward}", f"gradient @{name} is accumulated here and never taken by {update}")
+    for name in sorted(taken - made):
+        yield Problem(update, f"gradient @{name} is taken here and never accumulated by @{backward}")
+    used = _vars(family.get("F"), "read") | _vars(family.get("B"), "read")
+    for name in sorted(written):
+        if module.vars[name].role == PARAM and name not in used:
+            yield Problem(update, f"writes @{name}, which neither forward nor backward of this stage reads")
+    for name in sorted(used - written):
+        if module.vars[name].role == PARAM and f"{name}.grad" in made:
+            yield Problem(update, f"does not write @{name}, though its gradient is accumulated")
+
+
+def _vars(graph: Graph | None, kind: str) -> set[str]:
+    return {op.var for op in graph.ops if op.kind == kind} if graph else set()
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join("%" + n for n in names) or "nothing"
+
+
+# ------------------------------------------------------------------------------------------------ staged
+
+
+def check_staged(module: Module) -> Iterator[Problem]:
+    indices = [s.index for s in module.stages]
+    if indices != list(range(len(indices))) or not indices:
+        yield Problem("stages", f"found stages {indices}, expected 0, 1, 2, ...")
+        return
+    for var in module.vars.values():
+        if var.stage is not None and var.stage not in indices:
+            yield Problem(f"@{var.name}", f"is on stage {var.stage}, which does not exist; there are {indices}")
+    if any(STAGE_GRAPH.fullmatch(name) for name in module.graphs):
+        yield from _check_split(module)
+    else:
+        for graph in module.graphs.values():
+            yield from _check_annotations(graph, len(indices))
+
+
+def _check_annotations(graph: Graph, stages: int) -> Iterator[Problem]:
+    """Stages written on operations: forward values move up, backward values down, and what has no stage can be cloned anywhere."""
+    places: dict[str, int] = {}
+    down = graph.name == "B"
+    for i, op in enumerate(graph.ops):
+        sources = {v.name: places[v.name] for v in op.ins if v.name in places}
+        stage = op.attrs.get("stage")
+        if stage is None:
+            if sources:
+                name, place = next(iter(sources.items()))
+                what = f"is on no stage, but takes %{name} from stage {place}; only what depends on no stage can be replicated"
+                yield Problem(_op_place(graph, i), what, op_window(graph, i))
+            continue
+        if not isinstance(stage, int) or not 0 <= stage < stages:
+            yield Problem(_op_place(graph, i), f"is on stage {stage}, expected 0 .. {stages - 1}", op_window(graph, i))
+            continue
+        for name, place in sources.items():
+            if (graph.name != "U" and (place < stage if down else place > stage)) or (graph.name == "U" and place != stage):
+                way = "down in a backward graph" if down else "nowhere in an update graph" if graph.name == "U" else "up in a forward graph"
+                what = f"is on stage {stage}, but takes %{name} from stage {place}; values move {way}"
+                yield Problem(_op_place(graph, i), what, op_window(graph, i))
+        places |= {v.name: stage for v in op.outs}
+
+
+def _check_split(module: Module) -> Iterator[Problem]:
+    for name in module.graphs:
+        match = STAGE_GRAPH.fullmatch(name)
+        if match is None:
+            yield Problem(f"@{name}", "is on no stage; expected only s<stage>.F, .B and .U after the split")
+        elif int(match[1]) >= len(module.stages):
+            yield Problem(f"@{name}", f"there is no stage {match[1]}, only 0 .. {len(module.stages) - 1}")
+    for stage in module.stages:
+        if module.stage_graph(stage.index, "F") is None:
+            yield Problem(f"stage {stage.index}", f"has no forward graph @s{stage.index}.F")
+    yield from _check_providers(module)
+    yield from _check_places(module)
+
+
+def _check_providers(module: Module) -> Iterator[Problem]:
+    """Each input of a stage graph comes from the user, from the same stage's forward, or from one other stage."""
+    fed = {v.name for v in module.inputs}
+    for kind in "FBU":
+        makers: dict[str, list[int]] = {}
+        for stage in module.stages:
+            graph = module.stage_graph(stage.index, kind)
+            for value in graph.outs if graph else ():
+                makers.setdefault(value.name, []).append(stage.index)
+        for name, stages in makers.items():
+            if len(stages) > 1:
+                yield Problem(f"%{name}", f"is returned by {' and '.join(f'@s{s}.{kind}' for s in stages)}, expected one maker")
+        for stage in module.stages:
+            graph, forward = module.stage_graph(stage.index, kind), module.stage_graph(stage.index, "F")
+            kept = {v.name for v in forward.saved} if forward and kind == "B" else set()
+            for value in graph.ins if graph else ():
+                if value.name not in fed and value.name not in kept and set(makers.get(value.name, ())) <= {stage.index}:
+                    tried = "not an input of the module" + (f", not saved by @s{stage.index}.F" if kind == "B" else "")
+                    what = f"takes {value!r}, which nobody provides: {tried}, not returned by @s*.{kind} of another stage"
+                    yield Problem(f"@s{stage.index}.{kind}", what)
+        if kind == "F":
+            for name in module.outputs:
+                if name not in makers and name not in fed:
+                    yield Problem(f"%{name}", "is an output of the module, but no stage returns it; was a layer dropped?")
+
+
+def _check_places(module: Module) -> Iterator[Problem]:
+    """Every variable is used by exactly one stage, the one it names, or names none and is replicated."""
+    users: dict[str, set[int]] = {name: set() for name in module.vars}
+    for stage in module.stages:
+        for kind in "FBU":
+            graph = module.stage_graph(stage.index, kind)
+            for op in graph.ops if graph else ():
+                if "var" in op.attrs:
+                    users[op.var].add(stage.index)
+    for name, var in module.vars.items():
+        if not users[name]:
+            yield Problem(f"@{name}", f"{var.role} {var.type} is used by no stage; was a layer dropped?")
+        elif var.stage is not None and users[name] != {var.stage}:
+            where = " and ".join(f"stage {s}" for s in sorted(users[name]))
+            yield Problem(f"@{name}", f"is on stage {var.stage}, but used by {where}", hint="a variable without a stage is replicated")
+
+
+# ------------------------------------------------------------------------------------------------ fused
+
+
+def check_fused(module: Module) -> Iterator[Problem]:
+    for graph in module.graphs.values():
+        yield from _check_kernels(graph)
+
+
+def _check_kernels(graph: Graph) -> Iterator[Problem]:
+    """A kernel runs as one: no value may leave it, pass through another kernel and come back, so the kernels have an order."""
+    units: list[object] = [op.attrs.get("kernel", i) for i, op in enumerate(graph.ops)]
+    makers = {v.name: unit for op, unit in zip(graph.ops, units, strict=True) for v in op.outs}
+    needs: dict[object, set[object]] = {unit: set() for unit in units}
+    for i, (op, unit) in enumerate(zip(graph.ops, units, strict=True)):
+        if "kernel" in op.attrs and not isinstance(unit, str):
+            yield Problem(_op_place(graph, i), f"kernel must be a name, got {unit!r}", op_window(graph, i))
+            return
+        needs[unit] |= {makers[v.name] for v in op.ins if v.name in makers} - {unit}
+    users: dict[object, list[object]] = {unit: [] for unit in needs}
+    for unit, sources in needs.items():
+        for source in sources:
+            users[source].append(unit)
+    waiting = {unit: len(sources) for unit, sources in needs.items()}
+    ready = [unit for unit, count in waiting.items() if not count]
+    done = 0
+    while ready:
+        done += 1
+        for user in users[ready.pop()]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                ready.append(user)
+    if done < len(needs):
+        stuck = sorted(u for u, count in waiting.items() if count and isinstance(u, str))
+        at = next(i for i, unit in enumerate(units) if unit in stuck)
+        what = f"kernels {', '.join(stuck)} need each other's results, so none of them can run as one"
+        yield Problem(_op_place(graph, at), what, op_window(graph, at))
+
+
+CHECKERS: dict[str, Checker] = {
+    "typed": check_typed,
+    "differentiated": check_differentiated,
+    "staged": check_staged,
+    "fused": check_fused,
+    "scheduled": check_scheduled,
+    "versioned": check_versioned,
+    "wired": check_wired,
+    "freed": check_freed,
+}
+LEVELS = (("typed",), ("differentiated", "staged", "fused"), ("scheduled",), ("versioned", "wired"), ("freed",))

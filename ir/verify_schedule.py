@@ -1,0 +1,536 @@
+"""Checkers of schedule facts: the order of actions of all ranks, seen from first principles and not from the pass that made it.
+
+A schedule is a period without a fixed length, so each check runs on concrete programs, runs of 1 to 4 batches from batch 0 and from
+batch 2: what a batch meets is at most the tail of its neighbours, so longer runs repeat what these show. The shortest run with a problem
+is reported, with rank, step and action, and the steps around. Per rank and kind of problem only the first one is listed.
+
+Known limit: a stage lives on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from .graph import PARAM, Module, Value
+from .memory import measure_memory
+from .problems import Problem, step_window
+from .schedule import COMPUTE, RECEIVES, SENDS, Action, Schedule
+from .simulate import Event, Rules, collective_groups, message_rules, play, value_rules
+
+RUNS = tuple((first, batches) for first in (0, 2) for batches in (1, 2, 3, 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The concrete programs of one run."""
+
+    schedule: Schedule
+    first: int
+    batches: int
+    programs: Mapping[int, list[Action]]
+
+    @property
+    def microbatches(self) -> range:
+        m = self.schedule.microbatches
+        return range(self.first * m, (self.first + self.batches) * m)
+
+    def place(self, rank: int, step: int) -> str:
+        return f"rank {rank} step {step} ({self.programs[rank][step]})"
+
+    def problem(self, rank: int, step: int, what: str, hint: str = "") -> Problem:
+        s = "" if self.batches == 1 else "es"
+        run = f"schedule {self.schedule.name}, run of {self.batches} batch{s} from batch {self.first}, "
+        return Problem(run + self.place(rank, step), what, step_window(self.programs[rank], step), hint)
+
+    def missing(self, rank: int, what: str, hint: str = "") -> Problem:
+        return Problem(f"schedule {self.schedule.name}, run of {self.batches} batches from batch {self.first}, rank {rank}", what, "", hint)
+
+
+def _over_runs(module: Module, checker: Callable[[Module, Run], Iterable[Problem]]) -> Iterator[Problem]:
+    """Problems of the shortest run that has any."""
+    schedule = module.schedule
+    if schedule is None:
+        yield Problem("schedule", "there is none")
+        return
+    for first, batches in RUNS:
+        found = list(checker(module, Run(schedule, first, batches, schedule.expand_all(batches, first))))
+        if found:
+            yield from found
+            return
+
+
+def sources(module: Module) -> dict[tuple[int, int, str], list[Value]]:
+    """What each stage's graphs take from other stages' graphs of the same kind, by (source, destination, phase), in the source's order."""
+    found: dict[tuple[int, int, str], list[Value]] = {}
+    fed = {v.name for v in module.inputs}
+    for phase in ("F", "B"):
+        graphs = {s.index: g for s in module.stages if (g := module.stage_graph(s.index, phase))}
+        for dst, graph in graphs.items():
+            forward = module.stage_graph(dst, "F")
+            kept = {v.name for v in forward.saved} if forward and phase == "B" else set()
+            wanted = {v.name for v in graph.ins} - fed - kept
+            for src, maker in graphs.items():
+                values = [v for v in maker.outs if v.name in wanted]
+                if src != dst and values:
+                    found[src, dst, phase] = values
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ scheduled
+
+
+def check_scheduled(module: Module) -> Iterator[Problem]:
+    schedule = module.schedule
+    if schedule is None:
+        yield Problem("schedule", "there is none")
+        return
+    if schedule.microbatches < 1:
+        yield Problem(f"schedule {schedule.name}", f"{schedule.microbatches} microbatches per batch, expected at least 1")
+        return
+    homes: dict[int, set[int]] = {s.index: set() for s in module.stages}
+    for rank, program in schedule.ranks.items():
+        for action in (*program.start, *program.batch):
+            if action.stage not in homes:
+                yield Problem(f"schedule {schedule.name}, rank {rank}", f"{action} is of stage {action.stage}, which does not exist")
+                return
+            homes[action.stage].add(rank)
+    for stage, ranks in homes.items():
+        if len(ranks) != 1:
+            found = f"on ranks {', '.join(map(str, sorted(ranks)))}" if ranks else "on no rank"
+            yield Problem(f"schedule {schedule.name}, stage {stage}", f"runs {found}, expected exactly one")
+    yield from _over_runs(module, _check_order)
+    if not any(a.kind in SENDS for a in schedule.actions()):
+        feeds: dict[tuple[str, int], list[int]] = {}
+        for src, dst, phase in sources(module):
+            feeds.setdefault((phase, dst), []).append(src)
+        rules = value_rules(feeds, collective_groups(schedule))
+        yield from _over_runs(module, lambda _, run: _check_progress(run, rules))
+
+
+def _check_order(module: Module, run: Run) -> Iterator[Problem]:
+    kinds = {s.index: {k for k in COMPUTE if module.stage_graph(s.index, k)} for s in module.stages}
+    tied = _tied(module)
+    for rank, actions in run.programs.items():
+        yield from _check_rank(run, rank, actions, kinds, tied)
+
+
+def _tied(module: Module) -> dict[int, str]:
+    """Stages that update a parameter which other stages update as well, with that parameter."""
+    users: dict[str, list[int]] = {}
+    for stage in module.stages:
+        for name in _written(module, stage.index):
+            users.setdefault(name, []).append(stage.index)
+    return {stage: name for name, stages in users.items() if len(stages) > 1 for stage in stages}
+
+
+def _written(module: Module, stage: int) -> list[str]:
+    """Parameters that the update of a stage makes new versions of."""
+    graph = module.stage_graph(stage, "U")
+    return [op.var for op in graph.ops if op.kind == "write" and module.vars[op.var].role == PARAM] if graph else []
+
+
+def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, set[str]], tied: Mapping[int, str]) -> Iterator[Problem]:
+    """Each microbatch once forward, then once backward; update t after exactly the m backwards of batch t."""
+    m, reported = run.schedule.microbatches, set()
+    done: dict[tuple[str, int, int], int] = {}
+    summed: dict[int, list[int]] = {stage: [] for stage in kinds}
+
+    def problem(category: str, step: int, what: str) -> Iterator[Problem]:
+        if category not in reported:
+            reported.add(category)
+            yield run.problem(rank, step, what)
+
+    for step, a in enumerate(actions):
+        if a.kind == "AR":
+            done[a.kind, a.stage, a.mb] = step
+        if a.kind not in COMPUTE:
+            continue
+        if a.kind not in kinds[a.stage]:
+            yield from problem("graph", step, f"there is no graph @s{a.stage}.{a.kind}")
+            continue
+        earlier = done.setdefault((a.kind, a.stage, a.mb), step)
+        if earlier != step:
+            yield from problem("twice", step, f"was already done at step {earlier}")
+        if a.kind == "U":
+            expected = list(range(a.mb * m, (a.mb + 1) * m))
+            if "B" in kinds[a.stage] and sorted(summed[a.stage]) != expected:
+                what = f"uses the gradients of microbatches {_spans(summed[a.stage])}, expected {_spans(expected)}"
+                yield from problem("update", step, what)
+            summed[a.stage] = []
+            if a.stage in tied and ("AR", a.stage, a.mb) not in done:
+                what = f"@{tied[a.stage]} is updated on several stages, but its gradient is not reduced (AR{a.mb}) before"
+                yield from problem("tied", step, what)
+        elif a.mb not in run.microbatches:
+            yield from problem("outside", step, f"the run has microbatches {_spans(list(run.microbatches))}")
+        elif a.kind == "B":
+            if ("F", a.stage, a.mb) not in done:
+                yield from problem("before", step, f"microbatch {a.mb} has not run forward on stage {a.stage} yet")
+            summed[a.stage].append(a.mb)
+    stages = {a.stage for a in actions}
+    for stage in sorted(stages):
+        for kind in sorted(kinds[stage]):
+            numbers = range(run.first, run.first + run.batches) if kind == "U" else run.microbatches
+            lost = [n for n in numbers if (kind, stage, n) not in done]
+            if lost:
+                unit = "batch" if kind == "U" else "microbatch"
+                yield run.missing(rank, f"never runs @s{stage}.{kind} for {unit} {_spans(lost)}")
+
+
+def _spans(numbers: list[int]) -> str:
+    """0..3, 5"""
+    parts: list[list[int]] = []
+    for n in sorted(numbers):
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(f"{a}..{b}" if a != b else str(a) for a, b in parts) or "none"
+
+
+def _check_progress(run: Run, rules: Rules) -> Iterator[Problem]:
+    """Sends are buffered, receives wait: when some rank never ends, say who waits for whom."""
+    played = play(run.programs, rules, lambda a: 0.0)
+    if not played.stuck:
+        return
+    import networkx
+
+    givers: dict[Event, tuple[int, int]] = {}
+    for rank, actions in run.programs.items():
+        for step, action in enumerate(actions):
+            for event in (*rules.gives(action), *rules.meets(action)):
+                givers.setdefault(event, (rank, step))
+    waits = networkx.DiGraph()
+    for rank, event in played.stuck.items():
+        if event in givers:
+            waits.add_edge(rank, givers[event][0])
+    at = {rank: len(played.ranks[rank]) for rank in played.stuck}
+    cycles = list(networkx.strongly_connected_components(waits))
+    cycles = [c for c in cycles if len(c) > 1 or waits.has_edge(*(tuple(c) * 2))]
+    for group in cycles:
+        ranks = [edge[0] for edge in networkx.find_cycle(waits.subgraph(group))]
+        parts = []
+        for rank in ranks:
+            other, step = givers[played.stuck[rank]]
+            parts.append(f"{run.place(rank, at[rank])} waits for {run.place(other, step)}")
+        excerpts = "\n".join(step_window(run.programs[rank], at[rank]) for rank in ranks[1:])
+        problem = run.problem(ranks[0], at[ranks[0]], "deadlock: " + ", ".join(parts))
+        yield Problem(problem.where, problem.what, problem.excerpt + (f"\n{excerpts}" if excerpts else ""))
+    for rank, event in played.stuck.items():
+        if event not in givers:
+            yield run.problem(rank, at[rank], "deadlock: waits for something that no rank ever does")
+
+
+# ------------------------------------------------------------------------------------------------ versioned
+
+
+def check_versioned(module: Module) -> Iterator[Problem]:
+    yield from _check_pins(module)
+    yield from _over_runs(module, _check_versions)
+
+
+def _check_pins(module: Module) -> Iterator[Problem]:
+    """Forward and backward read trained parameters in the microbatch's version, updates the latest."""
+    trained = {name for s in module.stages for name in _written(module, s.index)}
+    for stage in module.stages:
+        for kind in ("F", "B", "U"):
+            graph = module.stage_graph(stage.index, kind)
+            expected = "latest" if kind == "U" else "mb"
+            for i, op in enumerate(graph.ops if graph else ()):
+                version = op.attrs.get("version", "latest")
+                if op.kind == "read" and op.var in trained and version != expected:
+                    from .problems import op_window
+
+                    assert graph is not None
+                    what = f"reads @{op.var} in version {version}, expected version={expected}"
+                    yield Problem(f"@{graph.name} op {i}", what, op_window(graph, i))
+
+
+def _check_versions(module: Module, run: Run) -> Iterator[Problem]:
+    if not any(a.kind == "U" for actions in run.programs.values() for a in actions):
+        return  # nothing ever changes
+    microbatch: dict[int, tuple[int, str]] = {}
+    for rank, actions in run.programs.items():
+        slots: dict[int, tuple[int, str]] = {}
+        for stage in {a.stage for a in actions}:
+            written = [module.vars[name] for name in _written(module, stage)]
+            if written:
+                fewest = min(written, key=lambda var: var.versions)
+                slots[stage] = (fewest.versions, fewest.name)
+        yield from _check_rank_versions(run, rank, actions, slots, microbatch)
+
+
+def _check_rank_versions(
+    run: Run, rank: int, actions: list[Action], slots: Mapping[int, tuple[int, str]], microbatch: dict[int, tuple[int, str]]
+) -> Iterator[Problem]:
+    """`slots` says how many versions the stage keeps, and of which parameter; `microbatch` collects versions over all ranks."""
+    reported: set[str] = set()
+    last_use: dict[tuple[int, int], int] = {}
+    makers: dict[tuple[int, int | None], int] = {}
+    for step, a in enumerate(actions):
+        if a.kind == "U":
+            makers[a.stage, a.version] = step
+        elif a.kind in COMPUTE and a.version is not None:
+            last_use[a.stage, a.version] = step
+    latest = dict.fromkeys(slots, run.first)
+
+    def problem(category: str, step: int, what: str, hint: str = "") -> Iterator[Problem]:
+        if category not in reported:
+            reported.add(category)
+            yield run.problem(rank, step, what, hint)
+
+    for step, a in enumerate(actions):
+        if a.kind not in COMPUTE:
+            continue
+        if a.version is None:
+            yield from problem("none", step, "has no version, expected @<version>")
+            continue
+        if a.kind != "U":
+            version, place = microbatch.setdefault(a.mb, (a.version, run.place(rank, step)))
+            if version != a.version:
+                yield from problem("mixed", step, f"reads version {a.version}, but microbatch {a.mb} has version {version} in {place}")
+        if a.stage not in slots:
+            continue
+        count, name = slots[a.stage]
+        if a.kind == "U":
+            if a.version != latest[a.stage] + 1:
+                yield from problem("update", step, f"makes version {a.version}, expected {latest[a.stage] + 1}")
+            latest[a.stage] = a.version
+            old = a.version - count
+            reader = last_use.get((a.stage, old), -1)
+            if reader > step:
+                what = f"makes version {a.version} of @{name} in the slot of version {old}, which {run.place(rank, reader)} still reads"
+                what += f"; {count} version{'s are' if count > 1 else ' is'} kept"
+                yield from problem("overwritten", step, what, _legal(run.schedule, rank, a.stage, f"keep {count + 1} versions"))
+        elif a.version > latest[a.stage]:
+            made = makers.get((a.stage, a.version))
+            when = f"made only later by {run.place(rank, made)}" if made is not None else "never made"
+            what = f"reads version {a.version} of @{name}, which is {when}; the newest then is {latest[a.stage]}"
+            yield from problem("unmade", step, what + _live(run.schedule, rank, a.stage), _legal(run.schedule, rank, a.stage, ""))
+        elif a.version <= latest[a.stage] - count and "overwritten" not in reported:
+            what = f"reads version {a.version} of @{name}, which version {a.version + count} has overwritten; {count} kept"
+            yield from problem("gone", step, what, _legal(run.schedule, rank, a.stage, f"keep {count + 1} versions"))
+
+
+def _lead(schedule: Schedule, rank: int, stage: int) -> tuple[int, int | None]:
+    """How many forwards this stage runs ahead of its backwards, and the delay in batches that the versions of the schedule follow."""
+    program, ahead, delay = schedule.ranks[rank], 0, None
+    for a in (*program.start, *program.batch):
+        if a.stage == stage and a.kind == "F" and delay is None and a.version is not None:
+            delay = a.mb // schedule.microbatches - a.version
+        if a.stage == stage and a.kind == "B":
+            break
+        ahead += a.kind == "F" and a.stage == stage
+    return ahead - 1, delay
+
+
+def _live(schedule: Schedule, rank: int, stage: int) -> str:
+    ahead, delay = _lead(schedule, rank, stage)
+    if not delay:
+        return ""
+    m = schedule.microbatches
+    needed = -(-ahead // m) + 1
+    return (
+        f" ({ahead} forwards run ahead, a delay of {delay} at {m} microbatches allows {delay * m}; this would need {needed} live versions)"
+    )
+
+
+def _legal(schedule: Schedule, rank: int, stage: int, other: str) -> str:
+    """What would make the schedule legal: w forwards ahead are legal under delay n iff w <= n * microbatches."""
+    most = 0
+    delays: set[int | None] = set()
+    for r, program in schedule.ranks.items():
+        for s in {a.stage for a in (*program.start, *program.batch)}:
+            ahead, delay = _lead(schedule, r, s)
+            most, delays = max(most, ahead), delays | {delay}
+    delay = min((d for d in delays if d), default=0)
+    ways = [f"microbatches >= {-(-most // delay)}"] if delay and most > delay * schedule.microbatches else []
+    ways += [other] if other else []
+    ways += ["schedule 1f1b"] if schedule.name != "1f1b" else []
+    return " or ".join(ways)
+
+
+# ------------------------------------------------------------------------------------------------ wired
+
+
+def check_wired(module: Module) -> Iterator[Problem]:
+    schedule = module.schedule
+    if schedule is None:
+        yield Problem("schedule", "there is none")
+        return
+    found = list(_check_edges(module))
+    yield from found
+    if found:
+        return
+    yield from _over_runs(module, _check_messages)
+
+
+def _check_edges(module: Module) -> Iterator[Problem]:
+    expected = sources(module)
+    edges = {(e.src, e.dst, e.phase): e for e in module.edges}
+    if len(edges) != len(module.edges):
+        yield Problem("edges", "two edges have the same source, destination and phase")
+    for key, values in expected.items():
+        place = f"edge {key[0]}>{key[1]} {key[2]}"
+        if key not in edges:
+            yield Problem(place, f"there is none, but @s{key[1]}.{key[2]} takes {_values(values)} from @s{key[0]}.{key[2]}")
+        elif list(edges[key].values) != values:
+            yield Problem(place, f"carries {_values(edges[key].values)}, expected {_values(values)}")
+    for key, edge in edges.items():
+        if key not in expected:
+            yield Problem(f"edge {key[0]}>{key[1]} {key[2]}", f"carries {_values(edge.values)}, which @s{key[1]}.{key[2]} does not take")
+
+
+def _values(values: Iterable[Value]) -> str:
+    return ", ".join(map(repr, values)) or "nothing"
+
+
+def _check_messages(module: Module, run: Run) -> Iterator[Problem]:
+    into: dict[tuple[int, str], list[int]] = {}
+    out: dict[tuple[int, str], list[int]] = {}
+    for edge in module.edges:
+        into.setdefault((edge.dst, edge.phase), []).append(edge.src)
+        out.setdefault((edge.src, edge.phase), []).append(edge.dst)
+    for rank, actions in run.programs.items():
+        yield from _check_ends(run, rank, actions, into, out)
+    yield from _check_channels(run)
+    yield from _check_collectives(run)
+    yield from _check_progress(run, message_rules(collective_groups(run.schedule)))
+
+
+def _check_ends(
+    run: Run, rank: int, actions: list[Action], into: Mapping[tuple[int, str], list[int]], out: Mapping[tuple[int, str], list[int]]
+) -> Iterator[Problem]:
+    """On one rank: all that a computation takes has come before it, and all that it makes is sent after it, each exactly once."""
+    reported: set[str] = set()
+    done: dict[Action, int] = {}
+
+    def problem(category: str, step: int, what: str) -> Iterator[Problem]:
+        if category not in reported:
+            reported.add(category)
+            yield run.problem(rank, step, what)
+
+    for step, action in enumerate(actions):
+        a = action._replace(version=None)
+        if a.kind in (*SENDS, *RECEIVES):
+            phase = a.kind[1]
+            if a in done:
+                yield from problem("twice", step, f"was already done at step {done[a]}")
+            if a.peer not in (out if a.kind in SENDS else into).get((a.stage, phase), ()):
+                yield from problem("edge", step, f"there is no {phase} edge between stages {a.stage} and {a.peer} in that direction")
+            if a.kind in SENDS and Action(phase, a.stage, a.mb) not in done:
+                yield from problem("early", step, f"sends what {a.stage}{phase}{a.mb} has not computed yet")
+        elif a.kind in ("F", "B"):
+            for peer in into.get((a.stage, a.kind), ()):
+                if Action(f"R{a.kind}", a.stage, a.mb, peer=peer) not in done:
+                    yield from problem(
+                        "late", step, f"runs before its inputs from stage {peer} have arrived ({a.stage}R{a.kind}{a.mb}<{peer})"
+                    )
+        done.setdefault(a, step)
+    for a, step in done.items():
+        for peer in out.get((a.stage, a.kind), ()) if a.kind in ("F", "B") else ():
+            if Action(f"S{a.kind}", a.stage, a.mb, peer=peer) not in done:
+                yield from problem("unsent", step, f"its results are never sent to stage {peer} ({a.stage}S{a.kind}{a.mb}>{peer})")
+
+
+def _check_channels(run: Run) -> Iterator[Problem]:
+    """Between two stages messages arrive in the order in which they are sent, and each one is sent and received once."""
+    sent: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
+    received: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
+    for rank, actions in run.programs.items():
+        for step, a in enumerate(actions):
+            if a.peer is not None and a.kind in SENDS:
+                sent.setdefault((a.stage, a.peer), []).append((a.kind[1], a.mb, rank, step))
+            elif a.peer is not None and a.kind in RECEIVES:
+                received.setdefault((a.peer, a.stage), []).append((a.kind[1], a.mb, rank, step))
+    for channel in sorted({*sent, *received}):
+        left, right = sent.get(channel, []), received.get(channel, [])
+        there, here = {x[:2] for x in left}, {x[:2] for x in right}
+        lost = next((x for x in left if x[:2] not in here), None)
+        awaited = next((x for x in right if x[:2] not in there), None)
+        if lost is not None:
+            yield run.problem(*lost[2:], f"stage {channel[1]} never receives this message")
+        if awaited is not None:
+            yield run.problem(*awaited[2:], f"stage {channel[0]} never sends this message")
+        if lost is None and awaited is None:
+            for x, y in zip(left, right, strict=False):
+                if x[:2] != y[:2]:
+                    what = f"receives {y[0]}{y[1]} where {run.place(*x[2:])} sends {x[0]}{x[1]}; the order on a channel must be the same"
+                    yield run.problem(*y[2:], what)
+                    break
+
+
+def _check_collectives(run: Run) -> Iterator[Problem]:
+    """All members of a group run its collectives in the same order."""
+    groups = collective_groups(run.schedule)
+    orders: dict[frozenset[int], dict[int, list[tuple[int, int, int]]]] = {}
+    for rank, actions in run.programs.items():
+        for step, a in enumerate(actions):
+            if a.kind == "AR":
+                group = groups[a.stage] if a.peer is None else frozenset((a.stage, a.peer))
+                orders.setdefault(group, {s: [] for s in group}).setdefault(a.stage, []).append((a.mb, rank, step))
+    for group, members in orders.items():
+        (leader, order), *others = sorted(members.items())
+        for stage, other in others:
+            if [x[0] for x in other] != [x[0] for x in order]:
+                at = (
+                    next((y for x, y in zip(order, other, strict=False) if x[0] != y[0]), None)
+                    or max(order, other, key=len)[min(len(order), len(other))]
+                )
+                what = f"stages {sorted(group)} reduce in different orders: stage {leader} {[x[0] for x in order]}, stage {stage} {[x[0] for x in other]}"
+                yield run.problem(at[1], at[2], what)
+
+
+# ------------------------------------------------------------------------------------------------ freed
+
+
+def check_freed(module: Module) -> Iterator[Problem]:
+    found = list(_over_runs(module, _check_drops))
+    yield from found
+    if not found:
+        yield from _check_budget(module)
+
+
+def _check_drops(module: Module, run: Run) -> Iterator[Problem]:
+    """Whatever a microbatch left on a stage is dropped exactly once, and never used afterwards."""
+    for rank, actions in run.programs.items():
+        dropped: dict[tuple[int, int], int] = {}
+        held: dict[tuple[int, int], int] = {}
+        for step, a in enumerate(actions):
+            if a.kind in ("U", "AR"):
+                continue
+            key = (a.stage, a.mb)
+            if key in dropped:
+                again = "drops it a second time" if a.kind == "D" else "needs it"
+                yield run.problem(rank, step, f"microbatch {a.mb} was dropped at step {dropped[key]}, and this {again}")
+                break
+            if a.kind == "D":
+                if key not in held:
+                    yield run.problem(rank, step, f"stage {a.stage} holds nothing of microbatch {a.mb}")
+                    break
+                dropped[key] = step
+            else:
+                held[key] = step
+        else:
+            for key, step in held.items():
+                if key not in dropped:
+                    yield run.problem(rank, step, f"microbatch {key[1]} is never dropped on stage {key[0]} (no {key[0]}D{key[1]})")
+                    break
+
+
+def _check_budget(module: Module) -> Iterator[Problem]:
+    """All that lives on a device fits into its memory at the worst moment."""
+    if module.cluster is None:
+        return
+    meshes = {mesh.name: mesh.devices for mesh in module.meshes}
+    used: dict[str, list[tuple[int, int]]] = {}
+    for rank, memory in measure_memory(module).items():
+        place = module.stages[memory.stage].place
+        for device in meshes.get(place, (place,)):
+            used.setdefault(device, []).append((rank, memory.peak))
+    for name, parts in used.items():
+        limit, total = module.cluster.device(name).memory, sum(n for _, n in parts)
+        if limit is not None and total > limit:
+            listed = " + ".join(f"rank {rank} {n}" for rank, n in parts)
+            what = f"needs {total} bytes at the worst moment ({listed}), it has {limit}"
+            yield Problem(f"device {name}", what, hint="more stages, fewer microbatches in flight or smaller microbatches need less")

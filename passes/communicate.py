@@ -1,0 +1,104 @@
+"""communicate: move values between stages. In: a scheduled module of stage graphs. Out: the same with edges and SF, RF, SB, RB actions.
+
+A graph input comes from one of three places: it is an input of the module (fed to every rank that takes it), the forward graph of the
+same stage saved it (backward graphs only), or the graph of the same kind on another stage returns it, by name. The third is what travels:
+one Edge per (source, destination, phase) carries all such values in the order in which the source returns them, so a value that
+skips stages goes straight from its producer, once per destination. Anything else is an error that lists every such input.
+
+Each send stands right after the computation that makes its values, each receive right before the one that takes them; several of them in
+the order of the peer's number. Both ends run the microbatches of one phase in the same order, so the order on a channel is the same on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..ir.errors import UsageError, VerifyError
+from ..ir.graph import Edge, Graph, Module, Value
+from ..ir.schedule import Action
+
+PHASES = ("F", "B")
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicateOptions:
+    """None yet."""
+
+
+def find_edges(module: Module) -> tuple[Edge, ...]:
+    """What has to travel, sorted by phase, source and destination; VerifyError lists every input that nobody provides."""
+    problems: list[str] = []
+    edges: list[Edge] = []
+    for phase in PHASES:
+        graphs = {s.index: g for s in module.stages if (g := module.stage_graph(s.index, phase))}
+        makers = _makers(graphs, problems)
+        wanted: dict[tuple[int, int], set[str]] = {}
+        for stage, graph in graphs.items():
+            for value in graph.ins:
+                if _is_local(module, stage, phase, value):
+                    continue
+                source = makers.get(value.name)
+                if source is None or source == stage:
+                    problems.append(f"@{graph.name} takes {value}, which is no input of the module, {_elsewhere(module, stage, phase)}")
+                    continue
+                sent = next(v for v in graphs[source].outs if v.name == value.name)
+                if sent.type != value.type:
+                    problems.append(f"@{graph.name} takes {value}, but @{graphs[source].name} returns {sent}")
+                wanted.setdefault((source, stage), set()).add(value.name)
+        for (src, dst), names in sorted(wanted.items()):
+            edges.append(Edge(src, dst, phase, tuple(v for v in graphs[src].outs if v.name in names)))
+    if problems:
+        raise VerifyError("\n  ".join(problems), where=f"communicate @{module.name}")
+    return tuple(edges)
+
+
+def _makers(graphs: dict[int, Graph], problems: list[str]) -> dict[str, int]:
+    makers: dict[str, int] = {}
+    for stage, graph in graphs.items():
+        for value in graph.outs:
+            if makers.setdefault(value.name, stage) != stage:
+                problems.append(
+                    f"%{value.name} is returned by both @{graphs[makers[value.name]].name} and @{graph.name}, expected one maker"
+                )
+    return makers
+
+
+def _is_local(module: Module, stage: int, phase: str, value: Value) -> bool:
+    """Whether the rank has the value without asking another one."""
+    if any(v.name == value.name for v in module.inputs):
+        return True
+    forward = module.stage_graph(stage, "F")
+    return phase == "B" and forward is not None and any(v.name == value.name for v in forward.saved)
+
+
+def _elsewhere(module: Module, stage: int, phase: str) -> str:
+    if phase == "B":
+        return f"not saved by @s{stage}.F and not returned by the backward graph of another stage"
+    return "and not returned by the forward graph of another stage"
+
+
+def communicate(module: Module, options: CommunicateOptions = CommunicateOptions()) -> Module:
+    """Find what travels between stages, and put sends and receives around the computations."""
+    if module.schedule is None:
+        raise UsageError("the module has no schedule", where="communicate", hint="run the schedule pass first")
+    if module.edges:
+        raise UsageError("the module already has edges", where="communicate", hint="the pass runs once, after weight-versions")
+    edges = find_edges(module)
+    if not edges:
+        return module
+    arriving: dict[tuple[int, str], list[int]] = {}
+    leaving: dict[tuple[int, str], list[int]] = {}
+    for edge in edges:
+        arriving.setdefault((edge.dst, edge.phase), []).append(edge.src)
+        leaving.setdefault((edge.src, edge.phase), []).append(edge.dst)
+
+    def surround(action: Action) -> Iterator[Action]:
+        at = (action.stage, action.kind)
+        for peer in sorted(arriving.get(at, ())):
+            yield Action(f"R{action.kind}", action.stage, action.mb, peer=peer)
+        yield action
+        for peer in sorted(leaving.get(at, ())):
+            yield Action(f"S{action.kind}", action.stage, action.mb, peer=peer)
+
+    return module.but(edges=edges, schedule=module.schedule.rewrite(surround))

@@ -1,0 +1,58 @@
+"""Shared by all tests: small pipelines built by hand, so that tests of late passes do not depend on the early ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from penstock.ir.graph import Module
+from penstock.ir.text import parse_module
+
+
+def toy_text(stages: int, skip: bool = False, trains: bool = True) -> str:
+    """A chain of `stages` products h(i) = h(i-1) * w(i), h(-1) = x. With `skip`, h(0) is also added before the last stage."""
+    last, skip = stages - 1, skip and stages > 2
+    lines = [f"module @toy facts({'differentiated, ' if trains else ''}staged) {{"]
+    lines += [f"  stage {i} on cpu:{i}" for i in range(stages)]
+    lines += ["  input %x : f32[4]", f"  output %h{last}"]
+    for i in range(stages):
+        lines.append(f"  var @w{i} : f32[4] stage {i} param")
+        if trains:
+            lines.append(f"  var @w{i}.grad : f32[4] stage {i} grad init zeros")
+    for i in range(stages):
+        taken = ["x" if i == 0 else f"h{i - 1}"] + (["h0"] if skip and i == last else [])
+        lines.append(f"  graph @s{i}.F({', '.join(f'%{n} : f32[4]' for n in taken)}) {{")
+        source = taken[0]
+        if len(taken) > 1:
+            lines.append(f"    %t : f32[4] = add(%{taken[0]}, %h0)")
+            source = "t"
+        lines += [f"    %w : f32[4] = read(@w{i})", f"    %h{i} : f32[4] = mul(%{source}, %w)"]
+        lines += ([f"    save %{source}"] if trains else []) + [f"    return %h{i}", "  }"]
+        if not trains:
+            continue
+        given = [source] + ([] if i == last else [f"h{i}.grad"]) + (["h0.skip.grad"] if skip and i == 0 else [])
+        lines.append(f"  graph @s{i}.B({', '.join(f'%{n} : f32[4]' for n in given)}) {{")
+        grad = f"h{i}.grad"
+        if i == last:
+            lines.append(f"    %{grad} : f32[4] = const(value=1.0, shape=[4], dtype=f32)")
+        elif len(given) > 2:
+            lines.append(f"    %sum.grad : f32[4] = add(%{grad}, %h0.skip.grad)")
+            grad = "sum.grad"
+        lines += [f"    %w : f32[4] = read(@w{i})", f"    %dw : f32[4] = mul(%{source}, %{grad})", f"    accum(%dw, @w{i}.grad)"]
+        made = [] if i == 0 else [f"h{i - 1}.grad"]
+        lines += [f"    %{n} : f32[4] = mul(%{grad}, %w)" for n in made]
+        if skip and i == last:
+            lines.append(f"    %h0.skip.grad : f32[4] = mul(%{grad}, %w)")
+            made.append("h0.skip.grad")
+        lines += ["    return" + (" " + ", ".join("%" + n for n in made) if made else ""), "  }"]
+        lines += [f"  graph @s{i}.U() {{", f"    %w : f32[4] = read(@w{i})", f"    %g : f32[4] = take(@w{i}.grad)"]
+        lines += ["    %lr : f32[] = const(value=0.1, shape=[], dtype=f32)", "    %w1 : f32[4] = sgd(%w, %g, %lr)"]
+        lines += [f"    write(%w1, @w{i})", "    return", "  }"]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+@pytest.fixture(scope="session")
+def toy() -> Callable[..., Module]:
+    """toy(stages, skip=False, trains=True): a split module, ready for the schedule pass."""
+    return lambda *given, **named: parse_module(toy_text(*given, **named), "toy.ir")
