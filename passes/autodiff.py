@@ -1,0 +1,263 @@
+"""Reverse-mode differentiation: graph main becomes the graphs F and B, and every parameter gets a gradient variable.
+
+In: `main`, whose output `module.outputs[0]` is the scalar loss of one microbatch. Out:
+
+    F    the same operations; saves what B needs
+    B    takes exactly what F saves, in that order; adds to @w.grad the gradient of loss / microbatches, once per parameter; no results
+
+so that after the `microbatches` of a batch @w.grad holds the gradient of the mean loss. Parameters are the variables with role param;
+nothing is computed for anything else. The gradient of %x is called %x.grad (or it is the very value that was passed on, as by `add`),
+partial sums %x.grad.N, helpers %y.vjp.N. Gradients of a value with several uses are added in reverse order of use.
+
+Every operation of B carries the loc of its forward operation, and `of=` names that operation's first result. Without `of` are: constants
+and whatever depends on constants and variables only (any stage can compute that), sums of gradients, and `accum`.
+
+What B needs from F is saved, except: what depends on constants and variables only is computed again in B (a read in B gives the version
+that F read), and of a reshape or broadcast the operand is saved and the operation is repeated.
+
+Known limits: first derivatives only; one loss; a parameter is read, never written, by main. Integers and booleans carry no gradient.
+A float path from a parameter to the loss through floor, sign or argmax is an error, as is an operation without a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..ir.errors import UnsupportedModel, UsageError
+from ..ir.graph import GRAD, PARAM, Attr, Graph, Module, Namer, Op, Value, Var
+from ..ir.ops import OPS, make
+from ..ir.types import FLOATS
+from .vjp import FLAT, VJP, sum_to
+
+REPEATED = ("reshape", "broadcast")
+
+
+@dataclass(frozen=True, slots=True)
+class AutodiffOptions:
+    """`microbatches` per batch: the loss of each counts 1 / microbatches."""
+
+    microbatches: int = 1
+
+
+def autodiff(module: Module, options: AutodiffOptions) -> Module:
+    """Turn the model and its loss into a forward graph F and a backward graph B."""
+    main = module.graphs.get("main")
+    if main is None:
+        raise UsageError(f"there is no graph main to differentiate, only {', '.join(module.graphs)}", where=f"@{module.name}")
+    if options.microbatches < 1:
+        raise UsageError(f"microbatches must be at least 1, got {options.microbatches}", where="autodiff")
+    loss = _loss_of(module, main)
+    params = {op.outs[0]: op.var for op in main.ops if op.kind == "read" and module.vars[op.var].role == PARAM}
+    differentiated = _carriers(main, loss, params)
+    builder = _Backward(main, params, differentiated)
+    builder.run(loss, 1.0 / options.microbatches)
+    backward, saved = builder.finish()
+    forward = Graph("F", main.ins, main.outs, main.ops, saved)
+    reached = builder.accumulated
+    taken = [f"@{name}.grad" for name in reached if f"{name}.grad" in module.vars]
+    if taken:
+        raise UsageError(f"gradients need the names {', '.join(taken)}, which the model uses already", hint="rename them in the model")
+    grads = {f"{name}.grad": Var(f"{name}.grad", module.vars[name].type, GRAD, module.vars[name].stage, init="zeros") for name in reached}
+    graphs: dict[str, Graph] = {}
+    for name, graph in module.graphs.items():
+        graphs |= {"F": forward, "B": backward} if name == "main" else {name: graph}
+    untouched = [name for name, var in module.vars.items() if var.role == PARAM and name not in reached]
+    notes = [f"the loss does not depend on @{name}: it stays as it is" for name in untouched]
+    return module.but(graphs=graphs, vars={**module.vars, **grads}).noted("autodiff", *notes)
+
+
+def _loss_of(module: Module, main: Graph) -> Value:
+    found = next((v for v in main.outs if module.outputs and v.name == module.outputs[0]), None)
+    if found is None or found.type.shape != () or found.type.dtype not in FLOATS:
+        what = "no output" if found is None else repr(found)
+        raise UsageError(f"the first output must be a floating-point scalar, the loss; it is {what}", hint="attach a loss to the model")
+    return found
+
+
+def depends_on_state_only(graph: Graph) -> set[Value]:
+    """Values that depend on constants and variables, but on no input."""
+    found: set[Value] = set()
+    for op in graph.ops:
+        if op.kind == "read" or (not OPS[op.kind].effect and found.issuperset(op.ins)):
+            found.update(op.outs)
+    return found
+
+
+def _carriers(main: Graph, loss: Value, params: Iterable[Value]) -> set[Value]:
+    """The values whose gradient is needed: on a float path from a parameter to the loss. One error lists all operations that break one."""
+    useful = {loss}
+    for op in reversed(main.ops):
+        if useful.intersection(op.outs):
+            useful.update(op.ins)
+    found, flat, unknown = {v for v in params if v.type.dtype in FLOATS}, [], []
+    for op in main.ops:
+        if not (found.intersection(op.ins) and useful.intersection(op.outs)):
+            continue
+        place = f"{op.kind} %{op.outs[0].name}" + (f" ({op.loc})" if op.loc else "")
+        truncates = op.kind == "cast" and op.outs[0].type.dtype not in (*FLOATS, "bool")
+        if op.kind in FLAT or truncates:
+            flat.append(place)
+        elif op.outs[0].type.dtype not in FLOATS:
+            continue  # a comparison: the choice it makes has no gradient
+        elif op.kind not in VJP:
+            unknown.append(place)
+        else:
+            found.update(v for v in op.outs if v in useful)
+    problems = [f"{place} lies between parameters and the loss, and its gradient is zero" for place in flat]
+    problems += [f"{place} has no gradient rule" for place in unknown]
+    if problems:
+        composite = any(place.startswith("attention ") for place in unknown)
+        hint = "run the pass `decompose` first" if composite else "freeze the parameters before it, or remove it from the model"
+        raise UnsupportedModel(
+            "cannot differentiate the model:" + "".join(f"\n  - {p}" for p in problems), where=f"@{main.name}", hint=hint
+        )
+    if loss not in found:
+        raise UsageError("the loss depends on no parameter, there is nothing to train", where=f"@{main.name}")
+    return found & useful
+
+
+class _Backward:
+    """Emits B. Results get provisional names (no legal ones), so that a gradient can be named when it turns out to be complete."""
+
+    def __init__(self, main: Graph, params: dict[Value, str], differentiated: set[Value]) -> None:
+        self.main, self.params, self.differentiated = main, params, differentiated
+        self.producers = main.producers()
+        self.free = depends_on_state_only(main)
+        self.ops: list[Op] = []
+        self.bases: dict[Value, str] = {}  # what a provisional name becomes; a forward value keeps its own
+        self.final: dict[Value, str] = {}
+        self.available: set[Value] = set()
+        self.saved: set[Value] = set()
+        self.grads: dict[Value, Value] = {}
+        self.accumulated: list[str] = []
+        self.constants: dict[tuple[float, str], Value] = {}
+        self.origin: Op | None = None
+
+    # emitting: the interface of gradient rules
+
+    def emit(self, kind: str, *ins: Value, **attrs: Attr) -> Value:
+        (out,) = self.emit_all(kind, *ins, **attrs)
+        return out
+
+    def emit_all(self, kind: str, *ins: Value, **attrs: Attr) -> tuple[Value, ...]:
+        for value in ins:
+            self._need(value)
+        origin = self.origin
+        annotations: dict[str, Attr] = {}
+        if origin is not None:
+            if origin.outs[0] not in self.free and kind != "const":
+                annotations["of"] = origin.outs[0].name
+            if "stage" in origin.attrs:
+                annotations["stage"] = origin.attrs["stage"]
+        count = 2 if kind == "layer_norm_grad_weight" else 1
+        names = [f"%{len(self.bases) + i}" for i in range(count)]
+        defaults = OPS[kind].attrs
+        kept = {k: v for k, v in attrs.items() if v != defaults[k]}
+        op = make(kind, ins, names, origin.loc if origin else "", **kept, **annotations)
+        self.ops.append(op)
+        base = f"{origin.outs[0].name}.vjp" if origin is not None else "grad"
+        self.bases |= dict.fromkeys(op.outs, base)
+        return op.outs
+
+    def scalar(self, number: float, like: Value) -> Value:
+        key = (number, like.type.dtype)
+        if key not in self.constants:
+            self.constants[key] = self.emit("const", value=float(number), dtype=like.type.dtype)
+        return self.constants[key]
+
+    def _need(self, value: Value) -> None:
+        """Make a forward value available here: saved by F, or computed again."""
+        if value in self.bases or value in self.available or value in self.saved:
+            return
+        op = self.producers.get(value)
+        if op is None or not (value in self.free or op.kind in REPEATED):
+            self.saved.add(value)
+            return
+        for operand in op.ins:
+            self._need(operand)
+        self.available.update(op.outs)
+        self.ops.append(op if value in self.free else op.with_attrs(of=op.outs[0].name))
+
+    # the walk
+
+    def run(self, loss: Value, seed: float) -> None:
+        first_use = {v: i for i, op in reversed(list(enumerate(self.main.ops))) for v in op.ins}
+        reads: dict[str, list[Value]] = {}
+        for value, name in self.params.items():
+            if value in self.differentiated:
+                reads.setdefault(name, []).append(value)
+        complete_at: dict[int, list[str]] = {}
+        for name, values in reads.items():
+            complete_at.setdefault(min(first_use.get(v, 0) for v in values), []).append(name)
+        self.grads[loss] = self.emit("const", value=seed, dtype=loss.type.dtype)
+        for i in reversed(range(len(self.main.ops))):
+            op = self.main.ops[i]
+            if op.kind in VJP and self.differentiated.intersection(op.outs):
+                self._differentiate(op)
+            for name in complete_at.get(i, ()):
+                self._accumulate(name, reads[name])
+
+    def _differentiate(self, op: Op) -> None:
+        grads = [self._complete(v) for v in op.outs]
+        if all(g is None for g in grads):
+            return
+        self.origin = op
+        for operand, rule in zip(op.ins, VJP[op.kind](self, op, *grads), strict=True):
+            if operand not in self.differentiated or rule is None:
+                continue
+            self._contribute(operand, sum_to(self, rule(), operand))
+        self.origin = None
+
+    def _contribute(self, value: Value, grad: Value) -> None:
+        if grad not in self.final:
+            self.bases[grad] = f"{value.name}.grad"
+        if value in self.grads:
+            origin, self.origin = self.origin, None  # a sum belongs to no single forward operation
+            total = self.emit("add", self.grads[value], grad)
+            self.bases[total], self.origin = f"{value.name}.grad", origin
+            self.ops[-1] = Op("add", self.ops[-1].ins, self.ops[-1].outs, {}, self._loc_of(value))
+            grad = total
+        self.grads[value] = grad
+
+    def _loc_of(self, value: Value) -> str:
+        op = self.producers.get(value)
+        return op.loc if op is not None else ""
+
+    def _complete(self, value: Value) -> Value | None:
+        """The gradient of a value all of whose uses were visited; from now on its name says so."""
+        grad = self.grads.get(value)
+        if grad is not None:
+            self.final.setdefault(grad, f"{value.name}.grad")
+        return grad
+
+    def _accumulate(self, name: str, reads: list[Value]) -> None:
+        """Add the gradient of one parameter, over all its reads, to its variable."""
+        for other in reads[:0:-1]:
+            grad = self._complete(other)
+            if grad is not None:
+                self._contribute(reads[0], grad)
+        total = self._complete(reads[0])
+        if total is not None:
+            self.ops.append(Op("accum", (total,), (), {"var": f"{name}.grad"}, self._loc_of(reads[0])))
+            self.accumulated.append(name)
+
+    # naming
+
+    def finish(self) -> tuple[Graph, tuple[Value, ...]]:
+        """B with its final names, and what F has to save, in the order of F."""
+        namer = Namer.of(self.main)
+        names = {value: namer.fresh(name) for value, name in self.final.items()}
+        table: dict[Value, Value] = {}
+        for op in self.ops:
+            for out in op.outs:
+                if out in self.bases:
+                    table[out] = Value(names.get(out) or namer.fresh(self.bases[out]), out.type)
+        ops = tuple(Op(op.kind, _renamed(op.ins, table), _renamed(op.outs, table), op.attrs, op.loc) for op in self.ops)
+        order = (*self.main.ins, *(v for op in self.main.ops for v in op.outs))
+        saved = tuple(v for v in order if v in self.saved)
+        return Graph("B", saved, (), ops), saved
+
+
+def _renamed(values: Iterable[Value], table: dict[Value, Value]) -> tuple[Value, ...]:
+    return tuple(table.get(v, v) for v in values)
