@@ -118,7 +118,7 @@ class Training:
     """`loss` is cross_entropy, mse or output:NAME; `microbatches` is how many make one step of the optimiser."""
 
     loss: str
-    optimizer: Optimizer = SGD()  # noqa: RUF009
+    optimizer: Optimizer = SGD()
     microbatches: int = 1
 
     def __post_init__(self) -> None:
@@ -181,7 +181,7 @@ def _load_optimizer(table: Mapping[str, Any], problems: list[str]) -> Optimizer 
 def _pick(table: Mapping[str, Any], kinds: Mapping[str, type], prefix: str, problems: list[str]) -> dict[str, Any]:
     """The entries of `table` that have the right type; everything else becomes a problem."""
     words = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "a table"}
-    chosen = {}
+    chosen: dict[str, Any] = {}
     for key, value in table.items():
         kind = kinds.get(key)
         if kind is None:

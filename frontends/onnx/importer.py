@@ -63,9 +63,9 @@ def import_onnx(path: str | Path, *, dims: Mapping[str, int] | None = None, froz
     if source.model.functions:
         source.model = onnx.inliner.inline_local_functions(source.model)
     graph = source.model.graph
-    bound = _bind(graph, dict(dims or {}), where)
+    bound, odd = _bind(graph, dict(dims or {}), where)
     importer = _Importer(source, opset, source.infer_types(bound))
-    importer.take_inputs(graph, bound)
+    importer.take_inputs(graph, bound, odd)
     importer.take_initializers(graph, _frozen(frozen, where), where)
     for index, node in enumerate(graph.node):
         importer.take_node(node, index)
@@ -110,10 +110,11 @@ def _frozen(frozen: str | None, where: str) -> re.Pattern[str] | None:
         raise UsageError(f"--frozen {frozen!r} is not a regular expression: {error}", where=where) from error
 
 
-def _bind(graph: onnx.GraphProto, dims: dict[str, int], where: str) -> dict[str, tuple[int, ...]]:
-    """The shape of every input as numbers. A dimension without a name is called INPUT.AXIS."""
+def _bind(graph: onnx.GraphProto, dims: dict[str, int], where: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The shape of every input as numbers, and why an input has none. A dimension without a name is called INPUT.AXIS."""
     stored = {t.name for t in graph.initializer}
     shapes: dict[str, tuple[int, ...]] = {}
+    odd: dict[str, str] = {}
     known: set[str] = set()
     problems: list[str] = []
     flags: dict[str, None] = {}
@@ -121,9 +122,11 @@ def _bind(graph: onnx.GraphProto, dims: dict[str, int], where: str) -> dict[str,
         if value.name in stored:
             continue
         if not value.type.HasField("tensor_type"):
-            raise UnsupportedModel(f"input {value.name} is not a tensor but a {value.type.WhichOneof('value')}", where=where)
+            odd[value.name] = f"is not a tensor but of {value.type.WhichOneof('value')}"
+            continue
         if not value.type.tensor_type.HasField("shape"):
-            raise UnsupportedModel(f"input {value.name} has no shape, not even its number of dimensions is known", where=where)
+            odd[value.name] = "has no shape, not even its number of dimensions is known"
+            continue
         shape = []
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.HasField("dim_value"):
@@ -145,7 +148,7 @@ def _bind(graph: onnx.GraphProto, dims: dict[str, int], where: str) -> dict[str,
     if problems:
         hint = f"add {' '.join(flags)}" if flags else ""
         raise UsageError("dimensions do not fit the model:\n" + "\n".join(f"  {p}" for p in problems), where=where, hint=hint)
-    return shapes
+    return shapes, odd
 
 
 # ---------------------------------------------------------------------------------------- the import itself
@@ -167,7 +170,10 @@ class _Importer:
         self.scalars: list[str] = []
         self.matched: list[str] = []
 
-    def take_inputs(self, graph: onnx.GraphProto, bound: Mapping[str, tuple[int, ...]]) -> None:
+    def take_inputs(self, graph: onnx.GraphProto, bound: Mapping[str, tuple[int, ...]], odd: Mapping[str, str]) -> None:
+        for name, reason in odd.items():
+            self.problems.append(f"input {name}: {reason}")
+            self.builder.tensors[name] = Lost(None)
         for value in graph.input:
             if value.name not in bound:
                 continue

@@ -188,6 +188,8 @@ def _reduce(write: str) -> Rule:
         def total(kind: str, value: Value, keeping: bool = keep) -> Value:
             return value if axes is None else n.emit(kind, value, axes=axes, keep=keeping)
 
+        largest_of_none = write in ("max", "min", "exp-sum-log") and axes is not None and 0 in (x.type.dims[a] for a in axes)
+        n.require(not largest_of_none, f"no largest or smallest of no entries, got {x.type}")
         match write:
             case "sum" | "mean" | "max":
                 return n.tensor(0) if axes is None else total(write, x)
@@ -278,13 +280,17 @@ def _attention(n: Node) -> Result:
         scores = n.emit("mul", n.emit("matmul", q, k, tb=True), scale)
         if cap:
             scores = n.emit("mul", n.emit("tanh", n.emit("div", scores, cap)), cap)
-        if causal:
-            scores = n.emit("where", triangle(n, rows, columns), scores, float("-inf"))
+        keep = triangle(n, rows, columns) if causal else None
         if n.has(3):
             mask = n.value(3)
-            masked = mask.type.dtype == "bool"
-            scores = n.emit("where", mask, scores, float("-inf")) if masked else n.emit("add", scores, mask)
-        y = n.emit("matmul", n.emit("softmax", scores, axis=-1), v)
+            if mask.type.dtype == "bool":
+                keep = mask if keep is None else n.emit("and", mask, keep)
+            else:
+                scores = n.emit("add", scores, mask)
+        # A finite number hides, and what is hidden gets weight 0 after the softmax: a row that sees nothing gives 0, never nan.
+        lowest = -65504.0 if scores.type.dtype == "f16" else -3e38
+        weights = n.emit("softmax", scores if keep is None else n.emit("where", keep, scores, lowest), axis=-1)
+        y = n.emit("matmul", weights if keep is None else n.emit("where", keep, weights, 0.0), v)
     if n.type().rank == 4:
         return y
     batch, _, positions, size = y.type.dims
