@@ -99,7 +99,9 @@ class _Costs:
     def __init__(self, module: Module, chain: Sequence[Op], devices: Sequence[Device], cluster: Cluster) -> None:
         self.chain, self.devices = chain, devices
         index = {v: i for i, op in enumerate(chain) for v in op.outs}
-        self.allowed = _allowed_cuts(module, chain)
+        forward = forward_graph(module)
+        self.params = _params_used(module, forward, replicable(forward))
+        self.allowed = _allowed_cuts(chain, self.params)
         position = {v.name: i for v, i in index.items()}
         backward = module.graphs.get("B")
         work: list[list[Op]] = [[op] for op in chain]
@@ -108,7 +110,7 @@ class _Costs:
                 if "of" in op.attrs:
                     work[position[str(op.attrs["of"])]].append(op)
         self.before = [np.concatenate([[0.0], np.cumsum([sum(seconds(op, d) for op in ops) for ops in work])]) for d in devices]
-        crossing = _crossing_bytes(forward_graph(module), chain, index) * (2.0 if backward is not None else 1.0)
+        crossing = _crossing_bytes(chain, index) * (2.0 if backward is not None else 1.0)
         trips = 2.0 if backward is not None else 1.0
         self.transfer = [np.zeros(len(chain) + 1)]
         for a, b in pairwise(devices):
@@ -120,7 +122,7 @@ class _Costs:
         return float(self.before[stage][last] - self.before[stage][first]), float(self.transfer[stage][first])
 
 
-def _crossing_bytes(forward: Graph, chain: Sequence[Op], index: Mapping[Value, int]) -> Array:
+def _crossing_bytes(chain: Sequence[Op], index: Mapping[Value, int]) -> Array:
     """Entry i: bytes of values made before operation i of the chain and used at or after it."""
     delta = np.zeros(len(chain) + 2)
     last_use: dict[Value, int] = {}
@@ -134,15 +136,25 @@ def _crossing_bytes(forward: Graph, chain: Sequence[Op], index: Mapping[Value, i
     return np.cumsum(delta)[: len(chain) + 1]
 
 
-def _allowed_cuts(module: Module, chain: Sequence[Op]) -> npt.NDArray[np.bool_]:
+def _params_used(module: Module, graph: Graph, anywhere: set[Value]) -> dict[Value, frozenset[str]]:
+    """For values that any stage can compute: the parameters they are computed from, such as the transpose of a weight."""
+    found: dict[Value, frozenset[str]] = {}
+    for op in graph.ops:
+        if anywhere.issuperset(op.outs):
+            used = [found[v] for v in op.ins]
+            if op.kind == "read" and module.vars[op.var].role == PARAM:
+                used.append(frozenset((op.var,)))
+            found |= dict.fromkeys(op.outs, frozenset[str]().union(*used))
+    return found
+
+
+def _allowed_cuts(chain: Sequence[Op], params: Mapping[Value, frozenset[str]]) -> npt.NDArray[np.bool_]:
     """Entry i: whether a stage may start at operation i, that is, no parameter is read on both sides."""
     readers: dict[str, list[int]] = {}
-    reads = {op.outs[0]: op.var for op in forward_graph(module).ops if op.kind == "read"}
     for i, op in enumerate(chain):
         for value in op.ins:
-            var = reads.get(value)
-            if var is not None and module.vars[var].role == PARAM:
-                readers.setdefault(var, []).append(i)
+            for name in params.get(value, ()):
+                readers.setdefault(name, []).append(i)
     allowed = np.ones(len(chain) + 1, dtype=bool)
     for positions in readers.values():
         allowed[positions[0] + 1 : positions[-1] + 1] = False
@@ -198,7 +210,7 @@ def _annotate(module: Module, stage_of: Mapping[int, int], devices: Sequence[Dev
     graphs = dict(module.graphs)
     graphs[forward.name] = _with_stages(forward, stage_of)
     by_name = {v.name: stage_of[id(op)] for op in forward.ops if id(op) in stage_of for v in op.outs}
-    vars = _place_vars(module, forward, stage_of)
+    vars = _place_vars(module, forward, stage_of, costs.params)
     if "B" in module.graphs:
         graphs["B"] = _with_stages(module.graphs["B"], _backward_stages(module.graphs["B"], by_name, vars))
     if "U" in module.graphs:
@@ -223,19 +235,17 @@ def _with_stages(graph: Graph, stage_of: Mapping[int, int]) -> Graph:
     return replace(graph, ops=ops)
 
 
-def _place_vars(module: Module, forward: Graph, stage_of: Mapping[int, int]) -> dict[str, Var]:
+def _place_vars(module: Module, forward: Graph, stage_of: Mapping[int, int], params: Mapping[Value, frozenset[str]]) -> dict[str, Var]:
     """Parameters live where they are read; gradients and optimiser state, named after them, live with them. The rest is replicated."""
-    reads = {op.outs[0]: op.var for op in forward.ops if op.kind == "read"}
     home: dict[str, int] = {}
     for op in forward.ops:
         for value in op.ins:
-            if id(op) in stage_of and value in reads and module.vars[reads[value]].role == PARAM:
-                home.setdefault(reads[value], stage_of[id(op)])
+            if id(op) in stage_of:
+                for name in params.get(value, ()):
+                    home.setdefault(name, stage_of[id(op)])
     vars: dict[str, Var] = {}
     for var in module.vars.values():
         owner = var.name if var.role == PARAM else _owner(var)
-        if var.role == PARAM and owner not in home:
-            raise UsageError(f"parameter @{var.name} is used by no operation", hint="freeze it, or remove it from the model")
         vars[var.name] = replace(var, stage=home[owner]) if owner in home else var
     return vars
 

@@ -29,7 +29,7 @@ def plan_command(arguments: Namespace) -> None:
     if arguments.json:
         print(found.to_json())
     else:
-        _print_plan(found)
+        print_plan(found)
 
 
 def compile_command(arguments: Namespace) -> None:
@@ -40,7 +40,7 @@ def compile_command(arguments: Namespace) -> None:
     path = api.compile(
         found, arguments.out, backend=arguments.backend, target=arguments.target, dump_dir=arguments.dump_ir, progress=progress
     )
-    _print_plan(found)
+    print_plan(found)
     say(f"wrote {path}")
     if arguments.dump_ir:
         say(f"dumps are in {arguments.dump_ir}")
@@ -106,7 +106,7 @@ def _training(arguments: Namespace) -> Training | None:
     return settings
 
 
-def _print_plan(found: Plan) -> None:
+def print_plan(found: Plan) -> None:
     from penstock.passes.lifetimes import memory_table
 
     module = found.module
@@ -206,7 +206,7 @@ def _print_matching(module: Module, pattern: str) -> None:
 
 
 def _print_schedule(module: Module, batches: int) -> None:
-    from penstock.ir.schedule import format_grid
+    from penstock.ir.simulate import format_grid
 
     if module.schedule is None:
         raise UsageError("the module has no schedule yet", hint="inspect a dump after the pass `schedule`, or a bundle")

@@ -1,0 +1,137 @@
+"""`penstock verify`: compare what we compute with judges that do not share our fast path.
+
+A model is run forward by onnxruntime, by the interpreter, and by compiled stages on one device. A training bundle is run by its real
+worker processes, and every microbatch loss is compared with the sequential recurrence W(t+1) = W(t) - upd(grad f(W(t - delay))) that the
+interpreter computes in float64 on the model before it was cut into stages. An inference bundle is compared with the interpreter.
+Errors are relative to the largest magnitude of the expected array.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from penstock.backends.bundle import Bundle, open_bundle
+from penstock.ir.errors import VerifyError
+from penstock.ir.graph import Module
+from penstock.ir.interp import DictStore, initial_arrays, run_graph, run_recurrence
+from penstock.ir.numpy_ops import F64, TYPED
+from penstock.terminal import say, table
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Largest difference over largest magnitude; infinite when shapes or non-finite elements differ."""
+    a, b = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
+        return float("inf")
+    finite = np.isfinite(b)
+    if not finite.any():
+        return 0.0
+    scale = float(np.abs(b[finite]).max())
+    return float(np.abs(a[finite] - b[finite]).max()) / (scale or 1.0)
+
+
+def _report(rows: list[tuple[str, float]], tolerance: float) -> int:
+    print(table(["compared", "relative error", "verdict"], [[what, f"{error:.2e}", "ok" if error <= tolerance else "FAILED"] for what, error in rows]))
+    failed = [what for what, error in rows if not error <= tolerance]
+    if failed:
+        raise VerifyError(f"{len(failed)} of {len(rows)} comparisons are off by more than {tolerance:g}: {', '.join(failed[:5])}")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def verify_model(path: str, *, dims: Mapping[str, int], seed: int, tolerance: float, backend: str) -> int:
+    """Compare the forward pass of an ONNX file: onnxruntime against the interpreter, and against a compiled bundle of one stage."""
+    import onnxruntime
+
+    from penstock import api
+    from penstock.ir.cluster import Cluster
+    from penstock.runtime.data import synthetic_inputs
+    from penstock.runtime.job import open as open_job
+
+    model = api.from_onnx(path, dims=dims)
+    module = model.module
+    inputs = synthetic_inputs(module, 1, seed)
+    originals = model.imported.names
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [originals.get(name, name) for name in module.outputs]
+    expected = session.run(names, {originals.get(name, name): array for name, array in inputs.items()})
+    say(f"{module.name}: comparing {len(names)} outputs with onnxruntime {onnxruntime.__version__}")
+    store = DictStore(initial_arrays(module, model.imported.weights, list(module.vars), TYPED))
+    rows = []
+    interpreted = run_graph(module.graphs["main"], inputs, store)
+    rows += [(f"interpreter: {name}", relative_error(a, b)) for name, a, b in zip(module.outputs, interpreted, expected, strict=True)]
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        bundle = api.compile(api.plan(model, Cluster.local(1)), Path(folder) / "bundle", backend=backend)
+        with open_job(bundle) as job:
+            found = job.infer(inputs)
+    rows += [(f"{backend}: {name}", relative_error(found[name], b)) for name, b in zip(module.outputs, expected, strict=True)]
+    return _report(rows, tolerance)
+
+
+# ------------------------------------------------------------------------------------------------ bundles
+
+
+def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float) -> int:
+    """Run a bundle for real, and compare with the interpreter in float64."""
+    bundle = open_bundle(path)
+    reference = bundle.reference
+    if reference is None:
+        raise VerifyError("the bundle holds no reference model to compare with", where=path, hint="compile it again")
+    weights = _all_weights(bundle)
+    if "B" in reference.graphs:
+        return _verify_training(bundle, reference, weights, steps, seed, tolerance)
+    return _verify_inference(bundle, reference, weights, seed, tolerance)
+
+
+def _all_weights(bundle: Bundle) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return {name: array for stage in bundle.module.stages for name, array in load_file(bundle.weights_file(stage.index)).items()}
+
+
+def delay_of(module: Module) -> int:
+    """How many updates the weights of a microbatch are behind, as the schedule of the module says."""
+    from penstock.passes.schedules import SCHEDULES
+
+    assert module.schedule is not None
+    return SCHEDULES[module.schedule.name].delay
+
+
+def _verify_training(bundle: Bundle, reference: Module, weights: Arrays, steps: int, seed: int, tolerance: float) -> int:
+    from penstock.runtime.data import synthetic_inputs
+    from penstock.runtime.job import open as open_job
+
+    schedule = bundle.module.schedule
+    assert schedule is not None
+    delay = delay_of(bundle.module)
+    batches = [synthetic_inputs(bundle.module, schedule.microbatches, seed + t) for t in range(steps)]
+    say(f"{bundle.module.name}: {steps} steps of {schedule.name}, every microbatch loss against the float64 recurrence with delay {delay}")
+    expected = run_recurrence(reference, weights, batches, delay=delay, precision=F64).losses
+    with open_job(bundle.path) as job:
+        found = job.microbatch_losses(batches)
+    rows = [
+        (f"step {i // schedule.microbatches} microbatch {i % schedule.microbatches} loss {b:.6f}", abs(a - b) / abs(b))
+        for i, (a, b) in enumerate(zip(found, expected, strict=True))
+    ]
+    return _report(rows, tolerance)
+
+
+def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: int, tolerance: float) -> int:
+    from penstock.runtime.data import synthetic_inputs
+    from penstock.runtime.job import open as open_job
+
+    inputs = synthetic_inputs(bundle.module, 1, seed)
+    store = DictStore(initial_arrays(reference, weights, list(reference.vars), F64))
+    expected = run_graph(reference.graphs["main"], inputs, store, precision=F64)
+    with open_job(bundle.path) as job:
+        found = job.infer(inputs)
+    say(f"{bundle.module.name}: outputs of the pipeline against the interpreter in float64")
+    return _report([(name, relative_error(found[name], b)) for name, b in zip(reference.outputs, expected, strict=True)], tolerance)

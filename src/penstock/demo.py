@@ -1,0 +1,71 @@
+"""`penstock demo`: the whole way once, on this machine. A small GPT is written as ONNX, planned, compiled for two local CPU devices, and
+trained on the text that comes with the package; the loss must fall. Leaves model, bundle, dumps, data and metrics in one folder.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+
+from penstock.commands import print_plan
+from penstock.ir.errors import UsageError, VerifyError
+from penstock.terminal import Progress, say
+
+LAYERS, WIDTH, HEADS, VOCAB, POSITIONS = 6, 256, 4, 256, 64
+SEQUENCES, MICROBATCHES, STAGES = 2, 4, 2
+LEARNING_RATE = 1e-3
+
+
+def text_samples(count: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """`count` stretches of the shipped text as byte values, and for each position the byte that follows."""
+    text = np.frombuffer(resources.files("penstock").joinpath("demo_text.txt").read_bytes(), dtype=np.uint8).astype(np.int64)
+    starts = np.random.default_rng(seed).integers(0, len(text) - length, size=count)
+    windows = text[starts[:, None] + np.arange(length + 1)]
+    return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+
+
+def run_demo(out: Path, *, steps: int, schedule: str, backend: str) -> int:
+    """Run it all; exit code 0 when the loss fell."""
+    from penstock import api
+    from penstock.frontends.training import AdamW, Training
+    from penstock.ir.cluster import Cluster
+    from penstock.models import write_gpt
+    from penstock.passes.manager import Dump
+    from penstock.runtime.job import run_bundle
+
+    started = time.monotonic()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot use the folder: {error}", where=str(out)) from error
+    path = write_gpt(out / "gpt.onnx", layers=LAYERS, width=WIDTH, heads=HEADS, vocab=VOCAB, positions=POSITIONS, batch=None)
+    model = api.from_onnx(path, dims={"batch": SEQUENCES})
+    params = sum(v.type.size for v in model.module.vars.values() if v.role == "param")
+    say(f"1. wrote {path}: {LAYERS} layers, width {WIDTH}, {params / 1e6:.1f} million parameters")
+
+    training = Training(loss="cross_entropy", optimizer=AdamW(lr=LEARNING_RATE), microbatches=MICROBATCHES)
+    dumps = out / "dumps"
+    plan = api.plan(model, Cluster.local(STAGES), training, schedule=schedule, dump=Dump(dumps), progress=Progress("passes"))
+    say("2. planned:")
+    print_plan(plan)
+    bundle = api.compile(plan, out / "bundle", backend=backend, dump_dir=dumps, progress=Progress("compile"))
+    say(f"3. compiled {bundle}")
+
+    tokens, labels = text_samples(SEQUENCES * MICROBATCHES * steps, POSITIONS, seed=0)
+    np.savez(out / "data.npz", tokens=tokens, labels=labels)
+    say(f"4. training {steps} steps of {SEQUENCES * MICROBATCHES} sequences on {STAGES} processes with {schedule}")
+    metrics = out / "metrics.jsonl"
+    run_bundle(bundle, data=str(out / "data.npz"), steps=steps, metrics=metrics, checkpoint=out / "checkpoint")
+    losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+    tail = max(1, min(5, len(losses) // 4))
+    before, after = float(np.mean(losses[:tail])), float(np.mean(losses[-tail:]))
+    print(f"loss {before:.3f} -> {after:.3f} (means of the first and last {tail} of {len(losses)} steps), {time.monotonic() - started:.0f} s in all")
+    print(f"model {path}\nbundle {bundle}\ndumps {dumps}\nmetrics {metrics}\ncheckpoint {out / 'checkpoint'}")
+    say(f"look around: penstock inspect {bundle} --schedule; penstock diff {dumps}/*_schedule.ir {dumps}/*_weight-versions.ir")
+    if not after < before:
+        raise VerifyError(f"the loss did not fall: {before:.3f} at the start, {after:.3f} at the end", hint="run more --steps")
+    return 0
