@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from .errors import UsageError, VerifyError
-from .graph import GRAD, PARAM, Graph, Module, Op, Value, Var, slot_of
+from .graph import GRAD, PARAM, Graph, Module, Op, Value, Var, rewrite, slot_of
 from .numpy_ops import F64, NUMPY, PRECISIONS, TYPED, Array, apply_op, array_dtype
 from .schedule import RECEIVES, SENDS, Action
 from .types import FLOATS
@@ -264,6 +264,7 @@ def run_recurrence(module: Module, weights: Arrays, batches: Sequence[Arrays], d
             f"the graphs are {', '.join(module.graphs)}; the recurrence needs F (and B and U), before `split`", where=module.name
         )
     backward, update = module.graphs.get("B"), module.graphs.get("U")
+    forward, backward = _reading_own_version(forward), backward and _reading_own_version(backward)
     stepped = stepped_params(module)
     held = {name: Var(var.name, var.type, var.role, versions=delay + 1) for name, var in module.vars.items()}
     store = VersionStore(held, stepped, initial_arrays(module, weights, list(module.vars), precision))
@@ -284,6 +285,11 @@ def run_recurrence(module: Module, weights: Arrays, batches: Sequence[Arrays], d
     run.buffers = {name: store.buffers(name) for name in stepped}
     run.variables = {name: store.latest(name) for name, var in module.vars.items() if var.role != GRAD}
     return run
+
+
+def _reading_own_version(graph: Graph) -> Graph:
+    """Before weight-versions reads do not say so yet: in forward and backward they mean the version of the microbatch."""
+    return rewrite(graph, lambda op: [op.with_attrs(version="mb")] if op.kind == "read" else None)
 
 
 def _check_seed(module: Module, backward: Graph | None, parts: int) -> None:
