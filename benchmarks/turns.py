@@ -1,0 +1,66 @@
+"""How a contender takes its turns: it says which processes it trains in, then sleeps on its standard input until it is told to run.
+
+Protocol, one JSON object per line. Contender to coordinator, once it has warmed up: {"processes": {label: pid}, "about": {...}}.
+Coordinator: {"run": STEPS}; answer {"losses": [...]}, one loss per optimiser step where the process knows them, after everything
+the steps ask for is done. End of input ends the contender. Everything else a contender prints goes to its standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model, the data and the optimiser, the same for all contenders."""
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    vocab: int = 50257
+    positions: int = 128
+    microbatches: int = 4
+    microbatch_samples: int = 2
+    lr: float = 3e-4
+    weight_decay: float = 0.01
+    seed: int = 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.microbatches * self.microbatch_samples * self.positions
+
+    @property
+    def parameters(self) -> int:
+        block = 12 * self.width * self.width + 13 * self.width
+        return self.layers * block + (2 * self.vocab + self.positions + 2) * self.width
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Shape:
+        return Shape(**json.loads(text))
+
+
+def batches(shape: Shape) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Random tokens [samples, positions] without end; the label of a position is the token after it."""
+    random = np.random.default_rng(shape.seed)
+    while True:
+        tokens = random.integers(0, shape.vocab, (shape.microbatches * shape.microbatch_samples, shape.positions + 1))
+        yield np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+
+
+def serve(processes: dict[str, int], about: dict[str, object], run: Callable[[int], list[float]]) -> None:
+    """Answer the coordinator until it hangs up."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print must not mix with the protocol
+    print(json.dumps({"processes": processes, "about": about}), file=out, flush=True)
+    for line in sys.stdin:
+        steps = json.loads(line)["run"]
+        print(json.dumps({"losses": run(steps)}), file=out, flush=True)
