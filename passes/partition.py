@@ -212,7 +212,8 @@ def _annotate(module: Module, stage_of: Mapping[int, int], devices: Sequence[Dev
     by_name = {v.name: stage_of[id(op)] for op in forward.ops if id(op) in stage_of for v in op.outs}
     vars = _place_vars(module, forward, stage_of, costs.params)
     if "B" in module.graphs:
-        graphs["B"] = _with_stages(module.graphs["B"], _backward_stages(module.graphs["B"], by_name, vars))
+        again = {v for op in forward.ops for v in op.outs}
+        graphs["B"] = _with_stages(module.graphs["B"], _backward_stages(module.graphs["B"], by_name, vars, again))
     if "U" in module.graphs:
         graphs["U"] = _with_stages(module.graphs["U"], _update_stages(module.graphs["U"], vars))
     notes = []
@@ -255,9 +256,10 @@ def _owner(var: Var) -> str:
     return var.name.rpartition(".")[0] if var.role in (GRAD, STATE) else ""
 
 
-def _backward_stages(backward: Graph, by_name: Mapping[str, int], vars: Mapping[str, Var]) -> dict[int, int]:
-    """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the parameter's stage."""
-    anywhere = replicable(backward)
+def _backward_stages(backward: Graph, by_name: Mapping[str, int], vars: Mapping[str, Var], again: set[Value]) -> dict[int, int]:
+    """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the parameter's stage.
+    Forward values that are computed again are computed where they are used, so they get none."""
+    anywhere = replicable(backward) | again
     made_on: dict[Value, int] = {}
     stages: dict[int, int] = {}
     for op in backward.ops:

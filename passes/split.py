@@ -2,7 +2,7 @@
 
 A value that another stage uses leaves its stage as a result and enters the other as an input under the same name; `communicate` wires
 them later. Operations without a stage are copied into every stage that uses their results. A backward operation on stage s that needs
-a forward value finds it in stage s: made there, or received there by the forward pass, and saved for the microbatch.
+a forward value finds it in stage s: made there, or received there by the forward pass, and saved for the microbatch, or made again there.
 
 Invariant: taken together, the stage graphs hold every annotated operation exactly once, and name every value as before.
 """
@@ -29,12 +29,12 @@ def split(module: Module, options: SplitOptions) -> Module:
     graphs = {name: g for name, g in module.graphs.items() if name not in (forward.name, "B", "U")}
     saved: dict[int, tuple[Value, ...]] = {}
     backward_parts: dict[int, Graph] = {}
-    if backward is not None:
-        owner = _owners(backward, stages)
-        for stage in stages:
-            part, saved[stage] = _backward_part(backward, stage, owner, forward.saved)
-            backward_parts[stage] = part
     owner = _owners(forward, stages)
+    if backward is not None:
+        gradient_owner = _owners(backward, stages)
+        for stage in stages:
+            part, saved[stage] = _backward_part(backward, stage, gradient_owner, forward, owner)
+            backward_parts[stage] = part
     wanted = {stage: _wanted(forward, stage, owner, saved.get(stage, ())) for stage in stages}
     for stage in stages:
         graphs[f"s{stage}.F"] = _forward_part(forward, stage, owner, wanted, saved.get(stage, ()))
@@ -99,15 +99,19 @@ def _forward_part(
     return Graph(f"s{stage}.F", ins, tuple(outs), tuple(ops), saved)
 
 
-def _backward_part(backward: Graph, stage: int, owner: Mapping[Value, int], saved: tuple[Value, ...]) -> tuple[Graph, tuple[Value, ...]]:
-    """The backward graph of a stage, and the forward values it needs saved."""
+def _backward_part(
+    backward: Graph, stage: int, owner: Mapping[Value, int], forward: Graph, forward_owner: Mapping[Value, int]
+) -> tuple[Graph, tuple[Value, ...]]:
+    """The backward graph of a stage, and the forward values it needs saved. A forward value that B computes again is computed again
+    only where the forward pass made it; a stage that received it saves it."""
+    ops = tuple(op for op in backward.ops if not any(forward_owner.get(v, stage) != stage for v in op.outs))
     exported = _used_elsewhere(backward, stage)
-    outs = tuple(v for op in backward.ops for v in op.outs if owner.get(v) == stage and v in exported)
-    ops, used = _needed_ops(backward, stage, outs)
-    given = used - _made(ops)
-    received = tuple(v for op in backward.ops for v in op.outs if v in given)
-    kept = tuple(v for v in saved if v in given)
-    return Graph(f"s{stage}.B", received + kept, outs, tuple(ops)), kept
+    outs = tuple(v for op in ops for v in op.outs if owner.get(v) == stage and v in exported)
+    kept, used = _needed_ops(Graph(backward.name, backward.ins, outs, ops), stage, outs)
+    given = used - _made(kept)
+    saved = tuple(v for v in (*forward.ins, *(v for op in forward.ops for v in op.outs)) if v in given)
+    received = tuple(v for op in backward.ops for v in op.outs if v in given and v not in saved)
+    return Graph(f"s{stage}.B", received + saved, outs, tuple(kept)), saved
 
 
 def _used_elsewhere(graph: Graph, stage: int) -> set[Value]:
