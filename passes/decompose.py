@@ -17,6 +17,7 @@ import numpy as np
 
 from ..ir.graph import ANNOTATIONS, Attr, Module, Namer, Op, Value, rewrite
 from ..ir.ops import complete_attrs, make
+from ..ir.types import numpy_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def _lowest(dtype: str) -> float:
     """The lowest finite number of a floating-point type."""
     if dtype == "bf16":
         return -(2.0 - 2.0**-7) * 2.0**127
-    return float(np.finfo({"f16": np.float16, "f32": np.float32, "f64": np.float64}[dtype]).min)
+    return float(np.finfo(numpy_dtype(dtype)).min)
 
 
 def _attention(b: Expansion, op: Op) -> Value:
