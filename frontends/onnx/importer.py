@@ -309,7 +309,7 @@ class _Importer:
             module,
             {name: builder.weights[name] for name in used},
             self.source.digest(),
-            tuple(self._report(variables, dims)),
+            tuple(self._report(ops, variables, dims)),
             builder.names.changed(values | set(used)),
         )
 
@@ -337,7 +337,7 @@ class _Importer:
             outs.append(value)
         return outs
 
-    def _report(self, variables: Mapping[str, Var], dims: Mapping[str, int]) -> list[str]:
+    def _report(self, ops: Sequence[Op], variables: Mapping[str, Var], dims: Mapping[str, int]) -> list[str]:
         params = [v for v in variables.values() if v.role == PARAM]
         buffers = [v for v in variables.values() if v.role == BUFFER]
         lines = [
@@ -346,6 +346,13 @@ class _Importer:
         ]
         if dims:
             lines.append("dimensions bound: " + ", ".join(f"{name}={size}" for name, size in dims.items()))
+        users: dict[str, int] = {}
+        for op in ops:
+            for name in {v.name for v in op.ins}:
+                users[name] = users.get(name, 0) + 1
+        tied = [v.name for v in params if users.get(v.name, 0) > 1]
+        if tied:
+            lines.append(f"used more than once, trained as one variable each: {_some(tied)}")
         nodes = len(self.source.model.graph.node)
         if self.folded:
             lines.append(f"{len(self.folded)} of {nodes} nodes computed at import: {_some(self.folded)}")

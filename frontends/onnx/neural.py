@@ -89,8 +89,13 @@ def _max_pool(n: Node) -> Result:
 
 def _average_pool(n: Node) -> Result:
     kernel, count_padding = n.ints_attr("kernel_shape"), bool(n.int_attr("count_include_pad"))
-    n.require(not (count_padding and n.int_attr("ceil_mode")), "count_include_pad with ceil_mode is not supported")
-    return n.emit("avg_pool", n.value(), kernel=kernel, include_pad=count_padding, **_window(n, kernel))
+    x, window = n.value(), _window(n, kernel)
+    if count_padding and n.int_attr("ceil_mode"):
+        # Rounding up adds room that no mean counts; the padding that is counted becomes zeros of the tensor.
+        counted, r = n.ints_attr("pads") or (0,) * 2 * len(kernel), len(kernel)
+        window["pads"] = tuple(p - c for p, c in zip(window["pads"], counted, strict=True))
+        x, count_padding = n.emit("pad", x, low=(0, 0, *counted[:r]), high=(0, 0, *counted[r:])) if any(counted) else x, False
+    return n.emit("avg_pool", x, kernel=kernel, include_pad=count_padding, **window)
 
 
 def _over_space(kind: str) -> Rule:
