@@ -97,7 +97,7 @@ def _parse_call(row: Pass, text: str, problems: list[str]) -> Iterator[Call]:
             problems.append(f"{row.name}: unknown option {match[1]!r}, it has {', '.join(known) or 'none'}")
             continue
         try:
-            given[name] = parse_literal(match[2])
+            given[name] = parse_literal(match[2].strip())
         except ValueError as error:
             problems.append(f"{row.name}: option {name}: {error}")
     missing = [n for n, f in known.items() if n not in given and f.default is MISSING]

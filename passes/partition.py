@@ -43,7 +43,7 @@ class PartitionOptions:
 
 def partition(module: Module, options: PartitionOptions) -> Module:
     """Cut the model into contiguous stages, one per device, so that the slowest stage is as fast as possible."""
-    cluster = module.cluster or Cluster.local(max(1, options.stages))
+    cluster = module.cluster or Cluster.local(max(1, options.stages, len(options.split_at) + 1))
     count = _stage_count(options, cluster)
     forward = forward_graph(module)
     anywhere = replicable(forward)

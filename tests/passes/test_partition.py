@@ -1,0 +1,182 @@
+"""Cuts against brute force; every annotated operation in exactly one stage; shared parameters stay together."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.ir.cluster import Cluster, Device, Link
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import Graph, Module, Op, Value, Var
+from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.ops import make
+from penstock.ir.types import TensorType
+from penstock.passes.autodiff import AutodiffOptions, autodiff
+from penstock.passes.optimizers import OptimizerOptions, optimizer
+from penstock.passes.partition import PartitionOptions, partition, seconds
+from penstock.passes.split import SplitOptions, split
+
+
+def chain_model(widths: list[int], skips: list[tuple[int, int]], tied: bool = False) -> Module:
+    """Linear layers with relu, residual additions from layer a to layer b where widths agree, and a mean-square loss."""
+    x = Value("x", TensorType("f32", (4, widths[0])))
+    labels = Value("labels", TensorType("f32", (4, widths[-1])))
+    ops: list[Op] = []
+    vars: dict[str, Var] = {}
+    layers = [x]
+    for i, (a, b) in enumerate(pairwise(widths)):
+        name = "shared" if tied and a == b else f"w{i}"
+        weight = Value(f"w{i}.value", TensorType("f32", (a, b)))
+        vars[name] = Var(name, weight.type, "param")
+        ops.append(Op("read", (), (weight,), {"var": name}))
+        ops.append(make("matmul", (layers[-1], weight), [f"h{i}"], f"layer{i}"))
+        ops.append(make("relu", (ops[-1].outs[0],), [f"a{i}"]))
+        out = ops[-1].outs[0]
+        for n, (source, target) in enumerate(skips):
+            if target == i and source < len(layers) and layers[source].type == out.type:
+                ops.append(make("add", (out, layers[source]), [f"skip{i}.{n}"]))
+                out = ops[-1].outs[0]
+        layers.append(out)
+    ops.append(make("mse", (layers[-1], labels), ["loss"]))
+    return Module("chain", (x, labels), ("loss",), vars=vars, graphs={"main": Graph("main", (x, labels), ops[-1].outs, tuple(ops))})
+
+
+def differentiate(module: Module) -> Module:
+    return optimizer(autodiff(module, AutodiffOptions(2)), OptimizerOptions(kind="adamw", lr=0.1))
+
+
+def cluster_of(rates: list[float]) -> Cluster:
+    devices = tuple(Device(f"cpu:{i}", flops=rate, bandwidth=1e9) for i, rate in enumerate(rates))
+    links = tuple(Link(a.name, b.name, bandwidth=1e8, latency=1e-6) for a, b in pairwise(devices))
+    return Cluster(devices, links)
+
+
+models = st.builds(
+    chain_model,
+    st.lists(st.sampled_from([3, 8, 32]), min_size=3, max_size=7),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), max_size=3),
+)
+rates = st.lists(st.sampled_from([1e7, 3e7, 1e9]), min_size=1, max_size=4)
+
+
+def bottleneck(module: Module, cuts: tuple[int, ...]) -> float:
+    """The objective, computed the slow way from the annotated graphs: no prefix sums, no dynamic programme."""
+    assert module.cluster is not None
+    chain = [op for op in module.graphs["F"].ops if op.kind != "read"]
+    bounds = [0, *cuts, len(chain)]
+    stage_of = {op.outs[0].name: s for s, (a, b) in enumerate(pairwise(bounds)) for op in chain[a:b]}
+    devices = module.cluster.devices
+    load = [0.0] * (len(cuts) + 1)
+    for op in chain:
+        load[stage_of[op.outs[0].name]] += seconds(op, devices[stage_of[op.outs[0].name]])
+    for op in module.graphs["B"].ops:
+        if "of" in op.attrs:
+            load[stage_of[str(op.attrs["of"])]] += seconds(op, devices[stage_of[str(op.attrs["of"])]])
+    for stage, cut in enumerate(cuts, 1):
+        made = {v for op in chain[:cut] for v in op.outs}
+        crossing = sum(v.type.nbytes for v in {v for op in chain[cut:] for v in op.ins} & made)
+        link = module.cluster.link(devices[stage - 1].name, devices[stage].name)
+        load[stage] += 2 * crossing / link.bandwidth + 2 * link.latency
+    return max(load)
+
+
+def stages_of(module: Module, graph: str) -> dict[str, int]:
+    return {v.name: int(op.attrs["stage"]) for op in module.graphs[graph].ops if "stage" in op.attrs for v in op.outs}  # type: ignore[arg-type]
+
+
+@given(models, rates)
+@settings(max_examples=40, deadline=None)
+def test_cuts_are_optimal(model: Module, speeds: list[float]) -> None:
+    module = differentiate(model).but(cluster=cluster_of(speeds))
+    chain = [op for op in module.graphs["F"].ops if op.kind != "read"]
+    found = stages_of(partition(module, PartitionOptions()), "F")
+    order = [found[op.outs[0].name] for op in chain]
+    assert order == sorted(order)
+    assert set(order) == set(range(len(speeds)))
+    cuts = tuple(order.index(s) for s in range(1, len(speeds)))
+    best = min(bottleneck(module, c) for c in combinations(range(1, len(chain)), len(speeds) - 1))
+    assert bottleneck(module, cuts) == pytest.approx(best, rel=1e-9)
+
+
+def test_the_brute_force_would_notice_a_bad_cut() -> None:
+    module = differentiate(chain_model([32] * 6, [])).but(cluster=cluster_of([1e7, 1e7]))
+    chain = [op for op in module.graphs["F"].ops if op.kind != "read"]
+    values = [bottleneck(module, (cut,)) for cut in range(1, len(chain))]
+    assert max(values) > 1.5 * min(values)
+
+
+@given(models, st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_splitting_conserves_operations_and_meaning(model: Module, count: int) -> None:
+    whole = partition(differentiate(model), PartitionOptions(stages=count))
+    parts = split(whole, SplitOptions())
+    for kind in "FBU":
+        expected = sorted(repr(op.outs) + op.kind for op in whole.graphs[kind].ops if "stage" in op.attrs)
+        copied = {v for op in whole.graphs[kind].ops if "stage" not in op.attrs for v in op.outs}
+        found = [op for s in range(count) for op in parts.graphs[f"s{s}.{kind}"].ops]
+        shared_writes = [op for op in found if not op.outs and op.kind == "write" and op.var == "step"]
+        assert (
+            sorted(repr(op.outs) + op.kind for op in found if op not in shared_writes and not copied.issuperset(op.outs or ("",)))
+            == expected
+        )
+    rng = np.random.default_rng(0)
+    arrays = {
+        n: rng.standard_normal(v.type.shape).astype(np.float32) if v.init == "file" else np.zeros(v.type.shape, np.float32)
+        for n, v in whole.vars.items()
+    }
+    values = {v.name: rng.standard_normal(v.type.shape).astype(np.float32) for v in whole.inputs}
+    one, several = DictStore(arrays), DictStore(arrays)
+    expected_values = dict(values)
+    for graph in (whole.graphs["F"], whole.graphs["B"]):
+        expected_values |= zip((v.name for v in graph.results), run_graph(graph, expected_values, one), strict=True)
+    for name in [f"s{s}.F" for s in range(count)] + [f"s{s}.B" for s in reversed(range(count))]:
+        graph = parts.graphs[name]
+        values |= zip((v.name for v in graph.results), run_graph(graph, values, several), strict=True)
+    assert values["loss"] == expected_values["loss"]
+    for name, array in one.arrays.items():
+        np.testing.assert_array_equal(several.arrays[name], array)
+
+
+def test_operations_that_share_a_parameter_stay_together() -> None:
+    module = differentiate(chain_model([8, 16, 16, 16, 16, 8], [], tied=True))
+    found = stages_of(partition(module, PartitionOptions(stages=2)), "F")
+    assert len({found[f"h{i}"] for i in (1, 2, 3)}) == 1
+    with pytest.raises(UsageError, match="share keep them together"):
+        partition(module, PartitionOptions(stages=8))
+
+
+def test_state_follows_its_parameter_and_the_step_counter_is_everywhere() -> None:
+    whole = partition(differentiate(chain_model([8] * 5, [])), PartitionOptions(split_at=("layer2",)))
+    for name, var in whole.vars.items():
+        if var.role == "param":
+            for state in (f"{name}.grad", f"{name}.adam_m", f"{name}.adam_v"):
+                assert whole.vars[state].stage == var.stage
+    assert whole.vars["step"].stage is None
+    parts = split(whole, SplitOptions())
+    for stage in range(2):
+        assert any(op.kind == "write" and op.var == "step" for op in parts.graphs[f"s{stage}.U"].ops)
+
+
+def test_given_split_points_win() -> None:
+    module = differentiate(chain_model([8] * 5, []))
+    found = stages_of(partition(module, PartitionOptions(split_at=("layer1", "a2"))), "F")
+    assert [found[n] for n in ("h0", "a0", "h1", "a1", "h2", "a2", "h3")] == [0, 0, 1, 1, 1, 2, 2]
+    with pytest.raises(UsageError, match="no value or node named 'nowhere'"):
+        partition(module, PartitionOptions(split_at=("nowhere",)))
+
+
+def test_slow_devices_get_less() -> None:
+    module = differentiate(chain_model([32] * 9, [])).but(cluster=cluster_of([1e7, 4e7]))
+    found = list(stages_of(partition(module, PartitionOptions()), "F").values())
+    assert found.count(1) > 2 * found.count(0)
+
+
+@pytest.mark.parametrize(("stages", "message"), [(3, "need 3 devices"), (40, "need 40 devices")])
+def test_more_stages_than_devices_is_an_error(stages: int, message: str) -> None:
+    module = differentiate(chain_model([8] * 5, [])).but(cluster=cluster_of([1e9, 1e9]))
+    with pytest.raises(UsageError, match=message):
+        partition(module, PartitionOptions(stages=stages))
