@@ -64,7 +64,9 @@ def import_onnx(path: str | Path, *, dims: Mapping[str, int] | None = None, froz
         source.model = onnx.inliner.inline_local_functions(source.model)
     graph = source.model.graph
     bound, odd = _bind(graph, dict(dims or {}), where)
-    importer = _Importer(source, opset, source.infer_types(bound))
+    doubtful = _behind_rounded_pools(graph) if opset < 22 else set()
+    inferred = {name: kind for name, kind in source.infer_types(bound).items() if name not in doubtful}
+    importer = _Importer(source, opset, inferred)
     importer.take_inputs(graph, bound, odd)
     importer.take_initializers(graph, _frozen(frozen, where), where)
     for index, node in enumerate(graph.node):
@@ -101,6 +103,16 @@ def _check(source: Source) -> None:
     if listed:
         raise _unsupported(str(source.path), listed)
     raise UsageError(f"not a valid ONNX model: {problem}", where=str(source.path))
+
+
+def _behind_rounded_pools(graph: onnx.GraphProto) -> set[str]:
+    """Tensors whose inferred shape may be wrong: before opset 22, shape inference counts one window too many when pooling rounds up."""
+    found: set[str] = set()
+    for node in graph.node:
+        rounded = node.op_type.endswith("Pool") and any(a.name == "ceil_mode" and a.i for a in node.attribute)
+        if rounded or not found.isdisjoint(node.input):
+            found.update(node.output)
+    return found
 
 
 def _frozen(frozen: str | None, where: str) -> re.Pattern[str] | None:

@@ -101,7 +101,8 @@ def _expand(n: Node) -> Result:
 
 
 def _concat(n: Node) -> Result:
-    return n.tensor(0) if n.count == 1 else n.emit("concat", *n.values(), axis=axis_of(n, n.int_attr("axis"), n.type().rank))
+    axis = axis_of(n, n.int_attr("axis"), n.type().rank)
+    return n.tensor(0) if n.count == 1 else n.emit("concat", *n.values(), axis=axis)
 
 
 def _split(n: Node) -> Sequence[Result]:
