@@ -56,7 +56,7 @@ class Action(NamedTuple):
         """The same action `batches` later; versions stop at 0."""
         mb = self.mb + (batches if self.kind in PER_BATCH else batches * per_batch)
         version = None if self.version is None else max(0, self.version + batches)
-        return self._replace(mb=mb, version=version)
+        return Action(self.kind, self.stage, mb, version, self.peer)
 
 
 @dataclass(frozen=True, slots=True)

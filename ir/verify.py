@@ -13,7 +13,7 @@ the rest would be consequences. Graph facts are checked in this file, schedule f
     wired           sends and receives match, in order, and move exactly what the graphs need
     freed           everything is dropped once, after its last use, and fits into the memory of the device
 
-Cost: about 20 microseconds per operation and 5 per action; 50 000 operations in a second.
+Cost: about 5 microseconds per operation; the schedule of 8 stages and 32 microbatches takes 0.2 seconds.
 """
 
 from __future__ import annotations
@@ -217,6 +217,13 @@ def check_staged(module: Module) -> Iterator[Problem]:
     if indices != list(range(len(indices))) or not indices:
         yield Problem("stages", f"found stages {indices}, expected 0, 1, 2, ...")
         return
+    if module.cluster is not None:
+        places = {d.name for d in module.cluster.devices} | {m.name for m in module.meshes}
+        for stage in module.stages:
+            if stage.place not in places:
+                yield Problem(
+                    f"stage {stage.index}", f"is on {stage.place}, which is no device or mesh; there are {', '.join(sorted(places))}"
+                )
     for var in module.vars.values():
         if var.stage is not None and var.stage not in indices:
             yield Problem(f"@{var.name}", f"is on stage {var.stage}, which does not exist; there are {indices}")
@@ -263,6 +270,7 @@ def _check_split(module: Module) -> Iterator[Problem]:
             yield Problem(f"stage {stage.index}", f"has no forward graph @s{stage.index}.F")
     yield from _check_providers(module)
     yield from _check_places(module)
+    yield from _check_owners(module)
 
 
 def _check_providers(module: Module) -> Iterator[Problem]:
@@ -306,6 +314,26 @@ def _check_places(module: Module) -> Iterator[Problem]:
         elif var.stage is not None and users[name] != {var.stage}:
             where = " and ".join(f"stage {s}" for s in sorted(users[name]))
             yield Problem(f"@{name}", f"is on stage {var.stage}, but used by {where}", hint="a variable without a stage is replicated")
+
+
+def _check_owners(module: Module) -> Iterator[Problem]:
+    """An operation is done by one stage, unless it depends on nothing that enters its graph: constants and state may be replicated."""
+    for kind in "FBU":
+        owners: dict[str, str] = {}
+        for stage in module.stages:
+            graph = module.stage_graph(stage.index, kind)
+            fixed = {v.name for v in graph.ins} if graph else set()
+            for i, op in enumerate(graph.ops if graph else ()):
+                if not any(v.name in fixed for v in op.ins):
+                    continue
+                for value in op.outs:
+                    fixed.add(value.name)
+                    assert graph is not None
+                    other = owners.setdefault(value.name, graph.name)
+                    if other != graph.name:
+                        yield Problem(
+                            _op_place(graph, i), f"%{value.name} is computed by @{other} as well, expected one stage", op_window(graph, i)
+                        )
 
 
 # ------------------------------------------------------------------------------------------------ fused

@@ -41,22 +41,23 @@ def memory_table(module: Module) -> dict[int, dict[str, int]]:
 
 
 def _with_drops(program: Program, m: int) -> Program:
-    """A microbatch ends with its last action in the batch list, or in the start list when the batch list never mentions it again.
-    The batch list repeats every m microbatches, so the last mention of microbatch k is the largest over k, k + m, k + 2m, ...: the one
-    in the earliest repetition is not the last. Hence the mention with the smallest number is the latest in time."""
-    latest: dict[tuple[int, int], tuple[int, int]] = {}
+    """Put D after the last mention of each microbatch. The batch list repeats every m microbatches: microbatch k meets an action written
+    for k' in repetition (k - k') / m, if that is not negative. So among actions for k', k' + m, ... the smallest number is met last."""
+    last: dict[tuple[int, int], tuple[int, int]] = {}
     for position, action in enumerate(program.batch):
         if action.kind not in PER_BATCH:
             key = (action.stage, action.mb % m)
-            # In repetition t the action is of microbatch mb + t * m, so microbatch k meets it in repetition (k - mb) / m.
-            latest[key] = max(latest.get(key, (-action.mb, position)), (-action.mb, position))
-    ends = {position for _, position in latest.values()}
-    batch: list[Action] = []
-    for position, action in enumerate(program.batch):
-        batch.append(action)
-        if position in ends:
-            batch.append(Action("D", action.stage, action.mb))
-    return Program(program.start, tuple(batch))
+            last[key] = max(last.get(key, (-action.mb, position)), (-action.mb, position))
+    ends = {position for _, position in last.values()}
+    batch = [b for position, a in enumerate(program.batch) for b in _dropped_if(position in ends, a)]
+    first = {key: -negative for key, (negative, _) in last.items()}
+    final = {(a.stage, a.mb): i for i, a in enumerate(program.start) if a.mb < first.get((a.stage, a.mb % m), a.mb + 1)}
+    start = [b for i, a in enumerate(program.start) for b in _dropped_if(final.get((a.stage, a.mb)) == i, a)]
+    return Program(tuple(start), tuple(batch))
+
+
+def _dropped_if(last: bool, action: Action) -> tuple[Action, ...]:
+    return (action, Action("D", action.stage, action.mb)) if last else (action,)
 
 
 def describe(memory: Memory) -> str:

@@ -25,8 +25,8 @@ def toy_text(stages: int, skip: bool = False, trains: bool = True) -> str:
         lines.append(f"  graph @s{i}.F({', '.join(f'%{n} : f32[4]' for n in taken)}) {{")
         source = taken[0]
         if len(taken) > 1:
-            lines.append(f"    %t : f32[4] = add(%{taken[0]}, %h0)")
-            source = "t"
+            lines.append(f"    %t{i} : f32[4] = add(%{taken[0]}, %h0)")
+            source = f"t{i}"
         lines += [f"    %w : f32[4] = read(@w{i})", f"    %h{i} : f32[4] = mul(%{source}, %w)"]
         lines += ([f"    save %{source}"] if trains else []) + [f"    return %h{i}", "  }"]
         if not trains:
@@ -39,7 +39,7 @@ def toy_text(stages: int, skip: bool = False, trains: bool = True) -> str:
         elif len(given) > 2:
             lines.append(f"    %sum.grad : f32[4] = add(%{grad}, %h0.skip.grad)")
             grad = "sum.grad"
-        lines += [f"    %w : f32[4] = read(@w{i})", f"    %dw : f32[4] = mul(%{source}, %{grad})", f"    accum(%dw, @w{i}.grad)"]
+        lines += [f"    %w : f32[4] = read(@w{i})", f"    %dw{i} : f32[4] = mul(%{source}, %{grad})", f"    accum(%dw{i}, @w{i}.grad)"]
         made = [] if i == 0 else [f"h{i - 1}.grad"]
         lines += [f"    %{n} : f32[4] = mul(%{grad}, %w)" for n in made]
         if skip and i == last:

@@ -1,0 +1,146 @@
+"""Laws of the schedules over d in 1..6 and m in 1..12: time per batch, activations in flight, no deadlock, illegal combinations refused.
+
+Formulas are those of the papers, as quoted in passes/schedules.py. Meaning is judged by a brute-force executor (brute.py) that knows
+nothing of the passes and the checker.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from penstock.ir.errors import UsageError, VerifyError
+from penstock.ir.schedule import Action, Program, Schedule
+from penstock.ir.simulate import format_grid, most_in_flight, simulate, time_per_batch
+from penstock.ir.verify import verify
+from penstock.passes.communicate import communicate
+from penstock.passes.lifetimes import lifetimes
+from penstock.passes.schedules import SCHEDULES, ScheduleOptions, build_schedule, schedule
+from penstock.passes.weight_versions import weight_versions
+
+STAGES, MICROBATCHES = range(1, 7), range(1, 13)
+FORWARD, BACKWARD = 1, 2
+
+
+def pipeline(module, kind, m):
+    module = weight_versions(schedule(module, ScheduleOptions(kind, m)))
+    facts = ("scheduled", "versioned", "wired", "freed")
+    module = lifetimes(communicate(module))
+    return module.but(facts=module.facts + facts)
+
+
+def legal(kind, d, m):
+    return kind != "2bw" or m >= d - 1
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("d", STAGES)
+def test_time_per_batch_and_in_flight_follow_the_formulas(kind, d):
+    for m in MICROBATCHES:
+        if not legal(kind, d, m):
+            continue
+        found = build_schedule(kind, d, m)
+        flush = (m + d - 1) * (FORWARD + BACKWARD)
+        expected = {"1f1b": flush, "gpipe": flush, "2bw": m * (FORWARD + BACKWARD), "forward": m * FORWARD}[kind]
+        assert time_per_batch(found, FORWARD, BACKWARD) == expected, (d, m)
+        if kind != "forward":
+            held = [most_in_flight(found.expand(s, 4)) for s in range(d)]
+            assert held == {"1f1b": [min(d - s, m) for s in range(d)], "gpipe": [m] * d, "2bw": [d - s for s in range(d)]}[kind], (d, m)
+
+
+@pytest.mark.parametrize(("d", "m", "ratio"), [(2, 2, 1.5), (4, 4, 1.75), (4, 8, 1.375), (8, 8, 1.875), (8, 32, 1.219)])
+def test_2bw_is_faster_than_flush_by_the_bubble(d, m, ratio):
+    found = time_per_batch(build_schedule("1f1b", d, m)) / time_per_batch(build_schedule("2bw", d, m))
+    assert found == pytest.approx(ratio, abs=5e-4)
+
+
+def test_latency_slows_2bw_down():
+    """The published number for link latency of one forward; a control for the law above, which has no latency."""
+    assert time_per_batch(build_schedule("2bw", 4, 6), 1, 2, latency=1) > 1.3 * 6 * 3
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("d", STAGES)
+def test_every_legal_combination_verifies_and_every_other_is_refused(toy, kind, d):
+    source = toy(d, skip=d % 2 == 1, trains=SCHEDULES[kind].trains)
+    for m in MICROBATCHES:
+        if legal(kind, d, m):
+            verify(pipeline(source, kind, m))
+        else:
+            with pytest.raises(VerifyError) as caught:
+                pipeline(source, kind, m)
+            text = str(caught.value)
+            assert re.search(
+                r"rank 0 step \d+ \(0F\d+@1\): reads version 1 of @w0, which is made only later by rank 0 step \d+ \(0U0@1\)", text
+            )
+            assert f"microbatches >= {d - 1} or schedule 1f1b" in text
+            assert f"this would need {-(-(d - 1) // m) + 1} live versions" in text
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "2bw"])
+def test_the_brute_force_executor_agrees(toy, brute, kind):
+    for d, m in [(1, 1), (2, 1), (2, 3), (3, 2), (4, 3), (4, 7), (6, 5)]:
+        module = pipeline(toy(d, skip=True), kind, m)
+        for first, batches in [(0, 1), (0, 5), (2, 3), (3, 1)]:
+            assert brute.run(module, first, batches) == brute.recurrence(module, first, batches, SCHEDULES[kind].delay)
+
+
+def test_the_brute_force_executor_tells_delays_apart(toy, brute):
+    module = pipeline(toy(3), "2bw", 4)
+    assert brute.run(module, 0, 3) != brute.recurrence(module, 0, 3, 0)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "2bw"])
+def test_gradients_are_summed_in_microbatch_order(kind):
+    for rank, actions in build_schedule(kind, 4, 6).expand_all(3).items():
+        backwards = [a.mb for a in actions if a.kind == "B"]
+        assert backwards == list(range(18)), rank
+
+
+def test_2bw_warms_up_once_and_never_drains_between_batches():
+    found = build_schedule("2bw", 3, 2)
+    assert " ".join(map(str, found.expand(0, 2))) == "0F0 0F1 0F2 0B0 0F3 0B1 0U0 0B2 0B3 0U1"
+    assert " ".join(map(str, found.expand(0, 1, first=5))) == "0F10 0F11 0B10 0B11 0U5"
+    assert " ".join(map(str, build_schedule("1f1b", 3, 2).expand(0, 2))) == "0F0 0F1 0B0 0B1 0U0 0F2 0F3 0B2 0B3 0U1"
+
+
+def test_a_stage_with_nothing_to_train_only_runs_forward(toy):
+    source = toy(3)
+    graphs = {n: g for n, g in source.graphs.items() if n not in ("s0.B", "s0.U")}
+    graphs["s0.F"] = type(graphs["s0.F"])("s0.F", graphs["s0.F"].ins, graphs["s0.F"].outs, graphs["s0.F"].ops)
+    graphs["s1.B"] = type(graphs["s1.B"])("s1.B", graphs["s1.B"].ins, (), graphs["s1.B"].ops)
+    frozen = source.but(graphs=graphs, vars={n: v for n, v in source.vars.items() if n != "w0.grad"})
+    for kind in ("1f1b", "gpipe", "2bw"):
+        module = pipeline(frozen, kind, 4)
+        verify(module)
+        assert {a.kind for a in module.schedule.actions() if a.stage == 0} == {"F", "SF", "D"}
+        assert module.vars["w0"].versions == 1
+
+
+def test_options_that_make_no_sense_are_refused(toy):
+    with pytest.raises(UsageError, match="unknown schedule '3bw', expected one of 1f1b, gpipe, 2bw, forward"):
+        schedule(toy(2), ScheduleOptions("3bw", 2))
+    with pytest.raises(UsageError, match="at least one stage and one microbatch, got 2 and 0"):
+        schedule(toy(2), ScheduleOptions("1f1b", 0))
+    with pytest.raises(UsageError, match="trains, but no stage has a backward graph"):
+        schedule(toy(2, trains=False), ScheduleOptions("2bw", 2))
+    with pytest.raises(UsageError, match="never runs a backward"):
+        schedule(toy(2), ScheduleOptions("forward", 2))
+
+
+def test_the_simulation_says_who_waits():
+    crossed = Schedule(
+        "crossed", 1, {0: Program((), (Action("B", 0, 1), Action("F", 0, 1))), 1: Program((), (Action("F", 1, 1), Action("B", 1, 1)))}
+    )
+    with pytest.raises(VerifyError, match=r"rank 0 at step 0 \(0B0\), rank 1 at step 0 \(1F0\)"):
+        simulate(crossed, 1)
+
+
+def test_the_grid_marks_one_action():
+    text = format_grid(build_schedule("1f1b", 2, 2), 1, mark=(1, 1))
+    assert text.splitlines() == [
+        "rank 0 | F0 F1 .    . B0 =  .    B1 =,U0",
+        "rank 1 | .  F0 [B0] = F1 B1 =,U0 .  .",
+        "9 units of time, 33% idle",
+    ]
