@@ -18,61 +18,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from .errors import UsageError, VerifyError
-from .graph import GRAD, PARAM, Graph, Module, Op, Value, Var, rewrite, slot_of
-from .numpy_ops import F64, NUMPY, PRECISIONS, TYPED, Array, apply_op, array_dtype
+from .graph import GRAD, Graph, Module, Op, Value, Var, rewrite, slot_of
+from .interp_store import Arrays, DictStore, Store, VersionStore, as_value, initial_arrays, stepped_params
+from .numpy_ops import F64, NUMPY, PRECISIONS, TYPED, Array, apply_op
 from .schedule import RECEIVES, SENDS, Action
-from .types import FLOATS
-
-Arrays = Mapping[str, Array]
-
 
 # ---------------------------------------------------------------------------------------- graphs
-
-
-class Store(Protocol):
-    """Variables, as one run of a graph sees them: `slot` is mb or latest, a written value becomes the next version."""
-
-    def read(self, var: str, slot: str) -> Array: ...
-    def write(self, var: str, value: Array) -> None: ...
-    def accumulate(self, var: str, value: Array) -> None: ...
-    def take(self, var: str) -> Array: ...
-
-
-class DictStore:
-    """The simplest store: one array per variable, all slots are the same."""
-
-    def __init__(self, arrays: Arrays) -> None:
-        self.arrays = dict(arrays)
-
-    def read(self, var: str, slot: str) -> Array:
-        if var not in self.arrays:
-            raise VerifyError(f"no value for variable @{var}")
-        return self.arrays[var]
-
-    def write(self, var: str, value: Array) -> None:
-        self.arrays[var] = value
-
-    def accumulate(self, var: str, value: Array) -> None:
-        self.arrays[var] = self.arrays[var] + value if var in self.arrays else value
-
-    def take(self, var: str) -> Array:
-        value = self.read(var, "")
-        self.arrays[var] = np.zeros_like(value)
-        return value
-
-
-def as_value(array: object, value: Value, precision: str = TYPED) -> Array:
-    """`array` as the value's element type; VerifyError when shape or kind of element differ."""
-    found = np.asarray(array)
-    floating = found.dtype.kind == "f" or found.dtype.name == "bfloat16"
-    if found.shape != value.type.shape or floating != (value.type.dtype in FLOATS):
-        raise VerifyError(f"%{value.name} is {value.type}, got an array of {found.dtype}{list(found.shape)}")
-    return found.astype(array_dtype(value.type.dtype, precision), copy=False)
 
 
 def run_graph(
@@ -93,11 +48,13 @@ def run_graph(
     values = {v.name: as_value(x, v, precision) for v, x in zip(graph.ins, given, strict=True)}
     for op in graph.ops:
         try:
+            unknown = [f"%{v.name}" for v in op.ins if v.name not in values]
+            if unknown:
+                raise VerifyError(f"{', '.join(unknown)} has no value yet")
             results = _run_op(op, [values[v.name] for v in op.ins], store, precision)
-        except (VerifyError, KeyError, ValueError, IndexError) as error:
-            what = f"%{error.args[0]} has no value" if isinstance(error, KeyError) else str(error)
+        except (VerifyError, ValueError, TypeError) as error:  # what NumPy raises for operands that do not fit
             names = ", ".join(f"%{v.name}" for v in op.outs) or f"@{op.var}"
-            raise VerifyError(what, where=f"@{graph.name}: {op.kind} {names}" + (f" ({op.loc})" if op.loc else "")) from error
+            raise VerifyError(str(error), where=f"@{graph.name}: {op.kind} {names}" + (f" ({op.loc})" if op.loc else "")) from error
         for out, found in zip(op.outs, results, strict=True):
             if found.shape != out.type.shape:
                 raise VerifyError(f"%{out.name} is {out.type}, {op.kind} gives shape {list(found.shape)}", where=f"@{graph.name}")
@@ -121,111 +78,23 @@ def _run_op(op: Op, ins: list[Array], store: Store, precision: str) -> tuple[Arr
     return ()
 
 
-# ---------------------------------------------------------------------------------------- variables with versions
-
-
-def stepped_params(module: Module) -> set[str]:
-    """Parameters that some graph writes: those have versions. A parameter nobody writes is version 0 for ever."""
-    written = {op.var for graph in module.graphs.values() for op in graph.ops if op.kind == "write"}
-    return {name for name, var in module.vars.items() if var.role == PARAM and name in written}
-
-
-def initial_arrays(module: Module, weights: Arrays, names: Sequence[str], precision: str) -> dict[str, Array]:
-    """First values of variables; one VerifyError lists everything that is missing or does not fit."""
-    found, problems = {}, []
-    for name in names:
-        var = module.vars[name]
-        value = Value(name, var.type)
-        if var.init == "zeros":
-            found[name] = np.zeros(var.type.dims, array_dtype(var.type.dtype, precision))
-        elif name not in weights:
-            problems.append(f"no weights for @{name}")
-        else:
-            try:
-                found[name] = as_value(weights[name], value, precision)
-            except VerifyError as error:
-                problems.append(error.what.replace("%", "@", 1))
-    if problems:
-        raise VerifyError("; ".join(problems), where=f"weights of {module.name}")
-    return found
-
-
-class VersionStore:
-    """Variables of one rank. Version v of a stepped parameter lives in slot v % versions, everything else has one buffer.
-
-    `at(version, made)` fixes what a graph sees: reads of `mb` want `version`, a write makes version `made`; None means newest and newest + 1.
-    """
-
-    def __init__(self, variables: Mapping[str, Var], stepped: set[str], arrays: Arrays, first: int = 0) -> None:
-        self.slots: dict[str, list[Array | None]] = {}
-        self.held: dict[str, list[int | None]] = {}
-        self.newest = dict.fromkeys(stepped & arrays.keys(), first)
-        for name, array in arrays.items():
-            count = variables[name].versions if name in stepped else 1
-            self.slots[name], self.held[name] = [None] * count, [None] * count
-            self.slots[name][first % count], self.held[name][first % count] = array, first
-        self._version: int | None = None
-        self._made: int | None = None
-
-    def at(self, version: int | None = None, made: int | None = None) -> VersionStore:
-        self._version, self._made = version, made
-        return self
-
-    def buffers(self, var: str) -> int:
-        """How many buffers of a variable are alive."""
-        return sum(slot is not None for slot in self.slots[var])
-
-    def latest(self, var: str) -> Array:
-        return self._version_of(var, self.newest.get(var, 0))
-
-    def _version_of(self, var: str, version: int) -> Array:
-        if var not in self.slots:
-            raise VerifyError(f"@{var} is not a variable of this rank")
-        slots, held = self.slots[var], self.held[var]
-        at = version % len(slots) if var in self.newest else 0
-        found = slots[at]
-        if found is None or (var in self.newest and held[at] != version):
-            alive = ", ".join(str(v) for v in sorted(v for v in held if v is not None))
-            raise VerifyError(f"version {version} of @{var} is asked for, its {len(slots)} slots hold {alive or 'nothing'}")
-        return found
-
-    def read(self, var: str, slot: str) -> Array:
-        newest = self.newest.get(var, 0)
-        if slot == "mb" and self._version is not None:
-            return self._version_of(var, self._version)
-        return self._version_of(var, newest if self._made is None or var not in self.newest else self._made - 1)
-
-    def write(self, var: str, value: Array) -> None:
-        made = 0
-        if var in self.newest:
-            made = self.newest[var] + 1 if self._made is None else self._made
-            if made <= self.newest[var]:
-                raise VerifyError(f"version {made} of @{var} is written, the newest is {self.newest[var]} already")
-            self.newest[var] = made
-        at = made % len(self.slots[var])
-        self.slots[var][at], self.held[var][at] = value, made
-
-    def accumulate(self, var: str, value: Array) -> None:
-        self.slots[var][0] = self._version_of(var, 0) + value
-
-    def take(self, var: str) -> Array:
-        value = self._version_of(var, 0)
-        self.slots[var][0] = np.zeros_like(value)
-        return value
-
-
 # ---------------------------------------------------------------------------------------- runs
 
 
 @dataclass
 class Run:
-    """What a run gave. `log` has (stage, microbatch, phase, version) for each F, B and W; stage -1 is the unsplit module."""
+    """What a run gave. `log` has (stage, microbatch, phase, version) for each F, B and W; stage -1 is the unsplit module.
+
+    `buffers` is the largest number of buffers of a parameter that were alive at once. `variables` are the last versions, `previous` the
+    versions before them that are alive: with both, a later run goes on where this one ended.
+    """
 
     loss: str
     outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
     log: list[tuple[int, int, str, int | None]] = field(default_factory=list)
     buffers: dict[str, int] = field(default_factory=dict)
     variables: dict[str, Array] = field(default_factory=dict)
+    previous: dict[str, Array] = field(default_factory=dict)
 
     @property
     def losses(self) -> list[float]:
@@ -283,8 +152,17 @@ def run_recurrence(module: Module, weights: Arrays, batches: Sequence[Arrays], d
         if update is not None:
             run_graph(update, [], store.at(made=t + 1), precision)
     run.buffers = {name: store.buffers(name) for name in stepped}
-    run.variables = {name: store.latest(name) for name, var in module.vars.items() if var.role != GRAD}
+    _collect(run, module, store)
     return run
+
+
+def _collect(run: Run, module: Module, store: VersionStore) -> None:
+    for name in store.slots:
+        if module.vars[name].role != GRAD:
+            run.variables.setdefault(name, store.latest(name))
+        before = store.before_latest(name) if name in store.newest else None
+        if before is not None:
+            run.previous.setdefault(name, before)
 
 
 def _reading_own_version(graph: Graph) -> Graph:
@@ -307,11 +185,19 @@ def _by_name(graph: Graph, results: Sequence[Array]) -> dict[str, Array]:
 
 
 def run_schedule(
-    module: Module, weights: Arrays, batches: Sequence[Arrays], *, first: int = 0, batches_count: int | None = None, precision: str = F64
+    module: Module,
+    weights: Arrays,
+    batches: Sequence[Arrays],
+    *,
+    first: int = 0,
+    batches_count: int | None = None,
+    previous: Arrays | None = None,
+    precision: str = F64,
 ) -> Run:
     """Execute the module's schedule for batches first .. first + batches_count - 1; `batches[0]` is batch `first`.
 
-    `weights` hold version `first` of the parameters, so a run that starts later starts from a drained pipeline with one version alive.
+    `weights` hold version `first` of the parameters (and optimiser state, zeros otherwise), `previous` version first - 1, which a schedule
+    with a delay needs when it does not start at batch 0.
     """
     if module.schedule is None:
         raise UsageError("the module has no schedule yet; run it with the recurrence, or apply the pass `schedule`", where=module.name)
@@ -325,7 +211,10 @@ def run_schedule(
         if len(parts) != m:
             raise UsageError(f"batch {t} has {len(parts)} microbatches, the schedule has {m}", where=module.name)
         feed |= {t * m + k: mb for k, mb in enumerate(parts)}
-    return _Pipeline(module, weights, feed, module.schedule.expand_all(count, first), first, precision).run()
+    pipeline = _Pipeline(module, weights, feed, module.schedule.expand_all(count, first), first, precision)
+    for name, array in (previous or {}).items():
+        pipeline.put(name, first - 1, array)
+    return pipeline.run()
 
 
 class _Rank:
@@ -362,6 +251,12 @@ class _Pipeline:
             store = VersionStore(module.vars, self.stepped, initial_arrays(module, weights, list(names), precision), first)
             self.ranks[index] = _Rank(index, program, store)
 
+    def put(self, var: str, version: int, array: Array) -> None:
+        value = as_value(array, Value(var, self.module.vars[var].type), self.precision)
+        for rank in self.ranks.values():
+            if var in rank.store.newest:
+                rank.store.put(var, version, value)
+
     def run(self) -> Run:
         """Round robin: every rank goes as far as it can; when a whole round moves nobody, nobody ever will."""
         moved = True
@@ -378,9 +273,7 @@ class _Pipeline:
         if left:
             raise VerifyError(f"messages were never received: {', '.join(left)}", where=f"schedule of {self.module.name}")
         for rank in self.ranks.values():
-            for name in rank.store.slots:
-                if self.module.vars[name].role != GRAD:
-                    self.run_found.variables.setdefault(name, rank.store.latest(name))
+            _collect(self.run_found, self.module, rank.store)
         return self.run_found
 
     def _perform(self, rank: _Rank, action: Action) -> bool:
@@ -492,6 +385,8 @@ __all__ = [
     "Store",
     "VersionStore",
     "apply_op",
+    "as_value",
+    "initial_arrays",
     "microbatches_of",
     "run_graph",
     "run_recurrence",
