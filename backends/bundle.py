@@ -1,0 +1,394 @@
+"""The bundle: a compiled program as a directory that can be moved, checked and run.
+
+    manifest.json        format, name, source hash, backend, tool versions, ranks (host, device, stage, threads, files), files (size, SHA-256)
+    manifest.sha256      hash of the manifest itself, as `sha256sum -c` reads it
+    module.ir            the final IR: the program the workers run
+    reference.ir         the same model before it was cut into stages: what `penstock verify` compares with
+    plan.json            why it was cut this way (free form, for people and tools)
+    cluster.toml         the devices it was compiled for, when a cluster was given
+    stages/...           compiled code, one or more files per stage
+    weights/sN.safetensors   the initial values that stage N needs, and no others
+
+`write_bundle` fills a sibling directory, flushes it and renames it into place: a bundle is there whole or not at all. The same inputs give
+the same bytes; there is no time, path or host name of the build in it. `open_bundle` checks names, sizes and hashes of everything before
+any of it is parsed or loaded, and says all that is wrong in one error. Names in a manifest are relative, contain no `..`, and links are refused.
+
+A bundle is code: hashes find damage, they do not make a stranger's bundle safe to run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..ir.errors import UsageError, VerifyError
+from ..ir.graph import Module, Var, signature
+from ..ir.text import parse_module, print_module
+from ..ir.types import dtype_of
+from .tensor_file import write_tensors
+
+FORMAT = 1
+MANIFEST, MANIFEST_HASH, MODULE, REFERENCE = "manifest.json", "manifest.sha256", "module.ir", "reference.ir"
+PLAN, CLUSTER = "plan.json", "cluster.toml"
+_TOOLS = ("penstock", "apache-tvm", "apache-tvm-ffi", "numpy", "torch", "onnx")
+_CHUNK = 1 << 22
+
+
+class FileEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What a file of the bundle must look like."""
+
+    sha256: str
+    size: int
+
+
+class RankEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One process of a run. `files` are the names of the files that it loads besides the module."""
+
+    rank: int
+    host: str
+    device: str
+    stage: int
+    threads: int
+    files: tuple[str, ...]
+
+
+class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    format: int
+    name: str
+    source_hash: str
+    backend: str
+    tools: dict[str, str]
+    ranks: tuple[RankEntry, ...]
+    files: dict[str, FileEntry]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle: everything it lists (or everything one rank needs) was checked."""
+
+    path: Path
+    manifest: Manifest
+
+    @cached_property
+    def module(self) -> Module:
+        return parse_module((self.path / MODULE).read_text(encoding="utf-8"), str(self.path / MODULE))
+
+    @cached_property
+    def reference(self) -> Module | None:
+        """The model before it was cut into stages, when the bundle has it."""
+        path = self.path / REFERENCE
+        return parse_module(path.read_text(encoding="utf-8"), str(path)) if REFERENCE in self.manifest.files else None
+
+    @cached_property
+    def plan(self) -> dict[str, Any]:
+        return json.loads((self.path / PLAN).read_bytes())  # type: ignore[no-any-return]
+
+    @property
+    def module_hash(self) -> str:
+        """What all ranks of a group must agree on."""
+        return self.manifest.files[MODULE].sha256
+
+    @property
+    def world_size(self) -> int:
+        return len(self.manifest.ranks)
+
+    def rank(self, rank: int) -> RankEntry:
+        return self.manifest.ranks[rank]
+
+    def stage_files(self, stage: int) -> tuple[Path, ...]:
+        """The compiled code of a stage, in the order its backend gave the files."""
+        names = next(r.files for r in self.manifest.ranks if r.stage == stage)
+        return tuple(self.path / name for name in names if name.startswith("stages/"))
+
+    def weights_file(self, stage: int) -> Path:
+        return self.path / _weights_name(stage)
+
+
+def stage_vars(module: Module, stage: int) -> dict[str, Var]:
+    """The variables that a stage's graphs touch, in the module's order."""
+    graphs = [g for g in (module.stage_graph(stage, kind) for kind in ("F", "B", "W", "U")) if g is not None]
+    touched = {slot.var for graph in graphs for slot in signature(graph).slots}
+    return {name: var for name, var in module.vars.items() if name in touched or (var.stage == stage and var.role in ("param", "buffer"))}
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def write_bundle(
+    out_dir: str | os.PathLike[str],
+    module: Module,
+    stage_files: Mapping[int, Sequence[Path]],
+    weights: Mapping[str, np.ndarray],
+    *,
+    backend: str,
+    plan: Mapping[str, Any] | None = None,
+    source_hash: str = "",
+    tools: Mapping[str, str] | None = None,
+    reference: Module | None = None,
+) -> Bundle:
+    """Write a bundle in place of nothing, of an empty directory or of another bundle, and give it back opened.
+
+    `stage_files` are the files that the backend made for each stage; `weights` has an array for every variable with `init file`.
+    """
+    out = Path(os.path.abspath(out_dir))
+    _check_replaceable(out)
+    stages = [stage.index for stage in module.stages]
+    _check_weights(module, stages, weights)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = out.parent / f".{out.name}.{secrets.token_hex(4)}.tmp"
+    work.mkdir()
+    try:
+        files: dict[str, FileEntry] = {}
+
+        def add(name: str, write: Callable[[Path], tuple[str, int]]) -> str:
+            if name in files:
+                raise UsageError(f"two files of the bundle are called {name}", hint="name the files of a stage after the stage")
+            (work / name).parent.mkdir(exist_ok=True)
+            files[name] = FileEntry(*write(work / name))
+            return name
+
+        add(MODULE, lambda path: _write_bytes(path, print_module(module).encode()))
+        add(PLAN, lambda path: _write_bytes(path, json.dumps(plan or {}, indent=2, sort_keys=True).encode() + b"\n"))
+        if reference is not None:
+            add(REFERENCE, lambda path: _write_bytes(path, print_module(reference).encode()))
+        if module.cluster is not None:
+            toml = module.cluster.to_toml()
+            add(CLUSTER, lambda path: _write_bytes(path, toml.encode()))
+        of_stage: dict[int, list[str]] = {}
+        for stage in stages:
+            names = [add(f"stages/{file.name}", lambda path, file=file: _copy(file, path)) for file in stage_files.get(stage, ())]  # type: ignore[misc]
+            arrays = {name: weights[name] for name, var in stage_vars(module, stage).items() if var.init == "file"}
+            names.append(add(_weights_name(stage), lambda path, arrays=arrays: write_tensors(path, arrays)))  # type: ignore[misc]
+            of_stage[stage] = names
+        manifest = Manifest(
+            FORMAT,
+            module.name,
+            source_hash,
+            backend,
+            dict(tools if tools is not None else tool_versions()),
+            tuple(_rank_entry(module, rank, stage.place, stage.index, of_stage[stage.index]) for rank, stage in enumerate(module.stages)),
+            files,
+        )
+        text = msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=2) + b"\n"
+        digest, _ = _write_bytes(work / MANIFEST, text)
+        _write_bytes(work / MANIFEST_HASH, f"{digest}  {MANIFEST}\n".encode())
+        for folder in {work, *(path.parent for path in map(work.joinpath, files))}:
+            flush_directory(folder)
+        move_into_place(work, out)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return Bundle(out, manifest)
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of what had a part in the result, without importing any of it."""
+    versions = {}
+    for name in _TOOLS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def move_into_place(work: Path, out: Path) -> None:
+    """Rename a finished directory to its place; what stood there before is removed afterwards."""
+    old = out.parent / f".{out.name}.{secrets.token_hex(4)}.old"
+    if out.exists():
+        out.rename(old)
+    work.rename(out)
+    flush_directory(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def flush_directory(path: Path) -> None:
+    """Make renames and new names in a directory survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _weights_name(stage: int) -> str:
+    return f"weights/s{stage}.safetensors"
+
+
+def _rank_entry(module: Module, rank: int, place: str, stage: int, files: Iterable[str]) -> RankEntry:
+    host, threads = "localhost", 1
+    if module.cluster is not None:
+        device = module.cluster.device(place)
+        host, threads = device.host, device.threads
+    return RankEntry(rank, host, place, stage, threads, tuple(files))
+
+
+def _check_replaceable(out: Path) -> None:
+    if not os.path.lexists(out):
+        return
+    if out.is_symlink() or not out.is_dir():
+        raise UsageError("is in the way: it is not a directory", where=str(out), hint="give another name")
+    if any(out.iterdir()) and not _looks_like_bundle(out):
+        raise UsageError(
+            "is a directory with other files in it, and not a bundle", where=str(out), hint="give another name, or remove it yourself"
+        )
+
+
+def _looks_like_bundle(path: Path) -> bool:
+    try:
+        found = json.loads((path / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"format", "ranks", "files"} <= found.keys()
+
+
+def _check_weights(module: Module, stages: Iterable[int], weights: Mapping[str, np.ndarray]) -> None:
+    problems = []
+    for name, var in {name: var for stage in stages for name, var in stage_vars(module, stage).items() if var.init == "file"}.items():
+        array = weights.get(name)
+        if array is None:
+            problems.append(f"{name}: no weights were given")
+        elif (dtype_of(array.dtype), array.shape) != (var.type.dtype, var.type.dims):
+            problems.append(
+                f"{name}: the variable is {var.type}, its weights are {dtype_of(array.dtype)}[{','.join(map(str, array.shape))}]"
+            )
+    if problems:
+        raise VerifyError("weights do not fit the module:" + "".join(f"\n  - {p}" for p in problems), where=f"module @{module.name}")
+
+
+def _write_bytes(path: Path, data: bytes) -> tuple[str, int]:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(data).hexdigest(), len(data)
+
+
+def _copy(source: Path, path: Path) -> tuple[str, int]:
+    digest, size = hashlib.sha256(), 0
+    with source.open("rb") as reader, path.open("wb") as writer:
+        while data := reader.read(_CHUNK):
+            writer.write(data)
+            digest.update(data)
+            size += len(data)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return digest.hexdigest(), size
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def open_bundle(path: str | os.PathLike[str], rank: int | None = None) -> Bundle:
+    """Check a bundle and open it. With `rank`, only the common files and those of that rank need to be there."""
+    root = Path(os.path.abspath(path))
+    if not root.is_dir():
+        raise UsageError("is not a bundle directory", where=str(path), hint="`penstock compile MODEL -o BUNDLE` makes one")
+    manifest = _read_manifest(root)
+    problems = _structure_problems(root, manifest)
+    if not problems:
+        wanted = _names_for(manifest, rank)
+        problems = [p for name in wanted for p in file_problems(root / name, manifest.files[name].sha256, manifest.files[name].size, name)]
+    if problems:
+        raise VerifyError(
+            "the bundle is damaged:" + "".join(f"\n  - {p}" for p in problems), where=str(path), hint="compile it again, or copy it again"
+        )
+    return Bundle(root, manifest)
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_problems(path: Path, sha256: str, size: int, name: str) -> list[str]:
+    """What is wrong with one file: nothing, or one line. Links are never followed."""
+    if not os.path.lexists(path):
+        return [f"{name}: missing"]
+    if path.is_symlink() or not path.is_file():
+        return [f"{name}: is a link or not a plain file"]
+    found_size, found = path.stat().st_size, hash_file(path)
+    if found == sha256:
+        return []
+    sizes = "" if found_size == size else f" ({found_size} bytes, expected {size})"
+    return [f"{name}: SHA-256 is {found}, expected {sha256}{sizes}"]
+
+
+def contained(name: str) -> bool:
+    """Whether a file name from outside stays inside the directory it is joined to."""
+    parts = PurePosixPath(name).parts
+    return (
+        bool(parts)
+        and not name.startswith("/")
+        and "\\" not in name
+        and "\0" not in name
+        and ".." not in parts
+        and str(PurePosixPath(name)) == name
+    )
+
+
+def _read_manifest(root: Path) -> Manifest:
+    def refuse(what: str, hint: str = "compile it again, or copy it again") -> VerifyError:
+        return VerifyError(what, where=str(root / MANIFEST), hint=hint)
+
+    for name in (MANIFEST, MANIFEST_HASH):
+        if (root / name).is_symlink() or not (root / name).is_file():
+            raise VerifyError(f"{name}: missing, or not a plain file", where=str(root), hint="is this a bundle directory?")
+    text = (root / MANIFEST).read_bytes()
+    expected, found = (root / MANIFEST_HASH).read_bytes(), f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode()
+    if expected != found:
+        listed = expected[:64].decode("ascii", "replace")
+        raise refuse(f"{MANIFEST}: SHA-256 is {found[:64].decode()}, {MANIFEST_HASH} says {listed}")
+    try:
+        version = msgspec.json.decode(text, type=dict).get("format")
+        if version != FORMAT:
+            raise refuse(f"bundle format {version!r}, this version reads format {FORMAT}", "compile the model again")
+        return msgspec.json.decode(text, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise refuse(f"{MANIFEST}: {error}") from error
+
+
+def _names_for(manifest: Manifest, rank: int | None) -> list[str]:
+    if rank is None:
+        return list(manifest.files)
+    if rank >= len(manifest.ranks):
+        raise UsageError(f"there is no rank {rank} in a bundle for {len(manifest.ranks)} processes")
+    common = [name for name in (MODULE, PLAN, CLUSTER, REFERENCE) if name in manifest.files]
+    return common + list(manifest.ranks[rank].files)
+
+
+def _structure_problems(root: Path, manifest: Manifest) -> list[str]:
+    problems = [f"{name!r}: not a relative name inside the bundle" for name in manifest.files if not contained(name)]
+    problems += [f"{name}: not listed" for name in (MODULE, PLAN) if name not in manifest.files]
+    for i, entry in enumerate(manifest.ranks):
+        problems += [f"rank {entry.rank}: expected rank {i} here"] if entry.rank != i else []
+        problems += [f"rank {i}: needs {name!r}, which is not listed" for name in entry.files if name not in manifest.files]
+    if not problems:
+        problems += _stray_files(root, {MANIFEST, MANIFEST_HASH, *manifest.files})
+    return problems
+
+
+def _stray_files(root: Path, listed: set[str]) -> list[str]:
+    """Links anywhere and files that the manifest does not list. Missing files are found by their hash."""
+    problems = []
+    for folder, folders, names in os.walk(root):
+        for name in sorted(folders + names):
+            path = Path(folder, name)
+            relative = path.relative_to(root).as_posix()
+            if path.is_symlink():
+                problems.append(f"{relative}: is a link")
+            elif name in names and relative not in listed:
+                problems.append(f"{relative}: not listed in {MANIFEST}")
+    return problems

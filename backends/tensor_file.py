@@ -1,0 +1,53 @@
+"""Tensors in a safetensors file: named arrays in, one file and its SHA-256 out, in one pass and without a second copy in memory.
+
+    8 bytes little-endian: length of the header · header: JSON, name -> {dtype, shape, data_offsets}, padded with blanks · data
+
+The data starts at a multiple of 64 bytes and the tensors follow each other in the order of their names, larger items first, so that the
+same arrays give the same bytes. The file is flushed to the disk before the hash is handed back. Reading is left to the safetensors package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ..ir.types import ITEM_BYTES, dtype_of
+
+_NAMES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "f64": "F64", "i64": "I64", "i32": "I32", "i8": "I8", "u8": "U8", "bool": "BOOL"}
+_ALIGNMENT = 64
+_CHUNK = 1 << 24
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> tuple[str, int]:
+    """Write the file and give its SHA-256 and size. Arrays that are not contiguous are copied one at a time."""
+    dtypes = {name: dtype_of(array.dtype) for name, array in tensors.items()}
+    order = sorted(tensors, key=lambda name: (-ITEM_BYTES[dtypes[name]], name))
+    header, offset = {}, 0
+    for name in order:
+        array = tensors[name]
+        header[name] = {"dtype": _NAMES[dtypes[name]], "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        offset += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+
+        def put(data: bytes | memoryview) -> None:
+            nonlocal size
+            file.write(data)
+            digest.update(data)
+            size += len(data)
+
+        put(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            data = np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
+            for start in range(0, len(data), _CHUNK):
+                put(data[start : start + _CHUNK])
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest(), size

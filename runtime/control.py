@@ -1,0 +1,229 @@
+"""Messages between a job and its workers: typed records with raw array bytes behind them, over an inherited socket pair.
+
+    4 bytes: length of the record · 4 bytes: length of the list of arrays · record · list of arrays · the arrays' bytes
+
+Records are msgspec Structs that refuse unknown fields; arrays travel as dtype, shape and bytes. There is no pickle. A channel is used by
+one sending thread and one receiving thread at each end.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from ..ir.types import dtype_of, numpy_dtype
+
+Arrays = dict[str, np.ndarray]
+_HEAD = struct.Struct("<II")
+
+
+class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=True):
+    """Base of all messages."""
+
+
+class DataSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Where samples come from: a .npz file or `synthetic`."""
+
+    source: str = "synthetic"
+    shuffle: bool = False
+    seed: int = 0
+
+
+# ------------------------------------------------------------------------------------------------ to a worker
+
+
+class Setup(Record, frozen=True):
+    """The first message. `resume` is one checkpoint directory; `audit` asks for the version log; `retire` is off only in tests that show
+    what retirement is for: buffers then grow and are counted."""
+
+    bundle: str
+    timeout: float
+    data: DataSpec | None = None
+    resume: str | None = None
+    audit: bool = False
+    retire: bool = True
+    trace: bool = False
+
+
+class Join(Record, frozen=True):
+    """Where the group meets."""
+
+    port: int
+
+
+class Run(Record, frozen=True):
+    """Run from an empty pipeline to an empty pipeline. Without `batches`, Batch messages follow, then End."""
+
+    first: int
+    batches: int | None = None
+
+
+class Batch(Record, frozen=True):
+    """One global batch; its arrays are those inputs that this worker feeds."""
+
+    index: int
+
+
+class End(Record, frozen=True):
+    """No more batches in this run."""
+
+
+class Save(Record, frozen=True):
+    """Write a checkpoint after `step` steps into `directory`, together."""
+
+    directory: str
+    step: int
+
+
+class FetchParameters(Record, frozen=True):
+    """Send the newest parameters of this stage."""
+
+
+class FetchAudit(Record, frozen=True):
+    """Send counts of live versions and the version log."""
+
+
+class Stop(Record, frozen=True):
+    """Leave the group and end."""
+
+
+# ------------------------------------------------------------------------------------------------ from a worker
+
+
+class Hosting(Record, frozen=True):
+    """Rank 0 listens for the group at this port."""
+
+    port: int
+
+
+class Ready(Record, frozen=True):
+    """The group stands, the stage is loaded."""
+
+
+class Step(Record, frozen=True):
+    """A finished optimiser step; `at` is the monotonic clock of the host, `losses` are those of the microbatches."""
+
+    step: int
+    loss: float
+    losses: tuple[float, ...]
+    lr: float | None
+    at: float
+
+
+class Output(Record, frozen=True):
+    """Results of one microbatch in inference; the arrays are module outputs."""
+
+    mb: int
+
+
+class Done(Record, frozen=True):
+    """A Run, Save or Stop is finished. `peak_bytes` is the largest resident size of the process so far."""
+
+    peak_bytes: int = 0
+
+
+class Parameters(Record, frozen=True):
+    """Answer to FetchParameters; the arrays are the parameters."""
+
+
+class LogEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True, array_like=True):
+    """Weight version that a stage used (phase F or B) or made (phase U; `mb` is then the batch)."""
+
+    stage: int
+    mb: int
+    phase: str
+    version: int
+
+
+class Audit(Record, frozen=True):
+    """What the store of one rank counted: versions alive at once per variable (largest ever), buffers per variable, activation bytes."""
+
+    live_versions: dict[str, int]
+    buffers: dict[str, int]
+    activation_bytes: int
+    log: tuple[LogEntry, ...]
+
+
+class Trace(Record, frozen=True):
+    """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing."""
+
+    events: tuple[tuple[str, float, float], ...]
+
+
+class Failed(Record, frozen=True):
+    """The worker ends with this error. `error` is the class of penstock.ir.errors, or Internal."""
+
+    error: str
+    what: str
+    where: str = ""
+    hint: str = ""
+
+
+Message = (
+    Setup | Join | Run | Batch | End | Save | FetchParameters | FetchAudit | Stop
+    | Hosting | Ready | Step | Output | Done | Parameters | Audit | Trace | Failed
+)  # fmt: skip
+
+
+class ArraySpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Channel:
+    """One end of the socket pair."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Message).decode
+        self._decode_specs = msgspec.msgpack.Decoder(tuple[ArraySpec, ...]).decode
+
+    def send(self, message: Record, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        given = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+        record = self._encode(message)
+        specs = self._encode([ArraySpec(name, dtype_of(a.dtype), (arrays or {})[name].shape) for name, a in given.items()])
+        self._socket.sendall(_HEAD.pack(len(record), len(specs)) + record + specs)
+        for array in given.values():
+            if array.nbytes:
+                self._socket.sendall(array.reshape(-1).view(np.uint8).data)
+
+    def receive(self) -> tuple[Message, Arrays] | None:
+        """The next message; None when the other end is closed."""
+        head = self._read(_HEAD.size)
+        if head is None:
+            return None
+        length, specs_length = _HEAD.unpack(head)
+        record, listed = self._read(length), self._read(specs_length)
+        if record is None or listed is None:
+            return None
+        arrays: Arrays = {}
+        for spec in self._decode_specs(listed):
+            array = np.empty(spec.shape, numpy_dtype(spec.dtype))
+            if array.nbytes and not self._fill(array.reshape(-1).view(np.uint8).data):
+                return None
+            arrays[spec.name] = array
+        return self._decode(record), arrays
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, size: int) -> bytes | None:
+        data = bytearray(size)
+        return bytes(data) if self._fill(memoryview(data)) else None
+
+    def _fill(self, view: memoryview) -> bool:
+        while len(view):
+            try:
+                count = self._socket.recv_into(view)
+            except ConnectionError:
+                return False
+            if count == 0:
+                return False
+            view = view[count:]
+        return True

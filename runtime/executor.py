@@ -1,0 +1,196 @@
+"""One stage's actions, one method per kind. The program of the rank says what to do; nothing is decided here.
+
+In: a loaded stage, its store, its transport. `run` works through an ActionStream and hands out reports: a Step for every finished optimiser
+step on the stage that computes the loss, an Output for every microbatch of an inference. Before each action the receives that come soon are
+posted, and the action is written to the status slot, where the launcher reads it when something goes wrong.
+
+A value is let go as soon as no later action of its microbatch on this stage takes it; `D` lets go of all the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from ..backends.interface import StageProgram
+from ..ir.errors import VerifyError
+from ..ir.graph import Graph, Module, Signature, Value, signature
+from ..ir.schedule import RECEIVES, Action
+from .control import LogEntry, Output, Record, Step
+from .program import ActionStream, Feed, fed_inputs, learning_rate, loss_stage
+from .status import Status
+from .store import Store, allocate, as_array, fill
+from .transport import Transport
+
+# How many actions to look ahead for receives: a batch action with its sends, receives and drop is at most five of them.
+_LOOK_AHEAD = 10
+
+Report = Callable[[Record, Mapping[str, np.ndarray]], None]
+
+
+class Executor:
+    """Runs one stage on one rank. `retire` and `audit` as in control.Setup."""
+
+    def __init__(
+        self,
+        module: Module,
+        stage: int,
+        program: StageProgram,
+        store: Store,
+        transport: Transport,
+        report: Report,
+        status: Status,
+        *,
+        retire: bool = True,
+        audit: bool = False,
+        trace: bool = False,
+    ) -> None:
+        assert module.schedule is not None
+        self.module, self.stage, self.program, self.store, self.transport = module, stage, program, store, transport
+        self.report, self.status, self.retire = report, status, retire
+        self.schedule = module.schedule
+        self.log: list[LogEntry] | None = [] if audit else None
+        self.events: list[tuple[str, float, float]] | None = [] if trace else None
+        found = {kind: module.stage_graph(stage, kind) for kind in ("F", "B", "W", "U")}
+        self.graphs: dict[str, Graph] = {kind: graph for kind, graph in found.items() if graph is not None}
+        self.signatures: dict[str, Signature] = {kind: signature(graph) for kind, graph in self.graphs.items()}
+        self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
+        self.rate = learning_rate(module)
+        self._retention()
+        self._handlers: dict[str, Callable[[Action], None]] = {
+            "F": self.forward,
+            "B": self.backward,
+            "W": self.backward,
+            "U": self.update,
+            "SF": self.send,
+            "SB": self.send,
+            "RF": self.receive,
+            "RB": self.receive,
+            "D": self.drop,
+        }
+
+    def _retention(self) -> None:
+        """Which values to keep after each kind of action of a microbatch."""
+        sent: dict[str, set[str]] = {"F": set(), "B": set()}
+        for edge in self.module.edges:
+            if edge.src == self.stage:
+                sent[edge.phase] |= {value.name for value in edge.values}
+        for_backward = {value.name for kind in ("B", "W") if kind in self.graphs for value in self.graphs[kind].ins}
+        self._sent_later = {"SF": frozenset(for_backward), "SB": frozenset[str]()}
+        self._after_forward = frozenset(for_backward | sent["F"])
+        # With W split off, B keeps what W takes.
+        for_weights = {value.name for value in self.graphs["W"].ins} if "W" in self.graphs else set()
+        self._after_backward = {"B": frozenset(sent["B"] | for_weights), "W": frozenset(sent["B"])}
+        self._sends = {
+            kind: sum(edge.src == self.stage and edge.phase == phase for edge in self.module.edges)
+            for kind, phase in (("SF", "F"), ("SB", "B"))
+        }
+        forward = self.graphs.get("F")
+        made = {v.name for v in forward.outs} if forward is not None else set()
+        self.is_loss_stage = loss_stage(self.module) == self.stage
+        self.outputs = () if loss_stage(self.module) is not None else tuple(name for name in self.module.outputs if name in made)
+        self._losses: dict[int, list[float]] = {}
+        kinds = {action.kind for action in self.schedule.ranks[self.stage].batch}
+        self._updates, self._drops = "U" in kinds, "D" in kinds
+        self._last_kind = next(kind for kind in ("W", "B", "F") if kind in kinds)
+
+    # -------------------------------------------------------------------------------------------- the loop
+
+    def run(self, first: int, feed: Feed) -> None:
+        """Work through the batches of a feed, from an empty pipeline to an empty pipeline."""
+        self.feed = feed
+        stream = ActionStream(self.schedule, self.stage, first, feed)
+        while (upcoming := stream.pop()) is not None:
+            action = upcoming.action
+            for later in stream.peek(_LOOK_AHEAD):
+                if later.kind in RECEIVES:
+                    self.transport.post(later)
+            self.status.show(action)
+            started = time.monotonic()
+            self._handlers[action.kind](action)
+            if self.events is not None:
+                self.events.append((str(action), started, time.monotonic()))
+            if upcoming.retires is not None and self.retire:
+                self.store.retire(upcoming.retires)
+            if action.kind == self._last_kind and (action.mb + 1) % self.schedule.microbatches == 0:
+                feed.finish(action.mb // self.schedule.microbatches)
+        self.status.show(None)
+        self.transport.flush()
+        assert not self.store.values or not self._drops, f"values are left over: {self.store.values.keys()}"
+
+    # -------------------------------------------------------------------------------------------- one method per kind
+
+    def forward(self, action: Action) -> None:
+        results = self._call("F", action, [self._value(action.mb, value) for value in self.graphs["F"].ins])
+        self._note(action)
+        if self.is_loss_stage:
+            self._take_loss(action.mb, results[self.module.outputs[0]])
+        if self.outputs:
+            arrays = {name: as_array(results[name]).copy() for name in self.outputs if name in results}
+            self.report(Output(action.mb), arrays)
+        self.store.keep_only(action.mb, self._after_forward)
+
+    def backward(self, action: Action) -> None:
+        kind = action.kind
+        self._call(kind, action, [self._value(action.mb, value) for value in self.graphs[kind].ins])
+        self._note(action)
+        self.store.keep_only(action.mb, self._after_backward[kind])
+
+    def update(self, action: Action) -> None:
+        version = self.store.version + 1 if action.version is None else action.version
+        self.store.start_update(version)
+        self._call("U", action._replace(version=version), [])
+        self.store.finish_update(version)
+        self._note(action._replace(version=version))
+        if self.is_loss_stage:
+            self._finish_step(action.mb)
+
+    def send(self, action: Action) -> None:
+        edge = self.transport.edge_of(action)
+        self.transport.send(action, {value.name: self._value(action.mb, value) for value in edge.values})
+        if self._sends[action.kind] == 1:
+            self.store.keep_only(action.mb, self._sent_later[action.kind])
+
+    def receive(self, action: Action) -> None:
+        for name, tensor in self.transport.receive(action).items():
+            self.store.put(action.mb, name, tensor)
+
+    def drop(self, action: Action) -> None:
+        self.store.keep_only(action.mb, frozenset())
+
+    # -------------------------------------------------------------------------------------------- parts of them
+
+    def _call(self, kind: str, action: Action, ins: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        graph = self.graphs[kind]
+        buffers = [self.store.buffer(slot, action.version) for slot in self.signatures[kind].slots]
+        results = dict(zip((v.name for v in graph.results), self.program.call(graph.name, [*ins, *buffers]), strict=True))
+        if kind != "U":
+            for name, tensor in results.items():
+                self.store.put(action.mb, name, tensor)
+        return results
+
+    def _value(self, mb: int, value: Value) -> torch.Tensor:
+        tensor = self.store.get(mb, value.name)
+        if tensor is None:
+            if value.name not in self.fed:
+                raise VerifyError(f"%{value.name} of microbatch {mb} is not there", where=f"stage {self.stage}")
+            tensor = fill(allocate(value.type), self.feed.microbatch(mb, value.name))
+            self.store.put(mb, value.name, tensor)
+        return tensor
+
+    def _note(self, action: Action) -> None:
+        if self.log is not None and action.version is not None:
+            self.log.append(LogEntry(action.stage, action.mb, action.kind, action.version))
+
+    def _take_loss(self, mb: int, loss: torch.Tensor) -> None:
+        batch = mb // self.schedule.microbatches
+        self._losses.setdefault(batch, []).append(float(loss))
+        if not self._updates and len(self._losses[batch]) == self.schedule.microbatches:
+            self._finish_step(batch)
+
+    def _finish_step(self, batch: int) -> None:
+        losses = tuple(self._losses.pop(batch))
+        self.report(Step(batch, sum(losses) / len(losses), losses, self.rate, time.monotonic()), {})

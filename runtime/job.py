@@ -1,0 +1,436 @@
+"""Run a bundle from Python or from the command line.
+
+    with open("bundle/") as job:                       run_bundle("bundle/", data="train.npz", steps=1000, checkpoint="ckpt/")
+        loss = job.step(batch)
+        job.save("ckpt/")
+
+A Job holds the local workers of one bundle. A batch is a dict of arrays by input name, whole global batch (m microbatches one after the other).
+`step` runs one batch and empties the pipeline; `run` keeps the pipeline full over an iterable and gives each loss as it is known; both compute the
+same numbers. The global step counts on over all calls, and from a checkpoint on after `resume`.
+
+Limit: one thread uses a Job, and one iterator of `run` at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from ..backends.bundle import Bundle, open_bundle
+from ..ir.errors import UsageError
+from ..ir.graph import Module, Value
+from . import checkpoint as checkpoints
+from .control import (
+    Arrays,
+    Audit,
+    Batch,
+    DataSpec,
+    Done,
+    End,
+    FetchAudit,
+    FetchParameters,
+    Message,
+    Output,
+    Record,
+    Run,
+    Save,
+    Setup,
+    Step,
+    Stop,
+    Trace,
+)
+from .data import batch_shape, check_batch, check_data
+from .launch import Workers
+from .metrics import Metrics
+from .options import RunOptions, become_rank, in_group
+from .program import fed_inputs, loss_stage, microbatch_size
+from .trace import write_trace
+
+# Batches handed to the workers and not finished yet. Under 2bw a batch finishes only once the next one is there; one more keeps the pipe full.
+_BATCHES_AHEAD = 3
+
+TrainingBatch = Mapping[str, np.ndarray]
+
+
+class Job:
+    """The workers of one bundle, for training or inference."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        timeout: float = 60.0,
+        data: DataSpec | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        audit: bool = False,
+        retire: bool = True,
+        trace: bool = False,
+    ) -> None:
+        if timeout <= 0:
+            raise UsageError(f"the timeout must be positive, got {timeout:g}")
+        self.bundle = bundle
+        self.module: Module = bundle.module
+        assert self.module.schedule is not None
+        self.microbatches = self.module.schedule.microbatches
+        self.trains = loss_stage(self.module) is not None
+        self.steps_done = 0
+        self.warnings: list[str] = []
+        place = None
+        if resume is not None:
+            place = checkpoints.find_checkpoint(resume)
+            index = checkpoints.read_index(place)
+            self.warnings += checkpoints.check_resume(index, self.module, data, str(place))
+            self.steps_done = index.step
+        if data is not None:
+            check_data(self.module, data)
+        self._fed = [fed_inputs(self.module, entry.stage) for entry in bundle.manifest.ranks]
+        self._busy = self._closed = False
+        self.peak_bytes = [0] * bundle.world_size
+        self.traces: list[list[tuple[str, float, float]]] = [[] for _ in range(bundle.world_size)]
+        self.workers = Workers(bundle, Setup(str(bundle.path), timeout, data, None if place is None else str(place), audit, retire, trace))
+
+    # -------------------------------------------------------------------------------------------- training
+
+    def step(self, batch: TrainingBatch) -> float:
+        """Train on one global batch and wait for it; its loss."""
+        return next(iter(list(self.steps([batch])))).loss
+
+    def run(self, batches: Iterable[TrainingBatch]) -> Iterator[float]:
+        """Train on batches without emptying the pipeline in between; the loss of each."""
+        for step in self.steps(batches):
+            yield step.loss
+
+    def steps(self, batches: Iterable[TrainingBatch]) -> Generator[Step, None, None]:
+        """As `run`, with all that is known of each step. Leaving the iterator early lets the batches already handed over finish."""
+        if not self.trains:
+            raise UsageError(
+                "the bundle is for inference", where=str(self.bundle.path), hint="compile it with a loss and an optimiser to train"
+            )
+        yield from (message for message, _ in self._stream(batches) if isinstance(message, Step))
+
+    def steps_from_data(self, count: int) -> Iterator[Step]:
+        """Train on the next `count` batches of the job's own data, read by the workers themselves."""
+        if not self.trains:
+            raise UsageError("the bundle is for inference", where=str(self.bundle.path), hint="use `penstock infer`")
+        self._begin()
+        try:
+            self.workers.send_all(Run(self.steps_done, count))
+            for _, message, _ in self._until_done():
+                if isinstance(message, Step):
+                    self.steps_done += 1
+                    yield message
+        except GeneratorExit:
+            self.abort()
+            raise
+        finally:
+            self._busy = False
+
+    # -------------------------------------------------------------------------------------------- inference
+
+    def infer(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
+        """All module outputs for any number of samples. The last batch is filled up by repeating the last sample."""
+        if self.trains:
+            raise UsageError(
+                "the bundle is for training", where=str(self.bundle.path), hint="compile the model without a loss for inference"
+            )
+        count, batches = self._cut(inputs)
+        pieces: dict[str, dict[int, np.ndarray]] = {name: {} for name in self.module.outputs}
+        first = self.steps_done * self.microbatches
+        for message, arrays in self._stream(batches):
+            assert isinstance(message, Output)
+            for name, array in arrays.items():
+                pieces[name][message.mb - first] = array
+        rows = microbatch_size(self.module)
+        found: Arrays = {}
+        for name, by_mb in pieces.items():
+            ordered = [by_mb[mb] for mb in sorted(by_mb)]
+            whole = np.concatenate(ordered) if ordered[0].ndim else np.stack(ordered)
+            per_sample = ordered[0].shape[0] // rows if ordered[0].ndim and ordered[0].shape[0] % rows == 0 else 0
+            found[name] = whole[: count * per_sample] if per_sample else whole
+        return found
+
+    def _cut(self, inputs: Mapping[str, np.ndarray]) -> tuple[int, list[Arrays]]:
+        rows = microbatch_size(self.module)
+        whole: list[Value] = [value for value in self.module.inputs if value.type.rank]
+        problems, counts = [], {}
+        for value in whole:
+            array = inputs.get(value.name)
+            if array is None or array.ndim != value.type.rank:
+                continue  # check_batch says what is wrong
+            per_sample = value.type.dims[0] // rows
+            counts[value.name] = len(array) // per_sample
+            if len(array) % per_sample or not len(array):
+                problems.append(f"{value.name}: {len(array)} rows, expected a multiple of {per_sample} and at least one")
+        if len(set(counts.values())) > 1:
+            problems.append("numbers of samples differ: " + ", ".join(f"{name} has {count}" for name, count in counts.items()))
+        if problems:
+            raise UsageError("does not fit the model:" + "".join(f"\n  - {p}" for p in problems), where="inputs")
+        count = next(iter(counts.values()), rows * self.microbatches)
+        number = -(-count // (rows * self.microbatches))
+        batches: list[Arrays] = [dict(inputs) for _ in range(number)]
+        for value in whole:
+            if value.name in counts:
+                size = batch_shape(value, self.microbatches)[0]
+                per_sample = value.type.dims[0] // rows
+                array = np.asarray(inputs[value.name])
+                missing = number * size - len(array)
+                padded = np.concatenate([array, *([array[-per_sample:]] * (missing // per_sample))]) if missing else array
+                for i, batch in enumerate(batches):
+                    batch[value.name] = padded[i * size : (i + 1) * size]
+        return count, batches
+
+    # -------------------------------------------------------------------------------------------- state
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Write a checkpoint of the step reached; its path."""
+        place = Path(os.path.abspath(directory))
+        self._begin()
+        try:
+            self.workers.send_all(Save(str(place), self.steps_done))
+            for _ in self._until_done():
+                pass
+        finally:
+            self._busy = False
+        return place / checkpoints.step_name(self.steps_done)
+
+    def parameters(self) -> Arrays:
+        """The newest parameters of all stages by name."""
+        found: Arrays = {}
+        for _, arrays in self._ask(FetchParameters()):
+            found |= arrays
+        return found
+
+    def audit(self) -> list[Audit]:
+        """What the store of each rank counted; with `audit=True` also which version was used by what."""
+        return [message for message, _ in self._ask(FetchAudit()) if isinstance(message, Audit)]
+
+    def close(self) -> None:
+        """Stop the workers in good order."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.workers.send_all(Stop())
+            for _ in self._until_done():
+                pass
+        finally:
+            self.workers.close()
+
+    def abort(self) -> None:
+        """End the workers at once."""
+        self._closed = True
+        self.workers.end()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # After an error the pipeline may be full: nothing can be stopped in good order.
+        if kind is None or (not self._busy and issubclass(kind, UsageError)):
+            self.close()
+        else:
+            self.abort()
+
+    # -------------------------------------------------------------------------------------------- talking to the workers
+
+    def _begin(self) -> None:
+        if self._closed:
+            raise UsageError("the job is closed")
+        if self._busy:
+            raise UsageError("the job is still running", hint="finish or close the iterator of `run` first")
+        self._busy = True
+
+    def _ask(self, question: Record) -> list[tuple[Message, Arrays]]:
+        """One answer of every rank, in the order of ranks."""
+        self._begin()
+        try:
+            self.workers.send_all(question)
+            answers: dict[int, tuple[Message, Arrays]] = {}
+            while len(answers) < self.bundle.world_size:
+                rank, message, arrays = self.workers.receive()
+                answers[rank] = (message, arrays)
+            return [answers[rank] for rank in sorted(answers)]
+        finally:
+            self._busy = False
+
+    def _until_done(self) -> Iterator[tuple[int, Message, Arrays]]:
+        """Messages until every worker is done with its command."""
+        waiting = set(range(self.bundle.world_size))
+        while waiting:
+            rank, message, arrays = self.workers.receive()
+            if isinstance(message, Done):
+                waiting.discard(rank)
+                self.peak_bytes[rank] = max(self.peak_bytes[rank], message.peak_bytes)
+            elif isinstance(message, Trace):
+                self.traces[rank] += message.events
+            else:
+                yield rank, message, arrays
+
+    def _stream(self, batches: Iterable[Mapping[str, np.ndarray]]) -> Generator[tuple[Message, Arrays], None, None]:
+        """Feed batches to the workers, a few ahead, and give what they report."""
+        self._begin()
+        iterator, open_, error = iter(batches), True, None
+        first = sent = self.steps_done
+        waiting = set(range(self.bundle.world_size))
+        counts = _Finished(self)
+        self.workers.send_all(Run(first))
+        try:
+            while waiting:
+                while open_ and sent - first - counts.batches < _BATCHES_AHEAD:
+                    try:
+                        batch = next(iterator, None)
+                        if batch is not None:
+                            check_batch(self.module, batch, f"batch {sent}")
+                    except Exception as problem:  # of the caller's iterable: the batches before it are finished first
+                        batch, error = None, problem
+                    if batch is None:
+                        open_ = False
+                        self.workers.send_all(End())
+                        break
+                    for rank, names in enumerate(self._fed):
+                        self.workers.send(rank, Batch(sent), {name: np.asarray(batch[name]) for name in names})
+                    sent += 1
+                reported = counts.take(waiting)
+                if reported is not None:
+                    yield reported
+            if not self.trains:
+                self.steps_done = sent
+        except GeneratorExit:
+            if open_:
+                self.workers.send_all(End())
+            while waiting:
+                counts.take(waiting)
+            raise
+        finally:
+            self._busy = False
+        if error is not None:
+            raise error
+
+
+class _Finished:
+    """Counts finished batches: steps in training, complete sets of outputs in inference."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._outputs = 0
+        makers = [job.module.stage_graph(entry.stage, "F") for entry in job.bundle.manifest.ranks]
+        self._reporting = sum(graph is not None and any(v.name in job.module.outputs for v in graph.outs) for graph in makers)
+        self.batches = 0
+
+    def take(self, waiting: set[int]) -> tuple[Message, Arrays] | None:
+        """One message; those that concern the caller of the stream are handed on."""
+        job = self._job
+        rank, message, arrays = job.workers.receive()
+        match message:
+            case Done(peak):
+                waiting.discard(rank)
+                job.peak_bytes[rank] = max(job.peak_bytes[rank], peak)
+                return None
+            case Trace(events):
+                job.traces[rank] += events
+                return None
+            case Step():
+                self.batches += 1
+                job.steps_done += 1
+            case Output():
+                self._outputs += 1
+                self.batches = self._outputs // (job.microbatches * self._reporting)
+        return message, arrays
+
+
+# ------------------------------------------------------------------------------------------------ the two ways in
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    timeout: float = 60.0,
+    data: str | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    resume: str | os.PathLike[str] | None = None,
+    audit: bool = False,
+) -> Job:
+    """Check a bundle and start its workers on this machine. `timeout` bounds every wait of one rank for another."""
+    spec = None if data is None else _data_spec(data, shuffle, seed)
+    return Job(open_bundle(path), timeout=timeout, data=spec, resume=resume, audit=audit)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run did. `losses` are those of its steps; `peak_bytes` the largest resident size of each rank."""
+
+    first_step: int
+    losses: list[float]
+    seconds: float
+    samples_per_second: float
+    checkpoint: Path | None
+    peak_bytes: list[int]
+
+
+def run_bundle(
+    path: str | os.PathLike[str],
+    *,
+    data: str = "synthetic",
+    steps: int = 10,
+    shuffle: bool = False,
+    seed: int = 0,
+    metrics: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    timeout: float = 60.0,
+    trace: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> RunSummary:
+    """Train for `steps` steps. Where RANK and WORLD_SIZE are set, as torchrun does, this process becomes that rank and does not come back."""
+    options = RunOptions(
+        bundle=os.path.abspath(path),
+        data=_data_spec(data, shuffle, seed),
+        steps=steps,
+        metrics=_absolute(metrics),
+        checkpoint=_absolute(checkpoint),
+        resume=_absolute(resume),
+        trace=_absolute(trace),
+        checkpoint_every=checkpoint_every,
+        timeout=timeout,
+        progress=progress,
+    )
+    options.check()
+    if in_group():
+        become_rank(options)
+    job = Job(open_bundle(path), timeout=timeout, data=options.data, resume=resume, trace=trace is not None)
+    with job:
+        for warning in job.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        first = job.steps_done
+        record = Metrics(
+            metrics, microbatch_size(job.module) * job.microbatches, first, first + steps, progress=progress, append=resume is not None
+        )
+        saved = None
+        try:
+            record.start()
+            for count in options.chunks(first):
+                for step in job.steps_from_data(count):
+                    record.add(step)
+                if checkpoint is not None:
+                    saved = job.save(checkpoint)
+        finally:
+            record.close()
+    if trace is not None:
+        write_trace(Path(trace), job.traces)
+    return RunSummary(first, record.losses, record.seconds, record.samples_per_second, saved, job.peak_bytes)
+
+
+def _data_spec(data: str, shuffle: bool, seed: int) -> DataSpec:
+    return DataSpec(data if data == "synthetic" else os.path.abspath(data), shuffle, seed)
+
+
+def _absolute(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else os.path.abspath(path)

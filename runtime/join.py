@@ -1,0 +1,172 @@
+"""One rank of a run that torchrun (or srun) started: the same Worker, with the commands of `penstock run` given by itself.
+
+Every rank goes through the same list: run so many batches, save, run, ... The rank that computes the loss sends it to rank 0, which writes the
+metrics, shows progress and indexes checkpoints. An error ends this rank with the exit code of its kind; the launcher ends the others, and their
+own deadlines do where it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..backends.bundle import open_bundle
+from ..ir.errors import PeerLost, PenstockError
+from . import checkpoint as checkpoints
+from .control import Arrays, DataSpec, Message, Record, Run, Save, Setup, Step, Stop, Trace
+from .data import check_data
+from .metrics import Metrics
+from .options import RunOptions
+from .program import loss_stage, microbatch_size
+from .status import Status
+from .trace import write_trace
+from .transport import Group, join_environment
+from .worker import Worker, describe_failure
+
+# Below the tags of the pipeline's channels.
+_REPORT_TAG = 1
+# A step may take any time; a lost rank shows elsewhere first.
+_STEP_TIMEOUT = timedelta(days=7)
+
+
+class Reports:
+    """Steps on their way from the rank of the loss to rank 0."""
+
+    def __init__(self, worker_rank: int, loss_rank: int, microbatches: int, rate: float | None, metrics: Metrics | None) -> None:
+        self._rank, self._loss_rank, self._rate, self._metrics = worker_rank, loss_rank, rate, metrics
+        self._size = 2 + microbatches
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def take(self, step: Step) -> None:
+        """A step finished on this rank."""
+        if self._metrics is not None:
+            self._metrics.add(step)
+            return
+        message = torch.tensor([step.step, step.loss, *step.losses], dtype=torch.float64)
+        work = dist.isend(message, 0, tag=_REPORT_TAG)
+        assert work is not None
+        self._sent.append((work, message))
+
+    def expect(self, count: int) -> threading.Thread | None:
+        """On rank 0: take `count` steps in the background, when the loss is computed elsewhere."""
+        if self._metrics is None or self._loss_rank == self._rank:
+            return None
+        thread = threading.Thread(target=self._listen, args=(count,), name="reports", daemon=True)
+        thread.start()
+        return thread
+
+    def flush(self, timeout: float) -> None:
+        for work, _ in self._sent:
+            work.wait(timedelta(seconds=timeout))
+        self._sent.clear()
+
+    def _listen(self, count: int) -> None:
+        assert self._metrics is not None
+        for _ in range(count):
+            message = torch.empty(self._size, dtype=torch.float64)
+            work = dist.irecv(message, self._loss_rank, tag=_REPORT_TAG)
+            assert work is not None
+            work.wait(_STEP_TIMEOUT)
+            step, loss, *losses = message.tolist()
+            self._metrics.add(Step(int(step), loss, tuple(losses), self._rate, time.monotonic()))
+
+
+def run_rank(options: RunOptions) -> None:
+    """Join the group, run all steps, leave."""
+    rank_text = os.environ["RANK"]
+    bundle = open_bundle(options.bundle, int(rank_text))
+    module = bundle.module
+    assert module.schedule is not None
+    check_data(module, options.data)
+    place, first, warnings = None, 0, []
+    if options.resume is not None:
+        place = checkpoints.find_checkpoint(options.resume)
+        index = checkpoints.read_index(place)
+        warnings = checkpoints.check_resume(index, module, options.data, str(place))
+        first = index.step
+    store, rank, world = join_environment(options.timeout)
+    group = Group(store, rank, world, options.timeout)
+    metrics = None
+    loss_rank = next(entry.rank for entry in bundle.manifest.ranks if entry.stage == loss_stage(module))
+    events: list[tuple[str, float, float]] = []
+    if rank == 0:
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        samples = microbatch_size(module) * module.schedule.microbatches
+        metrics = Metrics(options.metrics, samples, first, first + options.steps, progress=options.progress, append=place is not None)
+
+    def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
+        if isinstance(message, Step):
+            reports.take(message)
+        elif isinstance(message, Trace):
+            events.extend(message.events)
+
+    def receive(wait: bool) -> tuple[Message, Arrays] | None:
+        raise AssertionError("all batches come from the data")
+
+    setup = Setup(str(bundle.path), options.timeout, options.data, None if place is None else str(place), trace=options.trace is not None)
+    worker = Worker(bundle, rank, group, setup, reply, receive, Status(None, rank))
+    reports = Reports(rank, loss_rank, module.schedule.microbatches, worker.executor.rate, metrics)
+    group.agree("step to start from", str(first))
+    if metrics is not None:
+        metrics.start()
+    done = first
+    for count in options.chunks(first):
+        listener = reports.expect(count)
+        worker.obey(Run(done, count))
+        reports.flush(options.timeout)
+        if listener is not None:
+            listener.join(options.timeout)
+            if listener.is_alive():
+                raise PeerLost(f"rank {loss_rank} did not report its losses within {options.timeout:g} s", where=f"rank {rank}")
+        done += count
+        if options.checkpoint is not None:
+            worker.obey(Save(options.checkpoint, done))
+    if options.trace is not None:
+        parts = group.gather("trace", json.dumps(events).encode())
+        if rank == 0:
+            write_trace(Path(options.trace), [json.loads(part) for part in parts])
+    if metrics is not None:
+        metrics.close()
+    # The store may live in rank 0 or in the launcher: nobody leaves before all are done.
+    group.gather("end", b"")
+    worker.obey(Stop())
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="penstock.runtime.join", description="One rank under torchrun; started by penstock run.")
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--options", required=True)
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    if "GLOO_SOCKET_IFNAME" not in os.environ and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
+        from .launch import loopback_name
+
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback_name()
+    try:
+        run_rank(msgspec.json.decode(arguments.options, type=RunOptions))
+    except BaseException as error:
+        failed = describe_failure(error)
+        where = failed.where or f"rank {os.environ.get('RANK', '?')}"
+        print(f"error: {where}: {failed.what}" + (f"\n  hint: {failed.hint}" if failed.hint else ""), file=sys.stderr, flush=True)
+        # Threads may be stuck in gloo: do not wait for them.
+        os._exit(error.exit_code if isinstance(error, PenstockError) else 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+
+
+__all__ = ["DataSpec", "main", "run_rank"]

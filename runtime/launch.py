@@ -1,0 +1,256 @@
+"""Local launch: one process per rank, watched until the end. In: a checked bundle and a Setup. Out: messages of the workers, or one error.
+
+Every worker has a socket pair for commands and reports, a line on the status board, and its own session, so that an interrupt from the
+terminal reaches the launcher alone. All of them end when the launcher does, because their control connection ends. When one fails, the others are
+ended (terminated, and killed after two seconds) and one error names rank, stage and action of the one that failed first: a process that died is
+the cause of its peers' broken connections, not the other way round.
+
+Output of the workers goes to unnamed files; its end is shown when a worker dies without a report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from typing import IO, NoReturn
+
+import numpy as np
+
+from ..backends.bundle import Bundle
+from ..ir import errors
+from ..ir.errors import PeerLost, PenstockError
+from .control import Arrays, Channel, Failed, Hosting, Join, Message, Ready, Record, Setup
+from .status import StatusBoard
+
+# Importing and loading, beside the timeout for the group to meet.
+_START_SECONDS = 120.0
+# How long to look for the cause after the first sign of trouble; a broken connection is noticed faster than a dead process.
+_CAUSE_SECONDS = 1.5
+_TERMINATE_SECONDS = 2.0
+_POLL_SECONDS = 0.2
+
+_ERRORS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PenstockError)}
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TVM_NUM_THREADS")
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Variables that must be set before a worker imports anything."""
+    return dict.fromkeys(THREAD_VARIABLES, str(threads))
+
+
+class Workers:
+    """The processes of one local run."""
+
+    def __init__(self, bundle: Bundle, setup: Setup) -> None:
+        self.bundle = bundle
+        self.count = bundle.world_size
+        self._board = StatusBoard(self.count)
+        self._messages: queue.SimpleQueue[tuple[int, Message | None, Arrays]] = queue.SimpleQueue()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self._logs: list[IO[bytes]] = []
+        self._closed = False
+        try:
+            for rank in range(self.count):
+                self._start(rank)
+            self._meet(setup)
+        except BaseException:
+            self.end()
+            raise
+
+    # -------------------------------------------------------------------------------------------- start
+
+    def _start(self, rank: int) -> None:
+        entry = self.bundle.rank(rank)
+        ours, theirs = socket.socketpair()
+        log = tempfile.TemporaryFile(prefix="penstock-worker-")  # noqa: SIM115 closed by end()
+        flags = {
+            "rank": rank,
+            "world": self.count,
+            "control": theirs.fileno(),
+            "status": self._board.descriptor,
+            "parent": os.getpid(),
+            "threads": entry.threads,
+        }
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "penstock.runtime.worker",
+            *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
+        ]
+        environment = os.environ | thread_environment(entry.threads) | {"GLOO_SOCKET_IFNAME": loopback_name()}
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                pass_fds=(theirs.fileno(), self._board.descriptor),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        self._channels.append(Channel(ours))
+        self._logs.append(log)
+        threading.Thread(target=self._read, args=(rank, self._channels[-1]), name=f"rank {rank}", daemon=True).start()
+
+    def _meet(self, setup: Setup) -> None:
+        for rank in range(self.count):
+            self.send(rank, setup)
+        waiting, deadline = set(range(self.count)), time.monotonic() + _START_SECONDS + setup.timeout
+        while waiting:
+            if time.monotonic() > deadline:
+                missing = ", ".join(f"rank {r} ({self._board.read(r) or 'starting'})" for r in sorted(waiting))
+                raise PeerLost(f"not ready after {_START_SECONDS + setup.timeout:g} s: {missing}", where="launch")
+            received = self.poll()
+            match received:
+                case (_, Hosting(port), _):
+                    for rank in range(1, self.count):
+                        self.send(rank, Join(port))
+                case (rank, Ready(), _):
+                    waiting.discard(rank)
+
+    def _read(self, rank: int, channel: Channel) -> None:
+        while (received := channel.receive()) is not None:
+            self._messages.put((rank, *received))
+        self._messages.put((rank, None, {}))
+
+    # -------------------------------------------------------------------------------------------- talk
+
+    def send(self, rank: int, message: Record, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        try:
+            self._channels[rank].send(message, arrays)
+        except OSError:
+            self._fail()
+
+    def send_all(self, message: Record) -> None:
+        for rank in range(self.count):
+            self.send(rank, message)
+
+    def poll(self) -> tuple[int, Message, Arrays] | None:
+        """The next message, or None after a short while without one. Raises when a worker failed, after ending all of them."""
+        try:
+            rank, message, arrays = self._messages.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            if any(process.poll() is not None for process in self._processes):
+                self._fail()
+            return None
+        if message is None or isinstance(message, Failed):
+            self._fail(rank, message)
+        assert message is not None
+        return rank, message, arrays
+
+    def receive(self) -> tuple[int, Message, Arrays]:
+        """The next message, however long the work takes: the workers' own deadlines bound it."""
+        while (received := self.poll()) is None:
+            pass
+        return received
+
+    # -------------------------------------------------------------------------------------------- end
+
+    def close(self) -> None:
+        """End workers that were told to stop, and wait for them."""
+        deadline = time.monotonic() + 10
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self.end()
+
+    def end(self) -> None:
+        """End all workers within a few seconds, whatever they are doing."""
+        if self._closed:
+            return
+        self._closed = True
+        for kind, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, 10.0)):
+            deadline = time.monotonic() + seconds
+            for process in self._processes:
+                if process.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, kind)
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        for channel in self._channels:
+            channel.close()
+        for log in self._logs:
+            log.close()
+        self._board.close()
+
+    def process_ids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    # -------------------------------------------------------------------------------------------- failure
+
+    def _fail(self, rank: int | None = None, message: Failed | None = None) -> NoReturn:
+        """Find the cause, end everybody, raise it."""
+        doing = [self._board.read(r) or "idle" for r in range(self.count)]
+        reports: dict[int, Failed] = {} if rank is None or message is None else {rank: message}
+        deadline = time.monotonic() + _CAUSE_SECONDS
+        settled = False
+        while time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                other, found, _ = self._messages.get(timeout=0.05)
+                if isinstance(found, Failed):
+                    reports.setdefault(other, found)
+                continue
+            # A worker reports before it ends, so one quiet round after its end shows that there is no report.
+            if settled:
+                break
+            died = any(process.poll() is not None and r not in reports for r, process in enumerate(self._processes))
+            settled = died or any(report.error != PeerLost.__name__ for report in reports.values())
+        # Codes before anything is ended from here.
+        codes = [process.poll() for process in self._processes]
+        tails = [_tail(log) for log in self._logs]
+        self.end()
+        dead = [r for r in range(self.count) if codes[r] is not None and r not in reports]
+        if dead:
+            raise self._death(dead[0], codes[dead[0]], doing, tails[dead[0]])
+        first = min(reports, key=lambda r: (reports[r].error == PeerLost.__name__, r != rank), default=None)
+        if first is None:
+            raise PeerLost(
+                "a control connection broke", where="launch", hint="; ".join(f"rank {r}: {text}" for r, text in enumerate(doing))
+            )
+        raise self._report(first, reports[first], doing)
+
+    def _place(self, rank: int, action: str) -> str:
+        return f"rank {rank}, stage {self.bundle.rank(rank).stage}, action {action}"
+
+    def _death(self, rank: int, code: int | None, doing: list[str], tail: str) -> PeerLost:
+        assert code is not None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        others = "; ".join(f"rank {r} was at {text}" for r, text in enumerate(doing) if r != rank)
+        what = f"rank {rank} (stage {self.bundle.rank(rank).stage}, process {self._processes[rank].pid}) {how} during {doing[rank]}"
+        hint = "if memory ran out, use more stages or smaller microbatches" if code == -signal.SIGKILL else ""
+        return PeerLost(
+            what + (f"; {others}" if others else "") + (f"\n{tail}" if tail else ""), where=self._place(rank, doing[rank]), hint=hint
+        )
+
+    def _report(self, rank: int, failed: Failed, doing: list[str]) -> PenstockError:
+        kind = _ERRORS.get(failed.error)
+        if kind is None:
+            return PenstockError(f"internal error:\n{failed.what}", where=self._place(rank, doing[rank]), hint="please report this")
+        if kind is PeerLost:
+            others = "; ".join(f"rank {r} was at {text}" for r, text in enumerate(doing) if r != rank)
+            return PeerLost(f"{failed.what}; {others}", where=failed.where or self._place(rank, doing[rank]), hint=failed.hint)
+        where = failed.where or self._place(rank, doing[rank])
+        return kind(failed.what, where=where, hint=failed.hint)
+
+
+def _tail(log: IO[bytes], lines: int = 12) -> str:
+    log.seek(0)
+    return "\n".join("  | " + line for line in log.read().decode("utf-8", "replace").splitlines()[-lines:])
+
+
+def loopback_name() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), names[0])

@@ -1,0 +1,109 @@
+"""Metrics of a training run. In: finished steps with the time at which they were finished. Out: one JSON object per step and line, and progress.
+
+    {"step": 0, "loss": 4.1, "lr": 0.01, "samples": 16, "step_s": 0.02, "samples_per_s": 800.0, "grad_norm": null}
+
+`step_s` is the time since the step before (since the start of the run for the first one); `grad_norm` is null because nothing computes it yet. A
+terminal gets one line that is written over, anything else a plain line every few seconds and one at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+from .control import Step
+
+_PLAIN_EVERY = 5.0
+_TERMINAL_EVERY = 0.1
+
+
+class Metrics:
+    """Writes metrics line by line and shows progress. `total` is the number of the last step plus one."""
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None, samples: int, first: int, total: int, *, progress: bool = True, append: bool = False
+    ) -> None:
+        self._file: IO[str] | None = None
+        if path is not None:
+            target = Path(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if append:
+                _keep_steps_before(target, first)
+            self._file = target.open("a" if append else "w", encoding="utf-8")
+        self._samples, self._first, self._total = samples, first, total
+        self._progress = progress
+        self._terminal = progress and sys.stderr.isatty()
+        self._shown = self._started = self._last = time.monotonic()
+        self.losses: list[float] = []
+
+    def start(self) -> None:
+        """The run begins now: loading is not part of the first step."""
+        self._shown = self._started = self._last = time.monotonic()
+
+    def add(self, step: Step) -> None:
+        seconds = max(step.at - self._last, 1e-9)
+        self._last = max(step.at, self._last)
+        self.losses.append(step.loss)
+        if self._file is not None:
+            record = {
+                "step": step.step,
+                "loss": step.loss if math.isfinite(step.loss) else str(step.loss),
+                "lr": step.lr,
+                "samples": self._samples,
+                "step_s": round(seconds, 6),
+                "samples_per_s": round(self._samples / seconds, 3),
+                "grad_norm": None,
+            }
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        self._show(step, last=step.step + 1 == self._total)
+
+    def close(self) -> None:
+        if self._terminal and self.losses:
+            print(file=sys.stderr)
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def seconds(self) -> float:
+        return self._last - self._started
+
+    @property
+    def samples_per_second(self) -> float:
+        return len(self.losses) * self._samples / max(self._last - self._started, 1e-9)
+
+    def _show(self, step: Step, *, last: bool) -> None:
+        now = time.monotonic()
+        if not self._progress or (
+            not last and self.losses[1:] and now - self._shown < (_TERMINAL_EVERY if self._terminal else _PLAIN_EVERY)
+        ):
+            return
+        self._shown = now
+        left = (self._total - step.step - 1) * (self._last - self._started) / len(self.losses)
+        text = f"step {step.step + 1}/{self._total}  loss {step.loss:.4f}  {self.samples_per_second:.1f} samples/s  {format_seconds(left)} left"
+        print(f"\r{text}\033[K" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+
+
+def format_seconds(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{whole % 60:02}s" if minutes else f"{whole}s"
+
+
+def _keep_steps_before(path: Path, first: int) -> None:
+    """After a resume the steps past the checkpoint are run again: drop their lines, and a torn last line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if int(json.loads(line)["step"]) < first:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    path.write_text("".join(kept), encoding="utf-8")

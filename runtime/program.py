@@ -1,0 +1,143 @@
+"""A rank's program as a stream of actions with look-ahead, for a number of batches that may not be known yet.
+
+The stream gives what `Schedule.expand` gives, lazily: an action is let through once it is known that its batch exists and dropped once it is
+known that it does not, which is what drains the pipeline. A feed says which batches exist. Beside each action stands the weight version that
+has no reader after it: the last action of the batch list that reads the oldest version of that list, in every batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import count
+from math import gcd
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ..ir.graph import Module
+from ..ir.schedule import PER_BATCH, Action, Program, Schedule
+
+
+class Feed(Protocol):
+    """Batches of a run and their inputs. Batch numbers count from the beginning of training, not of the run."""
+
+    def exists(self, batch: int) -> bool | None:
+        """Whether a batch is part of the run; None when that is not known yet. Does not wait."""
+
+    def wait(self, batch: int) -> None:
+        """Wait until `exists` knows."""
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray:
+        """The samples of one input for one microbatch."""
+
+    def finish(self, batch: int) -> None:
+        """The batch's inputs are not needed any more."""
+
+
+class Upcoming(NamedTuple):
+    action: Action
+    retires: int | None
+
+
+def retiring(program: Program) -> dict[int, int]:
+    """Where in the batch list a version has had its last reader: position -> that version, as written for batch 1."""
+    readers = [
+        (action.version, i) for i, action in enumerate(program.batch) if action.kind in ("F", "B", "W") and action.version is not None
+    ]
+    if not readers:
+        return {}
+    oldest = min(version for version, _ in readers)
+    return {max(i for version, i in readers if version == oldest): oldest}
+
+
+class ActionStream:
+    """The program of one rank from batch `first` on. `peek` never waits; `pop` waits for the feed when it has to."""
+
+    def __init__(self, schedule: Schedule, rank: int, first: int, feed: Feed) -> None:
+        self._per_batch = schedule.microbatches
+        self._feed = feed
+        self._raw = self._unroll(schedule.ranks[rank], first)
+        self._ahead: deque[Upcoming] = deque()
+        self._next = next(self._raw, None)
+
+    def pop(self) -> Upcoming | None:
+        """The next action; None at the end of the run."""
+        if not self._ahead:
+            self._advance(1, wait=True)
+        return self._ahead.popleft() if self._ahead else None
+
+    def peek(self, number: int) -> Iterator[Action]:
+        """Up to `number` actions that follow, as far as they are known."""
+        self._advance(number, wait=False)
+        for i in range(min(number, len(self._ahead))):
+            yield self._ahead[i].action
+
+    def _unroll(self, program: Program, first: int) -> Iterator[tuple[int, Upcoming]]:
+        m, last_reader = self._per_batch, retiring(program)
+        for action in program.start:
+            yield first, Upcoming(action.shifted(first - 1, m), None)
+        for t in count(first):
+            for i, action in enumerate(program.batch):
+                version = last_reader.get(i, -1) + t - 1 if i in last_reader else -1
+                yield t, Upcoming(action.shifted(t - 1, m), version if version >= 0 else None)
+
+    def _advance(self, number: int, *, wait: bool) -> None:
+        while len(self._ahead) < number and self._next is not None:
+            part, upcoming = self._next
+            batch = upcoming.action.mb if upcoming.action.kind in PER_BATCH else upcoming.action.mb // self._per_batch
+            known = [self._feed.exists(part), self._feed.exists(batch)]
+            if None in known and known[0] is not False:
+                if not wait:
+                    return
+                self._feed.wait(part)
+                self._feed.wait(batch)
+                continue
+            if not known[0]:
+                self._next = None
+                return
+            if known[1]:
+                self._ahead.append(upcoming)
+            self._next = next(self._raw, None)
+
+
+def fed_inputs(module: Module, stage: int) -> tuple[str, ...]:
+    """The module inputs that a stage takes from the data, rather than from another stage."""
+    received = {value.name for edge in module.edges if edge.dst == stage for value in edge.values}
+    names = {value.name for value in module.inputs} - received
+    graphs = [module.stage_graph(stage, kind) for kind in ("F", "B", "W")]
+    taken = {value.name for graph in graphs if graph is not None for value in graph.ins}
+    sent = {value.name for edge in module.edges if edge.src == stage and edge.phase == "F" for value in edge.values}
+    return tuple(value.name for value in module.inputs if value.name in names & (taken | sent))
+
+
+def loss_stage(module: Module) -> int | None:
+    """The stage whose forward graph computes the module's first output; None for a module without a backward graph."""
+    if not any(module.stage_graph(stage.index, "B") for stage in module.stages):
+        return None
+    for stage in module.stages:
+        graph = module.stage_graph(stage.index, "F")
+        if graph is not None and module.outputs[0] in {v.name for v in graph.outs} - {v.name for v in graph.ins}:
+            return stage.index
+    return None
+
+
+def microbatch_size(module: Module) -> int:
+    """Samples per microbatch: what the first dimensions of all inputs are multiples of."""
+    return gcd(*(value.type.dims[0] for value in module.inputs if value.type.rank)) or 1
+
+
+def learning_rate(module: Module) -> float | None:
+    """The learning rate when it is one constant for all stages: the last operand of every optimiser op."""
+    rates = set()
+    for stage in module.stages:
+        graph = module.stage_graph(stage.index, "U")
+        if graph is None:
+            continue
+        made = graph.producers()
+        for op in graph.ops:
+            if op.kind in ("sgd", "momentum", "adamw"):
+                source = made.get(op.ins[-1])
+                value = source.attrs.get("value") if source is not None and source.kind == "const" else None
+                rates.add(value if isinstance(value, float | int) else None)
+    return float(rate) if len(rates) == 1 and (rate := rates.pop()) is not None else None

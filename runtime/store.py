@@ -1,0 +1,214 @@
+"""What one rank holds: variables in versioned buffers, and per microbatch the values that are still needed.
+
+A parameter's version v lives in buffer v mod n, n = `Var.versions`; an update reads the newest version and writes the next one, in place when
+n is 1. A version is *live* from the update that makes it until it is *retired*, after the last microbatch that reads it; the newest version
+is live in any case. An update may only write over a retired version: otherwise it is refused, naming the variable and the versions present
+(or, with `grow`, given one more buffer, which is counted: the control of the claim that n buffers are enough).
+
+Gradients, optimiser state and buffers have one copy. Parameters that no update writes are the same in all versions. All tensors start at a
+multiple of 64 bytes, which is what torch's allocator gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..ir.errors import VerifyError
+from ..ir.graph import PARAM, Slot, Var
+from ..ir.types import TensorType
+
+TORCH_DTYPES = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f64": torch.float64,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+}
+_ALIGNMENT = 64
+
+
+def allocate(type: TensorType) -> torch.Tensor:
+    """An uninitialised tensor, aligned for vector loads."""
+    tensor = torch.empty(type.dims, dtype=TORCH_DTYPES[type.dtype])
+    assert tensor.numel() == 0 or tensor.data_ptr() % _ALIGNMENT == 0, "the allocator does not align to 64 bytes"
+    return tensor
+
+
+def fill(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
+    """Copy an array of the same type into a tensor; bf16 goes through its bits, which torch does not share with NumPy."""
+    if tensor.dtype == torch.bfloat16:
+        tensor.view(torch.int16).numpy()[...] = array.view(np.int16)
+    else:
+        tensor.numpy()[...] = array
+    return tensor
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's memory as an array."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+@dataclass
+class Versions:
+    """The buffers of one parameter. `held` says which version each buffer holds."""
+
+    var: Var
+    buffers: list[torch.Tensor]
+    held: dict[int, int] = field(default_factory=dict)
+    retired: set[int] = field(default_factory=set)
+    newest: int = 0
+    most_live: int = 0
+
+    def live(self) -> list[int]:
+        return sorted(v for v in self.held.values() if v not in self.retired or v == self.newest)
+
+    def place(self, version: int) -> torch.Tensor:
+        """The buffer that holds a version."""
+        for buffer, held in self.held.items():
+            if held == version and version in self.live():
+                return self.buffers[buffer]
+        present = ", ".join(map(str, self.live()))
+        raise VerifyError(f"version {version} was asked for, versions present: {present}", where=f"@{self.var.name}")
+
+    def target(self, version: int, grow: bool) -> torch.Tensor:
+        """The buffer that an update may write a new version to."""
+        return self.buffers[self._free_buffer(version, grow)]
+
+    def _free_buffer(self, version: int, grow: bool) -> int:
+        buffer = version % self.var.versions
+        if self.held.get(buffer) is None or self.held[buffer] in self.retired:
+            return buffer
+        if not grow:
+            raise VerifyError(
+                f"version {version} would overwrite version {self.held[buffer]}, which still has readers; versions present: {', '.join(map(str, self.live()))}",
+                where=f"@{self.var.name}",
+            )
+        free = [b for b, held in self.held.items() if held in self.retired and held != self.newest]
+        spare = [b for b in range(len(self.buffers)) if b not in self.held]
+        if not (free or spare):
+            self.buffers.append(allocate(self.var.type))
+            spare = [len(self.buffers) - 1]
+        return (free + spare)[0]
+
+    def start(self, version: int, grow: bool) -> None:
+        """An update begins: from here on the new version is alive beside the others."""
+        buffer = self._free_buffer(version, grow)
+        self.most_live = max(self.most_live, len([v for v in self.live() if v != self.held.get(buffer)]) + 1)
+
+    def finish(self, version: int, grow: bool) -> None:
+        """An update is done: what its buffer held is gone."""
+        buffer = self._free_buffer(version, grow)
+        self.retired.discard(self.held.get(buffer, version))
+        self.held[buffer] = version
+        self.newest = version
+        self.most_live = max(self.most_live, len(self.live()))
+
+
+class Store:
+    """All state of one rank. `written` are the parameters that the stage's update makes new versions of."""
+
+    def __init__(self, variables: Mapping[str, Var], written: Iterable[str], *, version: int = 0, grow: bool = False) -> None:
+        written = set(written)
+        self.variables = dict(variables)
+        self.grow = grow
+        self.version = version
+        self.versioned: dict[str, Versions] = {}
+        self.single: dict[str, torch.Tensor] = {}
+        for name, var in variables.items():
+            if var.role == PARAM and name in written:
+                # Untouched memory costs nothing, so that a second buffer exists only from the first update on.
+                buffers = [allocate(var.type) for _ in range(var.versions)]
+                self.versioned[name] = Versions(var, buffers, {version % var.versions: version}, newest=version, most_live=1)
+            else:
+                self.single[name] = allocate(var.type)
+        self.values: dict[int, dict[str, torch.Tensor]] = {}
+        self.value_bytes = self.most_value_bytes = 0
+
+    # -------------------------------------------------------------------------------------------- variables
+
+    def newest(self, name: str) -> torch.Tensor:
+        """The buffer with the newest contents of a variable."""
+        if name in self.versioned:
+            return self.versioned[name].place(self.versioned[name].newest)
+        return self.single[name]
+
+    def older(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Live versions other than the newest, with their parameters: what a checkpoint needs besides the newest."""
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for name, versions in self.versioned.items():
+            for version in versions.live():
+                if version != versions.newest:
+                    found.setdefault(version, {})[name] = versions.place(version)
+        return found
+
+    def restore_older(self, version: int, name: str) -> torch.Tensor:
+        """Make an older version live again and give its buffer, to be filled from a checkpoint."""
+        versions = self.versioned[name]
+        buffer = version % versions.var.versions
+        if versions.held.get(buffer) is not None:
+            raise VerifyError(f"has no room for version {version} beside version {versions.newest}", where=f"@{name}")
+        versions.held[buffer] = version
+        versions.most_live = max(versions.most_live, len(versions.live()))
+        return versions.buffers[buffer]
+
+    def buffer(self, slot: Slot, version: int | None) -> torch.Tensor:
+        """The tensor for one slot of a graph's signature. `version` is that of the action; for an update, the version it makes."""
+        versions = self.versioned.get(slot.var)
+        if versions is None:
+            return self.single[slot.var]
+        match slot.slot:
+            case "mb" if version is not None:
+                return versions.place(version)
+            case "next":
+                return versions.target(self.version + 1, self.grow)
+        return versions.place(versions.newest)
+
+    def start_update(self, version: int) -> None:
+        """Versions are made one after the other; anything else is a broken schedule."""
+        if version != self.version + 1:
+            raise VerifyError(f"an update makes version {version}, the newest one is {self.version}")
+        for versions in self.versioned.values():
+            versions.start(version, self.grow)
+
+    def finish_update(self, version: int) -> None:
+        for versions in self.versioned.values():
+            versions.finish(version, self.grow)
+        self.version = version
+
+    def retire(self, version: int) -> None:
+        """No microbatch will read this version again."""
+        for versions in self.versioned.values():
+            if version in versions.held.values():
+                versions.retired.add(version)
+
+    # -------------------------------------------------------------------------------------------- values of microbatches
+
+    def put(self, mb: int, name: str, tensor: torch.Tensor) -> None:
+        held = self.values.setdefault(mb, {})
+        self.value_bytes += tensor.nbytes - (held[name].nbytes if name in held else 0)
+        held[name] = tensor
+        self.most_value_bytes = max(self.most_value_bytes, self.value_bytes)
+
+    def get(self, mb: int, name: str) -> torch.Tensor | None:
+        return self.values.get(mb, {}).get(name)
+
+    def keep_only(self, mb: int, names: frozenset[str]) -> None:
+        """Let go of every other value of a microbatch."""
+        held = self.values.get(mb, {})
+        for name in [n for n in held if n not in names]:
+            self.value_bytes -= held.pop(name).nbytes
+        if not held:
+            self.values.pop(mb, None)

@@ -1,0 +1,296 @@
+"""Point-to-point messages between stages, over gloo, and the meeting of the group.
+
+A channel is (source stage, destination stage, phase); a message is the values of that channel's edge for one microbatch. Every value travels
+on its own, straight from and into its tensor, with the tag
+
+    16 + 2 · ((microbatch mod 4096) · width + index in the edge) + (0 for F, 1 for B)
+
+where width is the largest number of values on an edge. Gloo matches by (source, tag) and keeps equal tags in order, so that two channels
+cannot be mixed up and a message cannot be taken for that of another microbatch; 4096 keeps the number of tags bounded. Nothing is packed:
+one value per message costs no copy, and edges of many values are rare.
+
+Receives are posted ahead of their action (their buffers exist from then on), so that a message flows while its receiver computes. Gloo moves
+data in its own thread; a send holds its tensor until the peer has it, which one thread per channel waits for. Every wait has a deadline, and
+a failure says who waited for whom, for what. After a timeout gloo closes the connection, so a timeout is final.
+
+Data between hosts is plain text: gloo's encryption is not part of the torch wheel.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+
+from ..ir.errors import PeerLost, VerifyError
+from ..ir.graph import Edge
+from ..ir.schedule import Action
+from .store import allocate
+
+Result = TypeVar("Result")
+
+_FIRST_TAG = 16
+_MICROBATCHES = 4096
+# Two messages per channel may be under way before their action: one that arrives while its predecessor is worked on, one to follow.
+_POSTED = 2
+
+_PHASES = {"SF": "F", "RF": "F", "SB": "B", "RB": "B"}
+
+
+def describe(action: Action) -> str:
+    """An action in words, for messages."""
+    words = {
+        "F": "forward of microbatch",
+        "B": "backward of microbatch",
+        "W": "weight gradient of microbatch",
+        "U": "update after batch",
+        "AR": "reduction of the gradients of batch",
+        "D": "drop of microbatch",
+        "SF": "send of microbatch",
+        "SB": "send of the gradient of microbatch",
+        "RF": "receive of microbatch",
+        "RB": "receive of the gradient of microbatch",
+    }
+    peer = "" if action.peer is None else f" {'from' if action.kind in ('RF', 'RB') else 'to'} stage {action.peer}"
+    return f"{action} ({words[action.kind]} {action.mb}{peer})"
+
+
+# ------------------------------------------------------------------------------------------------ the group
+
+
+class Group:
+    """The ranks of one run, met at a store; `timeout` bounds every wait in it."""
+
+    def __init__(self, store: Store, rank: int, world: int, timeout: float) -> None:
+        self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
+
+    def connect(self) -> None:
+        """Open the gloo connections of all ranks."""
+        try:
+            dist.init_process_group(
+                "gloo", store=self.store, rank=self.rank, world_size=self.world, timeout=timedelta(seconds=self.timeout)
+            )
+        except RuntimeError as error:
+            raise PeerLost(
+                f"the group of {self.world} ranks did not connect within {self.timeout:g} s: {error}", where=f"rank {self.rank}"
+            ) from error
+
+    def put(self, key: str, value: bytes) -> None:
+        self._guard(lambda: self.store.set(key, value.decode()), f"publishing {key!r}")
+
+    def get(self, key: str, what: str) -> bytes:
+        """A value that another rank puts there; PeerLost after the timeout."""
+
+        def fetch() -> bytes:
+            self.store.wait([key], timedelta(seconds=self.timeout))
+            return bytes(self.store.get(key))
+
+        return self._guard(fetch, what)
+
+    def gather(self, key: str, value: bytes) -> list[bytes]:
+        """Everybody's value, in the order of ranks."""
+        self.put(f"{key}/{self.rank}", value)
+        return [self.get(f"{key}/{rank}", f"{key!r} of rank {rank}") for rank in range(self.world)]
+
+    def agree(self, what: str, value: str) -> None:
+        """Refuse to go on when a rank has another value than this one."""
+        found = [v.decode() for v in self.gather(f"agree/{what}", value.encode())]
+        if any(v != value for v in found):
+            listed = "".join(f"\n  - rank {rank}: {v}" for rank, v in enumerate(found))
+            raise VerifyError(
+                f"the ranks do not have the same {what}:{listed}", where=f"rank {self.rank}", hint="copy one bundle to all hosts"
+            )
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _guard(self, action: Callable[[], Result], waited_for: str) -> Result:
+        try:
+            return action()
+        except RuntimeError as error:
+            first = str(error).splitlines()[0]
+            raise PeerLost(f"waited up to {self.timeout:g} s for {waited_for}: {first}", where=f"rank {self.rank}") from error
+
+
+def host_store(world: int, timeout: float) -> TCPStore:
+    """The meeting point of a local run: any free port, listening on loopback only."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    port = listener.getsockname()[1]
+    wait = timedelta(seconds=timeout)
+    return TCPStore("127.0.0.1", port, world, True, wait, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def join_store(port: int, world: int, timeout: float) -> TCPStore:
+    return TCPStore("127.0.0.1", port, world, False, timedelta(seconds=timeout), wait_for_workers=False)
+
+
+def join_environment(timeout: float) -> tuple[Store, int, int]:
+    """The meeting point that torchrun (or srun with MASTER_ADDR and MASTER_PORT) names in the environment; store, rank, world size."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise PeerLost(f"not set: {', '.join(missing)}", where="environment", hint="start it with torchrun")
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    except (RuntimeError, ValueError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise PeerLost(
+            f"could not meet the group at {address} within {timeout:g} s: {error}", where=f"rank {os.environ['RANK']}"
+        ) from error
+    return PrefixStore("penstock", store), rank, world
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """A receive under way."""
+
+    tensors: dict[str, torch.Tensor]
+    works: list[dist.Work]
+
+
+class _Sender(threading.Thread):
+    """Holds the tensors of one channel's sends until the peer has them, in order."""
+
+    def __init__(self, timeout: timedelta, failed: list[tuple[Action, RuntimeError]]) -> None:
+        super().__init__(name="sender", daemon=True)
+        self._timeout, self._failed = timeout, failed
+        self.queue: queue.SimpleQueue[tuple[Action, list[tuple[dist.Work, torch.Tensor]]] | threading.Event] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            item = self.queue.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            action, works = item
+            try:
+                for work, _ in works:
+                    work.wait(self._timeout)
+            except RuntimeError as error:
+                self._failed.append((action, error))
+            # The loop's variables would keep the last tensors alive while the queue is empty.
+            del item, works
+
+
+class Transport:
+    """The channels of one rank. `rank_of` maps a stage to its rank."""
+
+    def __init__(self, rank: int, edges: Sequence[Edge], rank_of: Mapping[int, int], timeout: float) -> None:
+        self.rank, self.rank_of, self.seconds = rank, dict(rank_of), timeout
+        self._timeout = timedelta(seconds=timeout)
+        self._edges = {(edge.src, edge.dst, edge.phase): edge for edge in edges}
+        self._width = max((len(edge.values) for edge in edges), default=1)
+        self._posted: dict[tuple[int, int, str], dict[int, _Posted]] = {}
+        self._senders: dict[tuple[int, int, str], _Sender] = {}
+        self._failed: list[tuple[Action, RuntimeError]] = []
+
+    def edge_of(self, action: Action) -> Edge:
+        """The edge whose values a send or receive moves."""
+        assert action.peer is not None
+        ends = (action.stage, action.peer) if action.kind in ("SF", "SB") else (action.peer, action.stage)
+        edge = self._edges.get((*ends, _PHASES[action.kind]))
+        if edge is None:
+            raise VerifyError(f"no edge from stage {ends[0]} to stage {ends[1]} in phase {_PHASES[action.kind]}", where=f"action {action}")
+        return edge
+
+    def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Start a send; it goes on in the background."""
+        self.check()
+        edge, works = self.edge_of(action), []
+        for index, value in enumerate(edge.values):
+            tensor = tensors[value.name].contiguous()
+            if tensor.numel():
+                works.append((self._start(dist.isend, tensor, action, self._tag(edge, action.mb, index)), tensor))
+        key = (edge.src, edge.dst, edge.phase)
+        if key not in self._senders:
+            self._senders[key] = _Sender(self._timeout, self._failed)
+        self._senders[key].queue.put((action, works))
+
+    def post(self, action: Action) -> bool:
+        """Post a receive ahead of its action, unless its channel has enough of them under way."""
+        edge = self.edge_of(action)
+        posted = self._posted.setdefault((edge.src, edge.dst, edge.phase), {})
+        if action.mb in posted:
+            return True
+        if len(posted) >= _POSTED:
+            return False
+        self._post(action, edge, posted)
+        return True
+
+    def receive(self, action: Action) -> dict[str, torch.Tensor]:
+        """Wait for the values of a receive action."""
+        edge = self.edge_of(action)
+        posted = self._posted.setdefault((edge.src, edge.dst, edge.phase), {})
+        if action.mb not in posted:
+            self._post(action, edge, posted)
+        message = posted.pop(action.mb)
+        for work in message.works:
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                raise self._lost(action, error) from error
+        self.check()
+        return message.tensors
+
+    def flush(self) -> None:
+        """Wait until the peers have everything that was sent."""
+        done = [threading.Event() for _ in self._senders]
+        for sender, event in zip(self._senders.values(), done, strict=True):
+            sender.queue.put(event)
+        for event in done:
+            event.wait()  # bounded: each wait of the sender's thread is
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+        if self._failed:
+            action, error = self._failed[0]
+            raise self._lost(action, error) from error
+
+    def _post(self, action: Action, edge: Edge, posted: dict[int, _Posted]) -> None:
+        tensors = {value.name: allocate(value.type) for value in edge.values}
+        works = [
+            self._start(dist.irecv, tensor, action, self._tag(edge, action.mb, index))
+            for index, tensor in enumerate(tensors.values())
+            if tensor.numel()
+        ]
+        posted[action.mb] = _Posted(tensors, works)
+
+    def _start(self, verb, tensor: torch.Tensor, action: Action, tag: int) -> dist.Work:  # type: ignore[no-untyped-def]
+        assert action.peer is not None
+        try:
+            return verb(tensor, self.rank_of[action.peer], tag=tag)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            raise self._lost(action, error) from error
+
+    def _tag(self, edge: Edge, mb: int, index: int) -> int:
+        return _FIRST_TAG + 2 * (mb % _MICROBATCHES * self._width + index) + (edge.phase == "B")
+
+    def _lost(self, action: Action, error: RuntimeError) -> PeerLost:
+        assert action.peer is not None
+        text = str(error)
+        if "imed out" in text or "timeout" in text:
+            what = f"rank {self.rank_of[action.peer]} (stage {action.peer}) did not answer within {self.seconds:g} s"
+        else:
+            what = f"the connection to rank {self.rank_of[action.peer]} (stage {action.peer}) broke"
+        values = ", ".join(f"%{v.name} : {v.type}" for v in self.edge_of(action).values)
+        return PeerLost(
+            f"{what}; waited for {describe(action)}, which carries {values}",
+            where=f"rank {self.rank}, stage {action.stage}, action {action}",
+            hint=text.splitlines()[0] if text else "",
+        )

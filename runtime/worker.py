@@ -1,0 +1,367 @@
+"""One rank of a run. In: a bundle, a rank, commands. Out: reports; the work itself is the loop of executor.Executor.
+
+    python -m penstock.runtime.worker --rank R --world N --control FD --status FD --parent PID --threads N
+
+is started by launch.py with one end of a socket pair. The first command is Setup; rank 0 answers where the group meets, the others are told.
+Then the hash of module.ir is compared over the group, the stage and its variables are loaded, and commands are obeyed until Stop. The end of
+the control connection, or of the parent, ends the worker at once, whatever it is doing: no worker outlives its launcher.
+
+Threads are set by the launcher's environment before anything is imported, and again here for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..backends.bundle import Bundle, open_bundle, stage_vars
+from ..backends.interface import backend_of
+from ..ir.errors import PeerLost, PenstockError, VerifyError
+from ..ir.graph import GRAD, PARAM, Module
+from . import checkpoint
+from .control import (
+    Arrays,
+    Audit,
+    Batch,
+    Channel,
+    DataSpec,
+    Done,
+    End,
+    Failed,
+    FetchAudit,
+    FetchParameters,
+    Hosting,
+    Join,
+    Message,
+    Parameters,
+    Ready,
+    Record,
+    Run,
+    Save,
+    Setup,
+    Stop,
+    Trace,
+)
+from .data import DataFeed, NoSamples, Samples, cut_batch, open_data
+from .executor import Executor
+from .program import Feed, fed_inputs
+from .status import Status
+from .store import Store, as_array
+from .transport import Group, Transport, host_store, join_store
+
+Reply = Callable[[Record, Mapping[str, np.ndarray]], None]
+# (message, its arrays); None when nothing is there and the caller did not want to wait
+Receive = Callable[[bool], tuple[Message, Arrays] | None]
+
+
+class Worker:
+    """One rank with its group, stage and state. Commands come one at a time; `reply` takes what they answer."""
+
+    def __init__(self, bundle: Bundle, rank: int, group: Group, setup: Setup, reply: Reply, receive: Receive, status: Status) -> None:
+        self.bundle, self.rank, self.group, self.setup, self.reply, self.receive, self.status = (
+            bundle,
+            rank,
+            group,
+            setup,
+            reply,
+            receive,
+            status,
+        )
+        self.entry = bundle.rank(rank)
+        self.module: Module = bundle.module
+        self.stage = self.entry.stage
+        self.saves = 0
+        if group.world != bundle.world_size:
+            raise VerifyError(f"the bundle is for {bundle.world_size} ranks, {group.world} were started", where=str(bundle.path))
+        status.show("joining")
+        group.connect()
+        group.agree("module.ir", bundle.module_hash)
+        status.show("loading")
+        self.samples: Samples = NoSamples()
+        names = fed_inputs(self.module, self.stage)
+        if setup.data is not None and names:
+            self.samples = open_data(self.module, setup.data, names)
+        self.store = self._load_store()
+        program = backend_of(bundle.manifest.backend).load_stage(
+            self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads
+        )
+        self.transport = Transport(rank, self.module.edges, {r.stage: r.rank for r in bundle.manifest.ranks}, setup.timeout)
+        self.executor = Executor(
+            self.module,
+            self.stage,
+            program,
+            self.store,
+            self.transport,
+            reply,
+            status,
+            retire=setup.retire,
+            audit=setup.audit,
+            trace=setup.trace,
+        )
+        status.show(None)
+
+    def obey(self, command: Message) -> bool:
+        """Carry out one command; False after Stop."""
+        match command:
+            case Run(first, batches):
+                feed: Feed = PipeFeed(self.module, first, self.receive) if batches is None else DataFeed(self.samples, first, batches)
+                self.executor.run(first, feed)
+                if self.executor.events is not None:
+                    self.reply(Trace(tuple(self.executor.events)), {})
+                    self.executor.events.clear()
+                self.reply(Done(peak_bytes()), {})
+            case Save(directory, step):
+                self._save(Path(directory), step)
+                self.reply(Done(peak_bytes()), {})
+            case FetchParameters():
+                self.reply(
+                    Parameters(),
+                    {name: as_array(self.store.newest(name)) for name, var in self.store.variables.items() if var.role == PARAM},
+                )
+            case FetchAudit():
+                versioned = self.store.versioned
+                self.reply(
+                    Audit(
+                        {name: v.most_live for name, v in versioned.items()},
+                        {name: len(v.buffers) for name, v in versioned.items()},
+                        self.store.most_value_bytes,
+                        tuple(self.executor.log or ()),
+                    ),
+                    {},
+                )
+            case Stop():
+                self.group.leave()
+                self.reply(Done(peak_bytes()), {})
+                return False
+            case _:
+                raise VerifyError(f"command {type(command).__name__} is out of place", where=f"rank {self.rank}")
+        return True
+
+    # -------------------------------------------------------------------------------------------- state
+
+    def _load_store(self) -> Store:
+        variables = stage_vars(self.module, self.stage)
+        update = self.module.stage_graph(self.stage, "U")
+        written = {op.var for op in update.ops if op.kind == "write"} if update is not None else set()
+        if self.setup.resume is not None:
+            return self._resume(variables, written, Path(self.setup.resume))
+        store = Store(variables, written, grow=not self.setup.retire)
+        wanted = {name: store.newest(name) for name, var in variables.items() if var.init == "file"}
+        _read_tensors(self.bundle.weights_file(self.stage), wanted)
+        for name, var in variables.items():
+            if var.init != "file":
+                store.newest(name).zero_()
+        return store
+
+    def _resume(self, variables: dict, written: set[str], place: Path) -> Store:  # type: ignore[type-arg]
+        index = checkpoint.read_index(place)
+        checkpoint.check_resume(index, self.module, None, str(place))
+        store = Store(variables, written, version=index.step, grow=not self.setup.retire)
+        names = {name for name, var in variables.items() if var.role != GRAD}
+        for name in variables.keys() - names:
+            store.newest(name).zero_()
+        for file, tensors in checkpoint.files_for(index, names, index.step).items():
+            _read_tensors(checkpoint.check_file(place, index, file), {name: store.newest(name) for name in tensors})
+        for version in sorted({file.version for file in index.files.values()} - {index.step}):
+            for file, tensors in checkpoint.files_for(index, names, version).items():
+                _read_tensors(checkpoint.check_file(place, index, file), {name: store.restore_older(version, name) for name in tensors})
+        return store
+
+    def _save(self, directory: Path, step: int) -> None:
+        """Together: rank 0 makes the directory and the index, everybody writes its files."""
+        if step != self.store.version and self.store.versioned:
+            raise VerifyError(f"after {step} steps the newest version is {self.store.version}", where=f"rank {self.rank}")
+        self.status.show("saving")
+        self.saves += 1
+        key = f"save/{self.saves}"
+        if self.rank == 0:
+            work = checkpoint.start_save(directory, step)
+            self.group.put(f"{key}/work", str(work).encode())
+        else:
+            work = Path(self.group.get(f"{key}/work", "the checkpoint directory of rank 0").decode())
+        try:
+            newest = {name: as_array(self.store.newest(name)) for name, var in self.store.variables.items() if var.role != GRAD}
+            older = {version: {name: as_array(t) for name, t in tensors.items()} for version, tensors in self.store.older().items()}
+            parts = self.group.gather(f"{key}/part", checkpoint.save_part(work, self.rank, self.module, newest, older, step))
+            if self.rank == 0:
+                checkpoint.finish_save(work, directory, step, self.module, self.setup.data, parts)
+        except BaseException:
+            if self.rank == 0:
+                checkpoint.abandon_save(work)
+            raise
+        if self.rank == 0:
+            self.group.put(f"{key}/done", b"")
+        self.group.get(f"{key}/done", "rank 0 to finish the checkpoint")
+        self.status.show(None)
+
+
+def _read_tensors(path: Path, into: Mapping[str, torch.Tensor]) -> None:
+    """Fill tensors from a safetensors file whose hash was checked."""
+    if not into:
+        return
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name, tensor in into.items():
+                found = file.get_tensor(name)
+                if found.shape != tensor.shape or found.dtype != tensor.dtype:
+                    raise VerifyError(
+                        f"{name} is {found.dtype}{list(found.shape)}, expected {tensor.dtype}{list(tensor.shape)}", where=str(path)
+                    )
+                tensor.copy_(found)
+    except SafetensorError as error:
+        raise VerifyError(str(error), where=str(path)) from error
+
+
+def peak_bytes() -> int:
+    """The largest resident size of this process; 0 where the system does not say. getrusage would count the parent's before exec."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
+
+
+class PipeFeed:
+    """Batches as the launcher sends them."""
+
+    def __init__(self, module: Module, first: int, receive: Receive) -> None:
+        assert module.schedule is not None
+        self._per_batch = module.schedule.microbatches
+        self._types = {value.name: value.type for value in module.inputs}
+        self._receive = receive
+        self._batches: dict[int, Arrays] = {}
+        self._next, self._ended = first, False
+
+    def exists(self, batch: int) -> bool | None:
+        while batch >= self._next and not self._ended:
+            message = self._receive(False)
+            if message is None:
+                return None
+            self._take(*message)
+        return batch < self._next
+
+    def wait(self, batch: int) -> None:
+        while batch >= self._next and not self._ended:
+            message = self._receive(True)
+            assert message is not None
+            self._take(*message)
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray:
+        batch, index = divmod(mb, self._per_batch)
+        return cut_batch(self._batches[batch][name], self._types[name], index)
+
+    def finish(self, batch: int) -> None:
+        self._batches.pop(batch, None)
+
+    def _take(self, message: Message, arrays: Arrays) -> None:
+        match message:
+            case Batch(index) if index == self._next:
+                self._batches[index] = arrays
+                self._next += 1
+            case End():
+                self._ended = True
+            case _:
+                raise VerifyError(f"command {message} is out of place in a run")
+
+
+# ------------------------------------------------------------------------------------------------ the process
+
+
+class Commands:
+    """The control connection: a thread reads it, so that its end is noticed at any time."""
+
+    def __init__(self, channel: Channel, parent: int) -> None:
+        self._channel = channel
+        self._queue: queue.SimpleQueue[tuple[Message, Arrays]] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="control", daemon=True).start()
+        threading.Thread(target=self._watch, args=(parent,), name="parent", daemon=True).start()
+
+    def receive(self, wait: bool) -> tuple[Message, Arrays] | None:
+        try:
+            return self._queue.get(block=wait)
+        except queue.Empty:
+            return None
+
+    def _read(self) -> None:
+        while (message := self._channel.receive()) is not None:
+            self._queue.put(message)
+        os._exit(1)
+
+    def _watch(self, parent: int) -> None:
+        # A process that the launcher forked for its own ends may hold the connection open after the launcher is gone.
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+
+def describe_failure(error: BaseException) -> Failed:
+    """An error as a message; one that is not meant for users goes with its traceback."""
+    if isinstance(error, PenstockError):
+        return Failed(type(error).__name__, error.what, error.where, error.hint)
+    return Failed("Internal", "".join(traceback.format_exception(error)).strip())
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="penstock.runtime.worker", description="One rank of a local run; started by penstock run.")
+    for name in ("rank", "world", "control", "status", "parent", "threads"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    rank, world = arguments.rank, arguments.world
+    channel = Channel(socket.socket(fileno=arguments.control))
+    status = Status(arguments.status, rank)
+    status.show("starting")
+    commands = Commands(channel, arguments.parent)
+
+    def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
+        channel.send(message, arrays)
+
+    def receive(wait: bool) -> tuple[Message, Arrays] | None:
+        return commands.receive(wait)
+
+    try:
+        first = receive(True)
+        assert first is not None
+        setup = first[0]
+        assert isinstance(setup, Setup)
+        bundle = open_bundle(setup.bundle, rank)
+        if rank == 0:
+            store = host_store(world, setup.timeout)
+            reply(Hosting(store.port), {})
+        else:
+            told = receive(True)
+            assert told is not None
+            assert isinstance(told[0], Join)
+            store = join_store(told[0].port, world, setup.timeout)
+        worker = Worker(bundle, rank, Group(store, rank, world, setup.timeout), setup, reply, receive, status)
+        reply(Ready(), {})
+        while (command := receive(True)) is not None and worker.obey(command[0]):
+            pass
+    except BaseException as error:
+        failure = describe_failure(error)
+        if isinstance(error, PeerLost) and not error.where:
+            failure = describe_failure(PeerLost(error.what, where=f"rank {rank}, {status.text}", hint=error.hint))
+        try:
+            reply(failure, {})
+        finally:
+            # Threads may be stuck in gloo: do not wait for them.
+            os._exit(error.exit_code if isinstance(error, PenstockError) else 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+
+
+__all__ = ["DataSpec", "PipeFeed", "Worker", "describe_failure", "main", "peak_bytes"]
