@@ -1,0 +1,46 @@
+"""Penstock as a contender: the ONNX file compiled for two CPU devices of one thread each, trained through the public API.
+
+    python penstock_contender.py SHAPE_JSON MODEL.onnx SCHEDULE WARMUP BUNDLE
+
+The worker processes do all the computing; this one hands out batches and collects losses.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from processes import descendants
+from turns import Shape, batches, serve
+
+import penstock as ps
+
+
+def main() -> None:
+    shape, model_file, schedule, warmup = Shape.from_json(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+    bundle = Path(sys.argv[5])
+    cluster = ps.Cluster.local(2)
+    cluster = replace(cluster, devices=tuple(replace(device, threads=1) for device in cluster.devices))
+    optimizer = ps.AdamW(lr=shape.lr, weight_decay=shape.weight_decay)
+    training = ps.Training(loss="cross_entropy", optimizer=optimizer, microbatches=shape.microbatches)
+    begin = time.perf_counter()
+    plan = ps.plan(ps.from_onnx(model_file), cluster, training, schedule=schedule)
+    ps.compile(plan, bundle)
+    about: dict[str, object] = {"compile_s": round(time.perf_counter() - begin, 1)}
+    data = ({"tokens": tokens, "labels": labels} for tokens, labels in batches(shape))
+    with ps.open(bundle, timeout=600) as job:
+
+        def run(steps: int) -> list[float]:
+            return [float(loss) for loss in job.run(islice(data, steps))]
+
+        about["losses"] = run(warmup)
+        workers = {f"rank {command[command.index('--rank') + 1]}": pid for pid, command in descendants() if "--rank" in command}
+        about["predicted_peak_bytes"] = {rank: row["peak"] for rank, row in plan.as_dict()["memory"].items()}
+        serve(dict(sorted(workers.items())), about, run)
+
+
+if __name__ == "__main__":
+    main()

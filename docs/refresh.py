@@ -1,0 +1,147 @@
+"""Write the parts of the documentation that come from the code: between `<!-- begin NAME -->` and `<!-- end NAME -->`.
+
+python docs/refresh.py            rewrite what is out of date (`make docs`)
+python docs/refresh.py --check    exit 1 and name what is out of date; the tests do the same
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REGION = re.compile(r"(?P<begin><!-- begin (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end (?P=name) -->\n)", re.DOTALL)
+
+
+def block(text: str) -> str:
+    """Text set as it stands."""
+    return f"```text\n{text.rstrip()}\n```\n"
+
+
+def docstring(module: str, first: str, last: str | None = None) -> str:
+    """Lines of a module's docstring, from the one that begins with `first` up to (not with) the one that begins with `last`."""
+    from importlib import import_module
+    from inspect import cleandoc
+
+    lines = cleandoc(import_module(module).__doc__ or "").splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
+    end = next((i for i, line in enumerate(lines) if last is not None and i > begin and line.strip().startswith(last)), len(lines))
+    return block("\n".join(lines[begin:end]))
+
+
+def ops() -> str:
+    """The op table with what supports each row."""
+    from penstock.coverage import coverage
+
+    header, rows = coverage()
+    lines = [header, ["---"] * len(header), *(["`" + row[0] + "`", *(str(cell).replace("|", "\\|") for cell in row[1:])] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def onnx_operators() -> str:
+    from penstock.frontends.onnx.table import FOLD_ONLY, RULES
+
+    return f"{len(RULES)} operators: {', '.join(sorted(RULES))}.\n\nOnly on operands known at import: {', '.join(sorted(FOLD_ONLY))}.\n"
+
+
+def passes() -> str:
+    """Every pass with its options and the facts it needs and gives."""
+    from dataclasses import MISSING, fields
+
+    from penstock.ir.text import print_literal
+    from penstock.passes.pipelines import PASSES
+
+    lines = ["| pass | options | needs | gives | does |\n", "| --- | --- | --- | --- | --- |\n"]
+    for row in PASSES.values():
+        options = [f"`{f.name}`" if f.default is MISSING else f"`{f.name}={print_literal(f.default)}`" for f in fields(row.options)]
+        lines.append(f"| `{row.name}` | {' '.join(options)} | {', '.join(row.needs)} | {', '.join(row.gives)} | {row.doc} |\n")
+    return "".join(lines)
+
+
+def pipeline(training: bool) -> Callable[[], str]:
+    def text() -> str:
+        from penstock.passes.manager import print_pipeline
+        from penstock.passes.pipelines import inference_pipeline, training_pipeline
+
+        calls = (
+            training_pipeline({"kind": "adamw", "lr": 3e-4}, {"stages": 2}, "2bw", 4) if training else inference_pipeline({"stages": 2}, 1)
+        )
+        return block(print_pipeline(calls).replace(",", ",\n").replace(",\nlr", ",lr").replace(",\nmicrobatches", ",microbatches"))
+
+    return text
+
+
+def grid(kind: str, stages: int, microbatches: int, batches: int) -> Callable[[], str]:
+    def text() -> str:
+        from penstock.ir.simulate import format_grid
+        from penstock.passes.schedules import build_schedule
+
+        return block(format_grid(build_schedule(kind, stages, microbatches), batches))
+
+    return text
+
+
+def period(kind: str, stages: int, microbatches: int) -> Callable[[], str]:
+    def text() -> str:
+        from penstock.ir.text import print_schedule
+        from penstock.passes.schedules import build_schedule
+
+        return block("\n".join(line[2:] for line in print_schedule(build_schedule(kind, stages, microbatches))))
+
+    return text
+
+
+def commands() -> str:
+    """The first lines of `penstock --help`."""
+    from penstock.cli import _parser
+
+    choices = next(action for action in _parser()._actions if action.dest == "command")
+    return "".join(f"| `penstock {a.dest}` | {a.help} |\n" for a in choices._choices_actions)  # type: ignore[attr-defined]
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "grammar": lambda: docstring("penstock.ir.text", "module    =", "A module is printed"),
+    "verifier": lambda: docstring("penstock.ir.verify", "typed ", "Cost:"),
+    "ops": ops,
+    "onnx-operators": onnx_operators,
+    "passes": passes,
+    "training-pipeline": pipeline(True),
+    "inference-pipeline": pipeline(False),
+    "grid-1f1b": grid("1f1b", 3, 4, 2),
+    "grid-gpipe": grid("gpipe", 3, 4, 2),
+    "grid-2bw": grid("2bw", 3, 4, 2),
+    "period-2bw": period("2bw", 3, 4),
+    "cluster-file": lambda: docstring("penstock.ir.cluster", "[[device]]", "Pairs of devices"),
+    "bundle-files": lambda: docstring("penstock.backends.bundle", "manifest.json", "`write_bundle`"),
+    "checkpoint-files": lambda: docstring("penstock.runtime.checkpoint", "DIR/latest", "A checkpoint is"),
+    "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),
+}
+
+
+def pages() -> Iterator[Path]:
+    yield HERE.parent / "README.md"
+    yield HERE.parent / "CONTRIBUTING.md"
+    yield from sorted(HERE.glob("*.md"))
+
+
+def refreshed(text: str) -> str:
+    """The page with every region written anew."""
+    return REGION.sub(lambda m: m["begin"] + PARTS[m["name"]]() + m["end"], text)
+
+
+def main() -> int:
+    stale = [path for path in pages() if path.read_text(encoding="utf-8") != refreshed(path.read_text(encoding="utf-8"))]
+    if "--check" in sys.argv[1:]:
+        for path in stale:
+            print(f"{path} is out of date; run `make docs`")
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(refreshed(path.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
