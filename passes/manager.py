@@ -97,7 +97,10 @@ def _parse_call(row: Pass, text: str, problems: list[str]) -> Iterator[Call]:
             problems.append(f"{row.name}: unknown option {match[1]!r}, it has {', '.join(known) or 'none'}")
             continue
         try:
-            given[name] = parse_literal(match[2].strip())
+            word = match[2].strip()
+            # Names may start with a digit, as schedules 1f1b and 2bw do: in the IR text they are quoted, here they need not be.
+            plain = type(known[name].default) is str and re.fullmatch(r"\d+[A-Za-z_][\w\-]*", word)
+            given[name] = word if plain else parse_literal(word)
         except ValueError as error:
             problems.append(f"{row.name}: option {name}: {error}")
     missing = [n for n, f in known.items() if n not in given and f.default is MISSING]

@@ -16,6 +16,7 @@ from penstock.ir.simulate import format_grid, most_in_flight, simulate, time_per
 from penstock.ir.verify import verify
 from penstock.passes.communicate import communicate
 from penstock.passes.lifetimes import lifetimes
+from penstock.passes.manager import Pass, parse_pipeline
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, build_schedule, schedule
 from penstock.passes.weight_versions import weight_versions
 
@@ -144,3 +145,11 @@ def test_the_grid_marks_one_action():
         "rank 1 | .  F0 [B0] = F1 B1 =,U0 .  .",
         "9 units of time, 33% idle",
     ]
+
+
+def test_schedule_names_need_no_quotes_in_a_pipeline():
+    table = {"schedule": Pass("schedule", schedule, ScheduleOptions)}
+    for kind in SCHEDULES:
+        (call,) = parse_pipeline(f"schedule{{kind={kind},microbatches=3}}", table)
+        assert call.options == ScheduleOptions(kind, 3)
+        assert parse_pipeline(str(call), table) == [call]
