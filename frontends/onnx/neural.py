@@ -47,6 +47,7 @@ def _window(n: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
     dilations = n.ints_attr("dilations") or (1,) * r
     pads = list(n.ints_attr("pads") or (0,) * 2 * r)
     n.require(len(sizes) == len(strides) == len(dilations) == r and len(pads) == 2 * r, f"attributes do not fit {r} spatial dimensions")
+    n.require(min((*kernel, *strides, *dilations), default=0) > 0, "kernel, strides and dilations must be 1 or more")
     reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
     match mode := n.text_attr("auto_pad", "NOTSET"):
         case "NOTSET":
@@ -74,7 +75,9 @@ def _conv(n: Node) -> Result:
     x, w = n.value(0), n.value(1)
     kernel = w.type.dims[2:]
     n.require((n.ints_attr("kernel_shape") or kernel) == kernel, f"kernel_shape differs from the weight {w.type}")
-    y = n.emit("conv", x, w, groups=n.int_attr("group", 1), **_window(n, kernel))
+    groups = n.int_attr("group", 1)
+    n.require(groups > 0, f"{groups} groups")
+    y = n.emit("conv", x, w, groups=groups, **_window(n, kernel))
     if n.has(2):
         y = n.emit("add", y, reshape(n, n.value(2), (1, w.type.dims[0], *(1,) * len(kernel))))
     return y
@@ -162,6 +165,7 @@ def _instance_norm(n: Node) -> Result:
 
 def _group_norm(n: Node) -> Result:
     x, groups = n.value(), n.int_attr("num_groups")
+    n.require(groups > 0 and x.type.dims[1] % groups == 0, f"{x.type} does not divide into {groups} groups")
     n.require(n.int_attr("stash_type", 1) == 1, "stash_type other than 1 (statistics in f32) is not supported")
     n.require(n.type(1).dims == (x.type.dims[1],), f"scale and bias must have one entry per channel, got {n.type(1)}")
     y = _grouped_norm(n, x, groups, n.float_attr("epsilon", 1e-5))

@@ -212,7 +212,7 @@ class Node:
 
     def text_attr(self, name: str, default: str = "") -> str:
         value = self._attribute(name, default)
-        return value.decode() if isinstance(value, bytes) else str(value)
+        return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
     def ints_attr(self, name: str) -> tuple[int, ...]:
         return tuple(int(n) for n in self._attribute(name, ()))  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ _SMALL = 1024
 def element_name(elem_type: int) -> str:
     """ONNX's name for an element type, for messages."""
     known = onnx.TensorProto.DataType.items()
-    return next((name.lower() for name, number in known if number == elem_type), f"element type {elem_type}")
+    return next((name.lower() for name, number in known if number == elem_type), str(elem_type))
 
 
 def our_dtype(elem_type: int) -> str:
@@ -66,7 +66,7 @@ class Source:
     def array(self, tensor: onnx.TensorProto) -> np.ndarray:
         """The tensor's elements, read-only."""
         shape = tuple(tensor.dims)
-        dtype = np.dtype(tensor_dtype_to_np_dtype(tensor.data_type))
+        dtype = self._stored_dtype(tensor)
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             file, offset = self._span(tensor)
             if 0 in shape:
@@ -95,7 +95,7 @@ class Source:
         light.opset_import.extend(self.model.opset_import)
         light.functions.extend(self.model.functions)
         graph, target = self.model.graph, light.graph
-        target.name = graph.name
+        target.name = "light"
         target.node.extend(graph.node)
         target.output.extend(graph.output)
         stored = {t.name for t in graph.initializer}
@@ -117,13 +117,19 @@ class Source:
         values = [*inferred.graph.value_info, *inferred.graph.output]
         return {v.name: v.type for v in values}
 
+    def _stored_dtype(self, tensor: onnx.TensorProto) -> np.dtype:
+        try:
+            return np.dtype(tensor_dtype_to_np_dtype(tensor.data_type))
+        except KeyError as error:
+            raise UsageError(f"tensor {tensor.name} has an element type that does not exist", where=str(self.path)) from error
+
     def _span(self, tensor: onnx.TensorProto) -> tuple[Path, int]:
         """File and offset of external data, after every check."""
         fields = {entry.key: entry.value for entry in tensor.external_data}
         location = fields.get("location", "")
         where = f"{self.path}: tensor {tensor.name}"
         file = self._contained(location, where)
-        needed = int(np.prod(tensor.dims, dtype=np.int64)) * np.dtype(tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
+        needed = int(np.prod(tensor.dims, dtype=np.int64)) * self._stored_dtype(tensor).itemsize
         try:
             offset, length = int(fields.get("offset", "0")), int(fields.get("length", str(needed)))
         except ValueError as error:
@@ -158,11 +164,30 @@ def _parse(path: Path) -> onnx.ModelProto:
     if not path.is_file():
         raise UsageError("no such file" if not path.exists() else "not a file", where=str(path), hint="give the path of an ONNX model")
     try:
-        return onnx.load(str(path), format="protobuf", load_external_data=False)
+        model = onnx.load(str(path), format="protobuf", load_external_data=False)
     except DecodeError as error:
         raise UsageError(f"not a readable ONNX file: {error}", where=str(path), hint="is it truncated?") from error
     except OSError as error:
         raise UsageError(f"cannot be read: {error}", where=str(path)) from error
+    if not all(isinstance(text, str) for text in _texts(model)):  # protobuf hands out bytes where text is not UTF-8
+        raise UsageError("holds names that are not UTF-8", where=str(path), hint="is it damaged?")
+    return model
+
+
+def _texts(model: onnx.ModelProto) -> Iterator[object]:
+    """All names of a model that the importer looks at."""
+    graph = model.graph
+    for entry in model.opset_import:
+        yield entry.domain
+    for value in (*graph.input, *graph.output, *graph.initializer):
+        yield value.name
+    for value in graph.input:
+        yield from (dim.dim_param for dim in value.type.tensor_type.shape.dim)
+    for node in graph.node:
+        yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+        yield from (attribute.name for attribute in node.attribute)
+    for tensor in _tensors(graph):
+        yield from (field for entry in tensor.external_data for field in (entry.key, entry.value))
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:

@@ -74,9 +74,9 @@ def compare(path: Path, feeds: Mapping[str, np.ndarray], tolerance: float = 2e-5
 
 @pytest.fixture
 def same(tmp_path: Path) -> Callable[..., Imported]:
-    """same(text, opset): inputs are drawn by their types; inputs whose name begins with w are initializers instead."""
+    """same(text, opset): inputs are drawn by their types; those whose name begins with w, or all if `constant`, are initializers instead."""
 
-    def check_text(text: str, opset: int = 20, tolerance: float = 2e-5, **options: object) -> Imported:
+    def check_text(text: str, opset: int = 20, tolerance: float = 2e-5, constant: bool = False, **options: object) -> Imported:
         path = write_model(tmp_path / "mini.onnx", text, opset)
         model = onnx.load(path)
         feeds: Arrays = {}
@@ -84,7 +84,7 @@ def same(tmp_path: Path) -> Callable[..., Imported]:
             kind = value.type.tensor_type
             shape = tuple(d.dim_value for d in kind.shape.dim)
             array = draw(value.name, np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)), shape)
-            if value.name[0] == "w":
+            if value.name[0] == "w" or constant:
                 model.graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
                 model.graph.input.remove(value)
             else:
