@@ -96,7 +96,7 @@ def test_an_operator_nobody_knows_is_unsupported_not_invalid(tmp_path: Path) -> 
 
 def test_control_flow_is_unsupported(tmp_path: Path) -> None:
     text = "(bool c, float[2] x) => (float[2] y) { y = If(c)<then_branch = a () => (float[2] t) { t = Relu(x) }, else_branch = b () => (float[2] e) { e = Neg(x) }> }"
-    with pytest.raises(UnsupportedModel, match="If_0.*control flow"):
+    with pytest.raises(UnsupportedModel, match=r"If_0.*control flow"):
         import_onnx(write_model(tmp_path / "if.onnx", text))
 
 
@@ -133,7 +133,7 @@ def test_a_file_that_is_no_model_is_a_usage_error(tmp_path: Path, content: bytes
     path = tmp_path / "bad.onnx"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UsageError, match="bad.onnx"):
+    with pytest.raises(UsageError, match=r"bad\.onnx"):
         import_onnx(path)
     with pytest.raises(UsageError, match="not a file"):
         import_onnx(tmp_path)

@@ -1,0 +1,174 @@
+"""Losses against torch, settings and their errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.frontends.onnx import import_onnx
+from penstock.frontends.training import SGD, AdamW, Momentum, Training, attach_loss, load_training, optimizer_of
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import Module
+from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.verify import check
+
+from .conftest import draw, write_model
+
+F32 = np.dtype(np.float32)
+TWO = """(float[2,3,4] x, float[4,5] w, float[4,4] v) => (float[2,3,5] logits, float[2,3,4] side, float total) {
+  logits = MatMul(x, w) side = MatMul(x, v) square = Mul(side, side) total = ReduceMean<keepdims = 0>(square)
+}"""
+
+
+def two(tmp_path: Path) -> tuple[Module, dict[str, np.ndarray]]:
+    text = TWO.replace(", float[4,5] w, float[4,4] v)", ")")
+    arrays = {"w": draw("w", F32, (4, 5)), "v": draw("v", F32, (4, 4))}
+    imported = import_onnx(write_model(tmp_path / "two.onnx", text, 17, arrays))
+    return imported.module, imported.weights
+
+
+def train(loss: str) -> Training:
+    return Training(loss=loss, optimizer=SGD(lr=0.1))
+
+
+def value_of(module: Module, weights: dict[str, np.ndarray], feeds: dict[str, np.ndarray]) -> float:
+    check(module, ("typed",))
+    (loss,) = run_graph(module.graphs["main"], feeds, DictStore(weights))
+    assert loss.shape == ()
+    return float(loss)
+
+
+def test_cross_entropy_is_torch_s(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    module, weights = two(tmp_path)
+    trained = attach_loss(module, train("cross_entropy"))
+    assert [str(v.type) for v in trained.inputs] == ["f32[2,3,4]", "i64[2,3]"]
+    assert trained.outputs == ("loss",)
+    assert set(trained.vars) == {"w"}  # what the loss does not need is gone
+    x, labels = draw("x", F32, (2, 3, 4)), np.array([[0, 4, 2], [1, 1, 3]])
+    expected = torch.nn.functional.cross_entropy(torch.from_numpy(x @ weights["w"]).reshape(6, 5), torch.from_numpy(labels).reshape(6))
+    assert value_of(trained, weights, {"x": x, "labels": labels}) == pytest.approx(float(expected), rel=1e-5)
+    wrong = torch.nn.functional.cross_entropy(
+        torch.from_numpy(x @ weights["w"]).reshape(6, 5), torch.from_numpy(labels[::-1].copy()).reshape(6)
+    )
+    assert value_of(trained, weights, {"x": x, "labels": labels}) != pytest.approx(float(wrong), rel=1e-5)
+
+
+def test_mse_is_the_mean_over_everything(tmp_path: Path) -> None:
+    module, weights = two(tmp_path)
+    trained = attach_loss(module, train("mse"))
+    assert str(trained.inputs[-1].type) == "f32[2,3,5]"
+    x, labels = draw("x", F32, (2, 3, 4)), draw("y", F32, (2, 3, 5))
+    expected = float(np.mean((x @ weights["w"] - labels) ** 2))
+    assert value_of(trained, weights, {"x": x, "labels": labels}) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_loss_of_the_model_needs_no_labels(tmp_path: Path) -> None:
+    module, weights = two(tmp_path)
+    trained = attach_loss(module, train("output:total"))
+    assert [v.name for v in trained.inputs] == ["x"]
+    assert trained.outputs == ("total",)
+    x = draw("x", F32, (2, 3, 4))
+    assert value_of(trained, weights, {"x": x}) == pytest.approx(float(np.mean((x @ weights["v"]) ** 2)), rel=1e-5)
+    assert any("@w" in note.text for note in trained.notes)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("output:nothing", r"output:nothing: the model has no output of that name, it has '?%logits.*%side.*%total"),
+        ("output:side", r"must be a floating-point scalar, but is f32\[2,3,4\]"),
+    ],
+)
+def test_a_loss_that_does_not_fit_names_what_there_is(tmp_path: Path, loss: str, said: str) -> None:
+    module, _ = two(tmp_path)
+    with pytest.raises(UsageError, match=said):
+        attach_loss(module, train(loss))
+
+
+def test_outputs_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
+    flat = import_onnx(write_model(tmp_path / "a.onnx", "(float[5] x) => (float[5] y) { y = Relu(x) }")).module
+    with pytest.raises(UsageError, match=r"one score per class.*%y : f32\[5\]"):
+        attach_loss(flat, train("cross_entropy"))
+    whole = import_onnx(write_model(tmp_path / "a.onnx", "(int64[2,5] x) => (int64[2,5] y) { y = Neg(x) }")).module
+    for loss in ("cross_entropy", "mse"):
+        with pytest.raises(UsageError, match=r"needs a floating-point output.*i64\[2,5\]"):
+            attach_loss(whole, train(loss))
+
+
+def test_labels_of_the_model_are_not_overwritten(tmp_path: Path) -> None:
+    taken = import_onnx(write_model(tmp_path / "a.onnx", "(float[2,5] labels) => (float[2,5] y) { y = Relu(labels) }")).module
+    with pytest.raises(UsageError, match="adds an input labels"):
+        attach_loss(taken, train("mse"))
+    inside = import_onnx(
+        write_model(tmp_path / "a.onnx", "(float[2,5] x) => (float[2,5] y) { labels = Neg(x) loss = Exp(labels) y = Relu(loss) }")
+    )
+    trained = attach_loss(inside.module, train("mse"))
+    check(trained, ("typed",))
+    assert [v.name for v in trained.inputs] == ["x", "labels"]
+    x, labels = draw("x", F32, (2, 5)), draw("y", F32, (2, 5))
+    expected = float(np.mean((np.exp(-x) - labels) ** 2))
+    assert value_of(trained, {}, {"x": x, "labels": labels}) == pytest.approx(expected, rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------- settings
+
+
+def test_a_training_file_gives_the_settings(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text('loss = "cross_entropy"\nmicrobatches = 4\n[optimizer]\nkind = "adamw"\nlr = 1\nbeta2 = 0.95\n')
+    found = load_training(path)
+    assert found == Training("cross_entropy", AdamW(lr=1.0, beta2=0.95), 4)
+    assert found.optimizer.pass_options() == {"kind": "adamw", "lr": 1.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01}
+    path.write_text('loss = "output:total"\n[optimizer]\nkind = "momentum"\nnesterov = true\n')
+    assert load_training(path) == Training("output:total", Momentum(nesterov=True))
+
+
+def test_all_errors_of_a_training_file_come_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text('microbatches = 0\nlos = "mse"\n[optimizer]\nkind = "sgd"\nlr = -1.0\nbeta = 0.9\nweight_decay = "much"\n')
+    with pytest.raises(UsageError) as caught:
+        load_training(path)
+    text = str(caught.value)
+    for said in ("los is not known", "loss is missing", "microbatches must be 1 or more, got 0", "optimizer.beta is not known"):
+        assert said in text
+    assert "optimizer.weight_decay must be a number, got 'much'" in text
+    assert "optimizer.lr must be 0 or more, got -1.0" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("loss = ", "not a TOML file"),
+        ('loss = "hinge"', "loss must be one of cross_entropy, mse, output:NAME, got 'hinge'"),
+        ('loss = "output:"', "got 'output:'"),
+        ('loss = "mse"\noptimizer = "sgd"', "optimizer must be a table"),
+        ('loss = "mse"\n[optimizer]\nkind = "lion"', "optimizer.kind must be one of sgd, momentum, adamw, got 'lion'"),
+        ('loss = "mse"\n[optimizer]\nkind = "adamw"\nbeta1 = 1.0', "optimizer.beta1 must be at least 0 and below 1, got 1.0"),
+        ('loss = "mse"\n[optimizer]\nkind = "sgd"\nlr = nan', "optimizer.lr must be 0 or more, got nan"),
+        ('loss = "mse"\n[optimizer]\nkind = "momentum"\nnesterov = 1', "optimizer.nesterov must be true or false, got 1"),
+    ],
+)
+def test_errors_of_a_training_file(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"train\.toml") as caught:
+        load_training(path)
+    assert said in str(caught.value)
+
+
+def test_a_training_file_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        load_training(tmp_path / "absent.toml")
+
+
+def test_optimisers_by_name() -> None:
+    assert optimizer_of("momentum", lr=0.5) == Momentum(lr=0.5)
+    with pytest.raises(UsageError, match="must be one of sgd, momentum, adamw"):
+        optimizer_of("adam")
+    with pytest.raises(UsageError, match=r"optimizer\.beta1 is not known"):
+        optimizer_of("sgd", beta1=0.5)
+    with pytest.raises(UsageError, match="eps must be above 0"):
+        AdamW(eps=0.0)
