@@ -15,7 +15,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,19 @@ class Call:
 
     def __str__(self) -> str:
         given = [
-            f"{f.name}={print_literal(getattr(self.options, f.name))}"
+            f"{f.name}={_print_option(getattr(self.options, f.name))}"
             for f in fields(self.options)
             if f.default is MISSING or getattr(self.options, f.name) != f.default
         ]
         return self.name + (f"{{{','.join(given)}}}" if given else "")
+
+
+_BARE = re.compile(r"[\w.\-]+")
+
+
+def _print_option(value: Attr) -> str:
+    """Strings that cannot be misread stand without quotes: `kind=2bw`, although that is no word of the IR text."""
+    return value if isinstance(value, str) and _BARE.fullmatch(value) else print_literal(value)
 
 
 _CALL = re.compile(r"\s*([a-z][\w\-]*)\s*(?:\{((?:[^}\"]|\"(?:[^\"\\]|\\.)*\")*)\})?\s*(,|$)")
@@ -114,6 +122,10 @@ def _parse_call(row: Pass, text: str, problems: list[str]) -> Iterator[Call]:
                 problems.append(f"{row.name}: option {name} must be {type(default).__name__}, got {print_literal(value)}")
     if len(problems) == before:
         yield Call(row.name, row.options(**given))
+
+
+def _takes_text(option: Field[Any]) -> bool:
+    return isinstance(option.default, str) or option.type in (str, "str")
 
 
 def print_pipeline(calls: Iterable[Call]) -> str:

@@ -36,8 +36,22 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(a[finite] - b[finite]).max()) / (scale or 1.0)
 
 
+def synthetic_batch(module: Module, microbatches: int, seed: int, batch: int = 0) -> dict[str, np.ndarray]:
+    """One global batch of seeded noise, as `penstock run --data synthetic` feeds it."""
+    from penstock.runtime.data import SyntheticSamples
+
+    samples = SyntheticSamples(module, seed)
+    parts = range(batch * microbatches, (batch + 1) * microbatches)
+    return {v.name: np.concatenate([samples.microbatch(mb, v.name) for mb in parts]) for v in module.inputs}
+
+
 def _report(rows: list[tuple[str, float]], tolerance: float) -> int:
-    print(table(["compared", "relative error", "verdict"], [[what, f"{error:.2e}", "ok" if error <= tolerance else "FAILED"] for what, error in rows]))
+    print(
+        table(
+            ["compared", "relative error", "verdict"],
+            [[what, f"{error:.2e}", "ok" if error <= tolerance else "FAILED"] for what, error in rows],
+        )
+    )
     failed = [what for what, error in rows if not error <= tolerance]
     if failed:
         raise VerifyError(f"{len(failed)} of {len(rows)} comparisons are off by more than {tolerance:g}: {', '.join(failed[:5])}")
@@ -53,12 +67,11 @@ def verify_model(path: str, *, dims: Mapping[str, int], seed: int, tolerance: fl
 
     from penstock import api
     from penstock.ir.cluster import Cluster
-    from penstock.runtime.data import synthetic_inputs
     from penstock.runtime.job import open as open_job
 
     model = api.from_onnx(path, dims=dims)
     module = model.module
-    inputs = synthetic_inputs(module, 1, seed)
+    inputs = synthetic_batch(module, 1, seed)
     originals = model.imported.names
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [originals.get(name, name) for name in module.outputs]
@@ -106,17 +119,16 @@ def delay_of(module: Module) -> int:
 
 
 def _verify_training(bundle: Bundle, reference: Module, weights: Arrays, steps: int, seed: int, tolerance: float) -> int:
-    from penstock.runtime.data import synthetic_inputs
     from penstock.runtime.job import open as open_job
 
     schedule = bundle.module.schedule
     assert schedule is not None
     delay = delay_of(bundle.module)
-    batches = [synthetic_inputs(bundle.module, schedule.microbatches, seed + t) for t in range(steps)]
+    batches = [synthetic_batch(bundle.module, schedule.microbatches, seed, t) for t in range(steps)]
     say(f"{bundle.module.name}: {steps} steps of {schedule.name}, every microbatch loss against the float64 recurrence with delay {delay}")
     expected = run_recurrence(reference, weights, batches, delay=delay, precision=F64).losses
     with open_job(bundle.path) as job:
-        found = job.microbatch_losses(batches)
+        found = [loss for step in job.steps(batches) for loss in step.losses]
     rows = [
         (f"step {i // schedule.microbatches} microbatch {i % schedule.microbatches} loss {b:.6f}", abs(a - b) / abs(b))
         for i, (a, b) in enumerate(zip(found, expected, strict=True))
@@ -125,10 +137,9 @@ def _verify_training(bundle: Bundle, reference: Module, weights: Arrays, steps: 
 
 
 def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: int, tolerance: float) -> int:
-    from penstock.runtime.data import synthetic_inputs
     from penstock.runtime.job import open as open_job
 
-    inputs = synthetic_inputs(bundle.module, 1, seed)
+    inputs = synthetic_batch(bundle.module, 1, seed)
     store = DictStore(initial_arrays(reference, weights, list(reference.vars), F64))
     expected = run_graph(reference.graphs["main"], inputs, store, precision=F64)
     with open_job(bundle.path) as job:

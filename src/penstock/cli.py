@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from penstock import __version__
 from penstock.ir.errors import PenstockError, UsageError
@@ -48,7 +49,7 @@ def _dashes(word: str) -> str:
 class _Parser(argparse.ArgumentParser):
     """Reports usage errors through our own error class, so that they look and exit like all others."""
 
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def error(self, message: str) -> NoReturn:
         raise UsageError(message, hint=f"`{self.prog} --help` explains the arguments")
 
 
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")  # type: ignore[no-any-return]
+        return commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
 
     demo = add("demo", "export a small GPT, compile it for two local CPU devices, train it with 2bw, and show the loss fall")
     demo.add_argument(
@@ -109,10 +110,10 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--op", metavar="REGEX", help="print operations whose text matches")
     inspect.add_argument("--batches", type=_positive, default=3, metavar="N", help="batches to show with --schedule (default: 3)")
 
-    diff = add("diff", "compare two IR files line by line")
-    diff.add_argument("a", metavar="A.ir")
-    diff.add_argument("b", metavar="B.ir")
-    diff.add_argument("--context", type=int, default=0, metavar="N", help="unchanged lines around changes (default: 0)")
+    diff = add("diff", "compare two IR files or bundles: removed lines, new lines, and the words that changed")
+    diff.add_argument("a", metavar="A")
+    diff.add_argument("b", metavar="B")
+    diff.add_argument("--lines", action="store_true", help="whole lines with context, as `diff -u` prints them")
 
     opt = add("opt", "run passes over an IR file; goes on from any dump")
     opt.add_argument("file", metavar="FILE.ir")

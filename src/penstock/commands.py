@@ -6,7 +6,7 @@ import difflib
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -249,16 +249,42 @@ def _print_summary(module: Module) -> None:
         print(f"note {note.origin}: {note.text}")
 
 
-def diff_command(arguments: Namespace) -> int:
+def diff_command(arguments: Namespace) -> None:
     a, b = (print_module(load_module(path)).splitlines() for path in (arguments.a, arguments.b))
-    changes = difflib.unified_diff(a, b, arguments.a, arguments.b, lineterm="", n=arguments.context)
     found = False
-    for line in changes:
+    lines = difflib.unified_diff(a, b, arguments.a, arguments.b, lineterm="", n=3) if arguments.lines else _word_diff(a, b)
+    for line in lines:
         found = True
         print(line)
     if not found:
         say("no difference")
-    return 0
+
+
+def _word_diff(a: list[str], b: list[str]) -> Iterator[str]:
+    """Removed lines with -, new lines with +, and changed lines once, with the words that changed marked [-old-] {+new+}."""
+    for tag, i, i_end, j, j_end in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if tag == "equal":
+            continue
+        pairs = min(i_end - i, j_end - j)
+        for old, new in zip(a[i : i + pairs], b[j : j + pairs], strict=True):
+            yield f"~ {_mark_words(old.split(' '), new.split(' '))}"
+        yield from (f"- {line}" for line in a[i + pairs : i_end])
+        yield from (f"+ {line}" for line in b[j + pairs : j_end])
+
+
+def _mark_words(old: list[str], new: list[str]) -> str:
+    parts: list[str] = []
+    for tag, i, i_end, j, j_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if tag == "equal":
+            same = old[i:i_end]
+            parts += same if len(same) <= _SAME_WORDS else [*same[: _SAME_WORDS // 2], "...", *same[-_SAME_WORDS // 2 :]]
+        else:
+            parts += [f"[-{' '.join(old[i:i_end])}-]"] * (i < i_end) + [f"{{+{' '.join(new[j:j_end])}+}}"] * (j < j_end)
+    return " ".join(parts)
+
+
+# Longer stretches of unchanged words are cut in the middle.
+_SAME_WORDS = 12
 
 
 # ------------------------------------------------------------------------------------------------ passes

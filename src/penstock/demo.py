@@ -63,7 +63,9 @@ def run_demo(out: Path, *, steps: int, schedule: str, backend: str) -> int:
     losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
     tail = max(1, min(5, len(losses) // 4))
     before, after = float(np.mean(losses[:tail])), float(np.mean(losses[-tail:]))
-    print(f"loss {before:.3f} -> {after:.3f} (means of the first and last {tail} of {len(losses)} steps), {time.monotonic() - started:.0f} s in all")
+    print(
+        f"loss {before:.3f} -> {after:.3f} (means of the first and last {tail} of {len(losses)} steps), {time.monotonic() - started:.0f} s in all"
+    )
     print(f"model {path}\nbundle {bundle}\ndumps {dumps}\nmetrics {metrics}\ncheckpoint {out / 'checkpoint'}")
     say(f"look around: penstock inspect {bundle} --schedule; penstock diff {dumps}/*_schedule.ir {dumps}/*_weight-versions.ir")
     if not after < before:

@@ -70,6 +70,8 @@ def test_pipeline_text_round_trips_and_hides_defaults() -> None:
     assert print_pipeline(calls) == text
     assert parse_pipeline(" note{ needed=1 , on=false } , idle{} ", TABLE) == parse_pipeline("note{needed=1},idle", TABLE)
     assert parse_pipeline("", TABLE) == []
+    assert str(parse_pipeline("note{needed=1,name=2bw}", TABLE)[0]) == "note{needed=1,name=2bw}"
+    assert parse_pipeline('note{needed=1,name="true"}', TABLE)[0].options.name == "true"
 
 
 def test_all_problems_of_a_pipeline_are_listed_at_once() -> None:

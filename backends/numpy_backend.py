@@ -1,0 +1,88 @@
+"""The reference back end: a stage runs in the NumPy interpreter. For tests, and for machines without TVM.
+
+There is nothing to compile: the program of a stage is the text of its module, which the bundle holds anyway, so `compile_stage` gives no
+files. Slow by design; exact in what it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.ir.graph import Graph, Module, Slot, signature
+from penstock.ir.interp import run_graph
+
+from .interface import Progress, StageProgram, stage_graphs
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NumpyBackend:
+    """Runs stages in the interpreter."""
+
+    name = "numpy"
+
+    def compile_stage(
+        self,
+        module: Module,
+        stage: int,
+        out_dir: Path,
+        *,
+        target: str = "host",
+        progress: Progress | None = None,
+        dump_dir: Path | None = None,
+    ) -> tuple[str, ...]:
+        return ()
+
+    def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1) -> StageProgram:
+        return NumpyProgram(stage_graphs(module, stage))
+
+
+class SlotStore:
+    """The interpreter's view of the buffers that a call was given: reads see them, updates change them in place."""
+
+    def __init__(self, slots: dict[Slot, np.ndarray]) -> None:
+        self._slots = slots
+        self._written: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def read(self, var: str, slot: str) -> np.ndarray:
+        return self._slots[Slot(var, slot)]
+
+    def write(self, var: str, value: np.ndarray) -> None:
+        # Put in place when the graph is done: `latest` and `next` may be one buffer, and reads mean the old value.
+        self._written.append((self._slots[Slot(var, "next")], value))
+
+    def accumulate(self, var: str, value: np.ndarray) -> None:
+        self._slots[Slot(var, "")] += value
+
+    def take(self, var: str) -> np.ndarray:
+        buffer = self._slots[Slot(var, "")]
+        value = buffer.copy()
+        buffer.fill(0)
+        return value
+
+    def finish(self) -> None:
+        for buffer, value in self._written:
+            np.copyto(buffer, value)
+
+
+class NumpyProgram:
+    """The graphs of one stage, interpreted."""
+
+    def __init__(self, graphs: Sequence[Graph]) -> None:
+        self._graphs = {g.name: g for g in graphs}
+        self._signatures = {g.name: signature(g) for g in graphs}
+
+    def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        import torch
+
+        sig = self._signatures[graph]
+        arrays = [x.numpy() for x in args]
+        store = SlotStore(dict(zip(sig.slots, arrays[len(sig.ins) :], strict=True)))
+        results = run_graph(self._graphs[graph], arrays[: len(sig.ins)], store)
+        store.finish()
+        return [torch.from_numpy(np.array(result, order="C")) for result in results]
