@@ -29,7 +29,7 @@ from ..backends.bundle import Bundle
 from ..ir import errors
 from ..ir.errors import PeerLost, PenstockError
 from .control import Arrays, Channel, Failed, Hosting, Join, Message, Ready, Record, Setup
-from .status import StatusBoard
+from .status import StatusBoard, describe_line
 
 # Importing and loading, beside the timeout for the group to meet.
 _START_SECONDS = 120.0
@@ -59,6 +59,8 @@ class Workers:
         self._channels: list[Channel] = []
         self._logs: list[IO[bytes]] = []
         self._closed = False
+        # Longer than any wait of a rank for another one, which has the better message.
+        self._patience = 2 * setup.timeout + 10
         try:
             for rank in range(self.count):
                 self._start(rank)
@@ -151,9 +153,18 @@ class Workers:
         return rank, message, arrays
 
     def receive(self) -> tuple[int, Message, Arrays]:
-        """The next message, however long the work takes: the workers' own deadlines bound it."""
+        """The next message. Ranks have deadlines of their own; when nobody moves for longer than those, the run is given up."""
+        lines, moved = None, time.monotonic()
         while (received := self.poll()) is None:
-            pass
+            now = [self._board.read(rank) for rank in range(self.count)]
+            if now != lines:
+                lines, moved = now, time.monotonic()
+            elif time.monotonic() - moved > self._patience:
+                self.end()
+                listed = "; ".join(f"rank {rank} was at {describe_line(text)}" for rank, text in enumerate(now))
+                raise PeerLost(
+                    f"no rank got further for {self._patience:g} s; {listed}", where=self._place(0, now[0]), hint="give a longer --timeout"
+                )
         return received
 
     # -------------------------------------------------------------------------------------------- end
@@ -193,7 +204,7 @@ class Workers:
 
     def _fail(self, rank: int | None = None, message: Failed | None = None) -> NoReturn:
         """Find the cause, end everybody, raise it."""
-        doing = [self._board.read(r) or "idle" for r in range(self.count)]
+        doing = [self._board.read(r) or "starting" for r in range(self.count)]
         reports: dict[int, Failed] = {} if rank is None or message is None else {rank: message}
         deadline = time.monotonic() + _CAUSE_SECONDS
         settled = False
@@ -229,7 +240,7 @@ class Workers:
         assert code is not None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         others = "; ".join(f"rank {r} was at {text}" for r, text in enumerate(doing) if r != rank)
-        what = f"rank {rank} (stage {self.bundle.rank(rank).stage}, process {self._processes[rank].pid}) {how} during {doing[rank]}"
+        what = f"rank {rank} (stage {self.bundle.rank(rank).stage}, process {self._processes[rank].pid}) {how} during {describe_line(doing[rank])}"
         hint = "if memory ran out, use more stages or smaller microbatches" if code == -signal.SIGKILL else ""
         return PeerLost(
             what + (f"; {others}" if others else "") + (f"\n{tail}" if tail else ""), where=self._place(rank, doing[rank]), hint=hint

@@ -9,9 +9,35 @@ import mmap
 import os
 import tempfile
 
-from ..ir.schedule import Action
+from ..ir.schedule import RECEIVES, Action
 
 _LINE = 128
+_WORDS = {
+    "F": "forward of microbatch",
+    "B": "backward of microbatch",
+    "W": "weight gradient of microbatch",
+    "U": "update after batch",
+    "AR": "reduction of the gradients of batch",
+    "D": "drop of microbatch",
+    "SF": "send of microbatch",
+    "SB": "send of the gradient of microbatch",
+    "RF": "receive of microbatch",
+    "RB": "receive of the gradient of microbatch",
+}
+
+
+def describe(action: Action) -> str:
+    """An action in words, for messages."""
+    peer = "" if action.peer is None else f" {'from' if action.kind in RECEIVES else 'to'} stage {action.peer}"
+    return f"{action} ({_WORDS[action.kind]} {action.mb}{peer})"
+
+
+def describe_line(text: str) -> str:
+    """A line of the board in words."""
+    try:
+        return describe(Action.parse(text))
+    except ValueError:
+        return text or "starting"
 
 
 class Status:
@@ -23,7 +49,7 @@ class Status:
         self.text = ""
 
     def show(self, doing: Action | str | None) -> None:
-        self.text = str(doing or "")
+        self.text = "idle" if doing is None else str(doing)
         if self._memory is not None:
             self._memory[self._start : self._start + _LINE] = self.text.encode()[:_LINE].ljust(_LINE)
 

@@ -34,6 +34,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 from ..ir.errors import PeerLost, VerifyError
 from ..ir.graph import Edge
 from ..ir.schedule import Action
+from .status import describe
 from .store import allocate
 
 Result = TypeVar("Result")
@@ -44,24 +45,6 @@ _MICROBATCHES = 4096
 _POSTED = 2
 
 _PHASES = {"SF": "F", "RF": "F", "SB": "B", "RB": "B"}
-
-
-def describe(action: Action) -> str:
-    """An action in words, for messages."""
-    words = {
-        "F": "forward of microbatch",
-        "B": "backward of microbatch",
-        "W": "weight gradient of microbatch",
-        "U": "update after batch",
-        "AR": "reduction of the gradients of batch",
-        "D": "drop of microbatch",
-        "SF": "send of microbatch",
-        "SB": "send of the gradient of microbatch",
-        "RF": "receive of microbatch",
-        "RB": "receive of the gradient of microbatch",
-    }
-    peer = "" if action.peer is None else f" {'from' if action.kind in ('RF', 'RB') else 'to'} stage {action.peer}"
-    return f"{action} ({words[action.kind]} {action.mb}{peer})"
 
 
 # ------------------------------------------------------------------------------------------------ the group
@@ -283,14 +266,16 @@ class Transport:
 
     def _lost(self, action: Action, error: RuntimeError) -> PeerLost:
         assert action.peer is not None
-        text = str(error)
+        text = str(error).splitlines()[0] if str(error) else ""
+        # Gloo puts the place in its own source in front.
+        detail = text.partition("] ")[2] if text.startswith("[") else text
         if "imed out" in text or "timeout" in text:
-            what = f"rank {self.rank_of[action.peer]} (stage {action.peer}) did not answer within {self.seconds:g} s"
+            what, hint = f"did not answer within {self.seconds:g} s", "if it was only slow, give a longer --timeout"
         else:
-            what = f"the connection to rank {self.rank_of[action.peer]} (stage {action.peer}) broke"
+            what, hint = f"closed the connection ({detail.rstrip('.')})", ""
         values = ", ".join(f"%{v.name} : {v.type}" for v in self.edge_of(action).values)
         return PeerLost(
-            f"{what}; waited for {describe(action)}, which carries {values}",
+            f"rank {self.rank_of[action.peer]} (stage {action.peer}) {what}; waited for {describe(action)}, which carries {values}",
             where=f"rank {self.rank}, stage {action.stage}, action {action}",
-            hint=text.splitlines()[0] if text else "",
+            hint=hint,
         )

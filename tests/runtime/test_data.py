@@ -1,0 +1,168 @@
+"""Samples: in order, wrapped, shuffled the same way on every rank; what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.ir.errors import UsageError
+from penstock.ir.text import parse_module
+from penstock.runtime.control import DataSpec
+from penstock.runtime.data import FileSamples, SyntheticSamples, check_batch, check_data, integer_limit, open_data, read_npz
+
+from .conftest import CLASSES, ROWS, WIDTH, classifier
+
+
+@pytest.fixture(scope="module")
+def module():
+    return classifier(2, "1f1b", 2)
+
+
+def samples_of(count):
+    return {"x": np.arange(count * WIDTH, dtype=np.float32).reshape(count, WIDTH), "labels": np.arange(count, dtype=np.int64)}
+
+
+@pytest.fixture
+def save(tmp_path):
+    def save(arrays, compressed=False):
+        path = tmp_path / "data.npz"
+        (np.savez_compressed if compressed else np.savez)(path, **arrays)
+        return path
+
+    return save
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 10, 16])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_in_order_and_wrapping_round(module, save, count, compressed):
+    arrays = samples_of(count)
+    found = FileSamples(module, save(arrays, compressed), ["x", "labels"])
+    for mb in range(8):
+        places = [(mb * ROWS + i) % count for i in range(ROWS)]
+        for name in arrays:
+            np.testing.assert_array_equal(found.microbatch(mb, name), arrays[name][places])
+
+
+def test_plain_arrays_are_mapped(save):
+    assert all(isinstance(a, np.memmap) for a in read_npz(save(samples_of(8))).values())
+    assert not any(isinstance(a, np.memmap) for a in read_npz(save(samples_of(8), compressed=True)).values())
+    odd = {"scalar": np.float32(2), "empty": np.zeros((0, 3)), "turned": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "plain": np.arange(3)}
+    for name, array in read_npz(save(odd)).items():
+        np.testing.assert_array_equal(array, odd[name])
+
+
+def test_shuffling_is_a_permutation_per_epoch_and_a_function_of_the_place(module, save):
+    path, count = save(samples_of(10)), 10
+
+    def labels(seed, shuffle=True, names=("labels",)):
+        found = FileSamples(module, path, names, shuffle=shuffle, seed=seed)
+        return np.concatenate([found.microbatch(mb, "labels") for mb in range(5)])
+
+    first = labels(0)
+    np.testing.assert_array_equal(first, labels(0, names=("x", "labels")))
+    assert sorted(first[:count]) == sorted(first[count:]) == list(range(count))
+    assert list(first[:count]) != list(first[count:])
+    assert list(first) != list(labels(1))
+    assert list(first) != list(labels(0, shuffle=False))
+    # Any place can be asked for first: that is what resuming does.
+    again = FileSamples(module, path, ["labels", "x"], shuffle=True, seed=0)
+    np.testing.assert_array_equal(again.microbatch(4, "labels"), first[16:20])
+    np.testing.assert_array_equal(again.microbatch(1, "labels"), first[4:8])
+    np.testing.assert_array_equal(again.microbatch(1, "x")[:, 0], first[4:8] * WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        ({"labels": None}, ["labels: missing, expected i64[4]"]),
+        ({"y": np.zeros(8)}, ["y: the model has no such input, it has x, labels"]),
+        ({"labels": np.zeros(8, np.int32)}, ["labels: element type is i32, expected i64 (array.astype('int64') converts)"]),
+        ({"x": np.zeros((8, 3), np.float32)}, ["x: shape is [8, 3], expected [8, 8]"]),
+        ({"x": np.zeros(8, np.float32)}, ["x: shape is [8], expected [8, 8]"]),
+        ({"labels": np.zeros(7, np.int64)}, ["numbers of samples differ: x has 8, labels has 7"]),
+        ({"labels": np.zeros(8), "x": np.zeros((8, 2))}, ["labels: element type is f64", "x: element type is f64", "x: shape is [8, 2]"]),
+        ({"labels": np.array(["a"] * 8)}, ["labels: element type str"]),
+        ({"labels": np.zeros(0, np.int64), "x": np.zeros((0, WIDTH), np.float32)}, ["x: has no whole number of samples"]),
+    ],
+)
+def test_what_does_not_fit_is_named(module, save, change, messages):
+    arrays = {name: array for name, array in (samples_of(8) | change).items() if array is not None}
+    path = save(arrays)
+    with pytest.raises(UsageError) as caught:
+        check_data(module, DataSpec(str(path)))
+    for message in messages:
+        assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_batches_are_checked_alike(module):
+    good = samples_of(ROWS * 2)
+    check_batch(module, good)
+    with pytest.raises(UsageError) as caught:
+        check_batch(module, {"x": good["x"][:-1], "z": good["x"]})
+    for message in ("labels: missing", "z: the model has no such input", "x: shape is [7, 8], expected [8, 8]"):
+        assert message in str(caught.value)
+
+
+def test_unreadable_files(module, tmp_path, save):
+    for name, data in (("none.npz", None), ("text.npz", b"hello"), ("torn.npz", save(samples_of(8)).read_bytes()[:-30])):
+        path = tmp_path / name
+        if data is not None:
+            path.write_bytes(data)
+        with pytest.raises(UsageError, match="cannot read the data"):
+            check_data(module, DataSpec(str(path)))
+
+
+def test_objects_are_not_unpickled(module, save):
+    with pytest.raises(UsageError):
+        check_data(module, DataSpec(str(save({"x": np.array([{}], dtype=object), "labels": np.zeros(1, np.int64)}))))
+
+
+def test_synthetic_data_is_legal_and_seeded(module):
+    found = open_data(module, DataSpec("synthetic", seed=3), ["x", "labels"])
+    assert isinstance(found, SyntheticSamples)
+    labels = np.concatenate([found.microbatch(mb, "labels") for mb in range(200)])
+    assert (labels.min(), labels.max()) == (0, CLASSES - 1)
+    x = found.microbatch(5, "x")
+    assert (x.dtype, x.shape) == (np.float32, (ROWS, WIDTH))
+    np.testing.assert_array_equal(x, SyntheticSamples(module, 3).microbatch(5, "x"))
+    assert not np.array_equal(x, SyntheticSamples(module, 4).microbatch(5, "x"))
+    assert not np.array_equal(x, found.microbatch(6, "x"))
+
+
+def test_limits_of_integers_are_found_through_layout_changes():
+    module = parse_module(
+        """module @tokens {
+  input %ids : i32[2,3]
+  input %targets : i64[2,3]
+  input %free : i64[2]
+  output %l
+  var @table : f32[11,4] buffer
+  graph @main(%ids : i32[2,3], %targets : i64[2,3], %free : i64[2]) {
+    %flat : i32[6] = reshape(%ids, shape=[6])
+    %wide : i64[6] = cast(%flat, dtype=i64)
+    %t : f32[11,4] = read(@table)
+    %rows : f32[6,4] = gather(%t, %wide)
+    %y : i64[6] = reshape(%targets, shape=[6])
+    %l : f32[], %lse : f32[6] = cross_entropy(%rows, %y)
+    return %l
+  }
+}
+""",
+        "tokens.ir",
+    )
+    assert [integer_limit(module, v.name) for v in module.inputs] == [11, 4, 2]
+
+
+def test_inputs_with_more_rows_per_sample(save):
+    module = parse_module(
+        "module @m {\n  input %a : f32[2,3]\n  input %b : f32[6]\n  input %s : f32[]\n  output %a\n"
+        "  graph @main(%a : f32[2,3], %b : f32[6], %s : f32[]) {\n    return %a\n  }\n}\n",
+        "m.ir",
+    )
+    arrays = {"a": np.arange(15, dtype=np.float32).reshape(5, 3), "b": np.arange(15, dtype=np.float32), "s": np.float32(2)}
+    for shuffle in (False, True):
+        found = FileSamples(module, save(arrays), list(arrays), shuffle=shuffle)
+        for mb in range(7):
+            np.testing.assert_array_equal(found.microbatch(mb, "a").reshape(-1), found.microbatch(mb, "b"))
+            assert found.microbatch(mb, "s") == 2
