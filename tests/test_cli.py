@@ -1,0 +1,278 @@
+"""The command line as users meet it: what the commands print, write and exit with. Runs on the reference back end, which needs no compiler."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from penstock.cli import main
+from penstock.ir.text import parse_module, print_module
+from penstock.models import write_gpt, write_mlp
+
+
+def call(*words: str | Path) -> int:
+    return main([str(w) for w in words])
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small GPT, compiled for two stages with 2bw, and its dumps."""
+    folder = tmp_path_factory.mktemp("cli")
+    write_gpt(folder / "gpt.onnx", layers=2, width=16, heads=2, vocab=20, positions=6)
+    words = ["compile", folder / "gpt.onnx", "-o", folder / "bundle", "--devices", "2", "--dim", "batch=2", "--loss", "cross_entropy"]
+    words += [
+        "--optimizer",
+        "adamw",
+        "--lr",
+        "0.01",
+        "--microbatches",
+        "2",
+        "--schedule",
+        "2bw",
+        "--backend",
+        "numpy",
+        "--dump-ir",
+        folder / "d",
+    ]
+    assert call(*words) == 0
+    return folder
+
+
+def test_every_dump_prints_back_and_goes_on_to_the_same_module(built: Path, tmp_path: Path) -> None:
+    final = (built / "bundle" / "module.ir").read_bytes()
+    rows = [line.split("\t") for line in (built / "d" / "passes.tsv").read_text().splitlines()[1:]]
+    dumps = {int(path.name[:2]): path for path in (built / "d").glob("[0-9][0-9]_*.ir")}
+    changed = {int(row[0]) for row in rows if row[5] == "yes"}
+    assert set(dumps) == changed
+    assert len(changed) > 8
+    for row in rows:
+        if int(row[0]) in dumps:
+            text = dumps[int(row[0])].read_text()
+            assert print_module(parse_module(text)) == text
+            assert call("opt", dumps[int(row[0])], "-p", row[6], "-o", tmp_path / "out.ir") == 0
+            assert (tmp_path / "out.ir").read_bytes() == final
+
+
+def test_diff_around_weight_versions_shows_just_versions(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (before,), (after,) = (built / "d").glob("*_schedule.ir"), (built / "d").glob("*_weight-versions.ir")
+    assert call("diff", before, after) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 20
+    for line in lines:
+        assert line.startswith("~"), "no line is added or removed"
+        assert any(word in line for word in ("version", "@0", "facts"))
+        marked = line.partition("{+")[2].partition("+}")[0]
+        assert "version" in marked or all("@" in word for word in marked.split())
+
+
+def test_diff_of_a_file_with_itself_is_empty(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("diff", built / "bundle", built / "bundle") == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_the_same_inputs_give_the_same_bundle(built: Path, tmp_path: Path) -> None:
+    words = ["compile", built / "gpt.onnx", "-o", tmp_path / "again", "--devices", "2", "--dim", "batch=2", "--loss", "cross_entropy"]
+    words += ["--optimizer", "adamw", "--lr", "0.01", "--microbatches", "2", "--schedule", "2bw", "--backend", "numpy"]
+    assert call(*words) == 0
+    first = {p.relative_to(built / "bundle"): p.read_bytes() for p in (built / "bundle").rglob("*") if p.is_file()}
+    again = {p.relative_to(tmp_path / "again"): p.read_bytes() for p in (tmp_path / "again").rglob("*") if p.is_file()}
+    assert first == again
+
+
+def test_run_writes_metrics_and_resume_goes_on_bitwise(built: Path, tmp_path: Path) -> None:
+    def losses(path: Path) -> list[float]:
+        return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+
+    common = ["--seed", "3", "--timeout", "60"]
+    assert call("run", built / "bundle", "--steps", "6", "--metrics", tmp_path / "whole.jsonl", *common) == 0
+    assert call("run", built / "bundle", "--steps", "3", "--metrics", tmp_path / "a.jsonl", "--checkpoint", tmp_path / "ck", *common) == 0
+    assert call("run", built / "bundle", "--steps", "3", "--metrics", tmp_path / "b.jsonl", "--resume", tmp_path / "ck", *common) == 0
+    whole = losses(tmp_path / "whole.jsonl")
+    assert len(whole) == 6
+    assert losses(tmp_path / "a.jsonl") + losses(tmp_path / "b.jsonl") == whole
+    record = json.loads((tmp_path / "whole.jsonl").read_text().splitlines()[0])
+    assert {"step", "loss", "lr", "samples", "step_s", "samples_per_s", "grad_norm"} <= set(record)
+
+
+def test_verify_compares_the_bundle_with_the_recurrence(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("verify", built / "bundle", "--steps", "2") == 0
+    assert capsys.readouterr().out.count("ok") == 4
+
+
+def test_verify_fails_when_the_bundle_does_not_do_what_its_reference_says(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control: another model's reference, with hashes made right, is noticed."""
+    other = tmp_path / "bundle"
+    words = ["compile", built / "gpt.onnx", "-o", other, "--devices", "2", "--dim", "batch=2", "--loss", "cross_entropy"]
+    assert call(*words, "--optimizer", "sgd", "--lr", "0.5", "--microbatches", "2", "--schedule", "2bw", "--backend", "numpy") == 0
+    reference = (built / "bundle" / "reference.ir").read_text()
+    (other / "reference.ir").write_text(reference)
+    _rehash(other, "reference.ir")
+    assert call("verify", other, "--steps", "4") == 5
+    assert "off by more than" in capsys.readouterr().err
+
+
+def _rehash(bundle: Path, name: str) -> None:
+    import hashlib
+
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    data = (bundle / name).read_bytes()
+    manifest["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    text = json.dumps(manifest).encode()
+    (bundle / "manifest.json").write_bytes(text)
+    (bundle / "manifest.sha256").write_text(f"{hashlib.sha256(text).hexdigest()}  manifest.json\n")
+
+
+@pytest.mark.parametrize("name", ["module.ir", "reference.ir", "weights/s0.safetensors", "plan.json", "manifest.json", "cluster.toml"])
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_damaged_bundles_are_refused(built: Path, tmp_path: Path, name: str, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(built / "bundle", tmp_path / "bundle")
+    path = tmp_path / "bundle" / name
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 4
+    else:
+        del data[len(data) // 2 :]
+    path.write_bytes(bytes(data))
+    assert call("run", tmp_path / "bundle", "--steps", "1") == 5
+    assert name in capsys.readouterr().err
+
+
+def test_all_unsupported_nodes_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = [
+        helper.make_node("NonZero", ["x"], ["a"], name="first"),
+        helper.make_node("Relu", ["x"], ["b"], name="fine"),
+        helper.make_node("Unique", ["b"], ["c"], name="second"),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 2])
+    outs = [helper.make_tensor_value_info("a", TensorProto.INT64, None), helper.make_tensor_value_info("c", TensorProto.FLOAT, None)]
+    model = helper.make_model(helper.make_graph(nodes, "g", [x], outs), opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save_model(model, str(tmp_path / "m.onnx"))
+    assert call("compile", tmp_path / "m.onnx", "-o", tmp_path / "b") == 3
+    message = capsys.readouterr().err
+    for part in ("first", "NonZero", "second", "Unique"):
+        assert part in message
+    assert "fine" not in message
+    assert not (tmp_path / "b").exists()
+
+
+def test_an_illegal_schedule_is_refused_with_the_checkers_words(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "compile",
+        built / "gpt.onnx",
+        "-o",
+        tmp_path / "b",
+        "--devices",
+        "4",
+        "--dim",
+        "batch=2",
+        "--loss",
+        "cross_entropy",
+        "--lr",
+        "0.1",
+    ]
+    assert call(*words, "--microbatches", "2", "--schedule", "2bw", "--backend", "numpy", "--dump-ir", tmp_path / "d") == 5
+    message = capsys.readouterr().err
+    assert "pass weight-versions" in message
+    assert "microbatches >= 3" in message
+    assert not (tmp_path / "b").exists()
+    assert (tmp_path / "d" / "repro.ir").read_text().startswith("// penstock opt repro.ir -p 'weight-versions'")
+    assert call("opt", tmp_path / "d" / "repro.ir", "-p", "weight-versions") == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["compile", "{m}", "-o", "{t}/b"], "--dim"),
+        (["compile", "{m}", "-o", "{t}/b", "--dim", "batch"], "expected NAME=INT"),
+        (["compile", "{m}", "-o", "{t}/b", "--dim", "batch=2", "--dim", "sequence=3"], "sequence"),
+        (["compile", "{t}/none.onnx", "-o", "{t}/b"], "none.onnx"),
+        (["plan", "{m}", "--dim", "batch=2", "--loss", "hinge"], "hinge"),
+        (["plan", "{m}", "--dim", "batch=2", "--loss", "mse", "--optimizer", "rmsprop"], "rmsprop"),
+        (["plan", "{m}", "--dim", "batch=2", "--optimizer", "sgd"], "no loss"),
+        (["plan", "{m}", "--dim", "batch=2", "--devices", "2", "--split-at", "nowhere"], "nowhere"),
+        (["inspect", "{t}/none"], "none"),
+        (["opt", "{m}", "-p", "simplify"], "cannot read"),
+        (["frobnicate"], "invalid choice"),
+        (["run", "{t}"], "manifest"),
+    ],
+)
+def test_usage_errors_exit_with_2_and_say_what_is_wrong(
+    built: Path, tmp_path: Path, words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = call(*(w.format(m=built / "gpt.onnx", t=tmp_path) for w in words))
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    assert part in message
+    assert code == (5 if words[0] == "run" else 2)
+
+
+def test_plan_prints_a_table_and_json(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", built / "gpt.onnx", "--devices", "2", "--dim", "batch=2", "--loss", "cross_entropy", "--lr", "0.1"]
+    assert call(*words) == 0
+    out = capsys.readouterr().out
+    assert "cpu:1" in out
+    assert "peak" in out
+    assert call(*words, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [s["device"] for s in plan["stages"]] == ["cpu:0", "cpu:1"]
+    assert plan["memory"]["0"]["peak"] > 0
+
+
+def test_inspect_shows_graphs_schedule_memory_and_operations(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("inspect", built / "bundle") == 0
+    assert "edge 0>1 F" in capsys.readouterr().out
+    assert call("inspect", built / "bundle", "--graph", "s0.F") == 0
+    assert capsys.readouterr().out.lstrip().startswith("graph @s0.F(")
+    assert call("inspect", built / "bundle", "--schedule", "--memory") == 0
+    out = capsys.readouterr().out
+    assert "F0@0" in out
+    assert "weights" in out
+    assert call("inspect", built / "bundle", "--op", r"= layer_norm\(") == 0
+    assert all("layer_norm" in line for line in capsys.readouterr().out.splitlines())
+    assert call("inspect", built / "bundle", "--graph", "s9.F") == 2
+    assert "s0.F" in capsys.readouterr().err
+
+
+def test_passes_and_ops_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("passes") == 0
+    assert "weight-versions" in capsys.readouterr().out
+    assert call("ops") == 0
+    out = capsys.readouterr().out
+    assert "layer_norm_grad" in out
+
+
+def test_flags_take_underscores_too(built: Path, tmp_path: Path) -> None:
+    assert call("plan", built / "gpt.onnx", "--dim", "batch=2", "--dump_ir", tmp_path / "d") == 0
+    assert (tmp_path / "d" / "passes.tsv").exists()
+
+
+def test_training_settings_come_from_a_file_and_flags_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_mlp(tmp_path / "m.onnx", [4, 8, 3], 2)
+    (tmp_path / "t.toml").write_text('loss = "cross_entropy"\nmicrobatches = 2\n[optimizer]\nkind = "momentum"\nlr = 0.5\n')
+    assert call("plan", tmp_path / "m.onnx", "--train", tmp_path / "t.toml", "--lr", "0.25", "--json") == 0
+    pipeline = json.loads(capsys.readouterr().out)["pipeline"]
+    assert "kind=momentum,lr=0.25" in pipeline
+    assert "autodiff{microbatches=2}" in pipeline
+
+
+def test_a_forward_bundle_infers(tmp_path: Path) -> None:
+    import onnxruntime
+
+    import penstock as ps
+
+    write_mlp(tmp_path / "m.onnx", [4, 8, 3], 2)
+    assert call("compile", tmp_path / "m.onnx", "-o", tmp_path / "b", "--devices", "2", "--backend", "numpy") == 0
+    x = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
+    with ps.open(tmp_path / "b") as job:
+        found = job.infer({"x": x})["y"]
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    expected = np.concatenate([session.run(None, {"x": x[i : i + 2]})[0] for i in (0, 2, 4)])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
