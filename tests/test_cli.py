@@ -152,7 +152,7 @@ def test_all_unsupported_nodes_are_listed(tmp_path: Path, capsys: pytest.Capture
         helper.make_node("Unique", ["b"], ["c"], name="second"),
     ]
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 2])
-    outs = [helper.make_tensor_value_info("a", TensorProto.INT64, None), helper.make_tensor_value_info("c", TensorProto.FLOAT, None)]
+    outs = [helper.make_tensor_value_info("a", TensorProto.INT64, ["r", "n"]), helper.make_tensor_value_info("c", TensorProto.FLOAT, ["u"])]
     model = helper.make_model(helper.make_graph(nodes, "g", [x], outs), opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     onnx.save_model(model, str(tmp_path / "m.onnx"))
     assert call("compile", tmp_path / "m.onnx", "-o", tmp_path / "b") == 3
