@@ -2,7 +2,8 @@
 
 Every fact a module claims has one checker here; checkers read the module and trust no pass. They run in levels (types, then what the
 graphs say together, then the order of actions, then what depends on that order) and stop after the first level with problems, because
-the rest would be consequences. Graph facts are checked in this file, schedule facts in ir/verify_schedule.py.
+the rest would be consequences. Graph facts are checked in this file, schedule facts in ir/verify_schedule.py and
+ir/verify_messages.py.
 
     typed           single assignment, operand and result types by the op table, equal names in different graphs have equal types
     differentiated  backward takes what forward saves; forward only reads, backward accumulates gradients, update takes and writes
@@ -26,7 +27,8 @@ from .graph import GRAD, PARAM, ROLES, STATE, Graph, Module, Op, Value
 from .ops import infer_op
 from .problems import LIMIT, Problem, op_window, to_error
 from .types import TensorType
-from .verify_schedule import check_freed, check_scheduled, check_versioned, check_wired
+from .verify_messages import check_wired
+from .verify_schedule import check_freed, check_scheduled, check_versioned
 
 Checker = Callable[[Module], Iterable[Problem]]
 STAGE_GRAPH = re.compile(r"s(\d+)\.([FBU])")

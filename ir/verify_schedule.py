@@ -1,8 +1,10 @@
-"""Checkers of schedule facts: the order of actions of all ranks, seen from first principles and not from the pass that made it.
+"""Checkers of the facts scheduled, versioned and freed. In: a module with a schedule. They judge the expanded programs of all ranks from
+first principles, not by the pass that made them.
 
 A schedule is a period without a fixed length, so each check runs on concrete programs, runs of 1 to 4 batches from batch 0 and from
 batch 2: what a batch meets is at most the tail of its neighbours, so longer runs repeat what these show. The shortest run with a problem
-is reported, with rank, step and action, and the steps around. Per rank and kind of problem only the first one is listed.
+is reported, with rank, step and action, and the steps around. Per rank and kind of problem only the first one is listed. Messages
+between ranks are checked in ir/verify_messages.py.
 
 Known limit: a stage lives on one rank.
 """
@@ -14,9 +16,9 @@ from dataclasses import dataclass
 
 from .graph import PARAM, Module, Value
 from .memory import measure_memory
-from .problems import Problem, step_window
-from .schedule import COMPUTE, RECEIVES, SENDS, Action, Schedule
-from .simulate import Event, Rules, collective_groups, message_rules, play, value_rules
+from .problems import Problem, op_window, step_window
+from .schedule import COMPUTE, SENDS, Action, Schedule
+from .simulate import Event, Rules, collective_groups, play, value_rules
 
 RUNS = tuple((first, batches) for first in (0, 2) for batches in (1, 2, 3, 4))
 # Schedules with more actions than this per batch are checked on these runs only: beginning and end in one, and all phases apart.
@@ -49,7 +51,7 @@ class Run:
         return Problem(f"schedule {self.schedule.name}, run of {self.batches} batches from batch {self.first}, rank {rank}", what, "", hint)
 
 
-def _over_runs(module: Module, checker: Callable[[Module, Run], Iterable[Problem]]) -> Iterator[Problem]:
+def over_runs(module: Module, checker: Callable[[Module, Run], Iterable[Problem]]) -> Iterator[Problem]:
     """Problems of the shortest run that has any."""
     schedule = module.schedule
     if schedule is None:
@@ -102,13 +104,13 @@ def check_scheduled(module: Module) -> Iterator[Problem]:
         if len(ranks) != 1:
             found = f"on ranks {', '.join(map(str, sorted(ranks)))}" if ranks else "on no rank"
             yield Problem(f"schedule {schedule.name}, stage {stage}", f"runs {found}, expected exactly one")
-    yield from _over_runs(module, _check_order)
+    yield from over_runs(module, _check_order)
     if not any(a.kind in SENDS for a in schedule.actions()):
         feeds: dict[tuple[str, int], list[int]] = {}
         for src, dst, phase in sources(module):
             feeds.setdefault((phase, dst), []).append(src)
         rules = value_rules(feeds, collective_groups(schedule))
-        yield from _over_runs(module, lambda _, run: _check_progress(run, rules))
+        yield from over_runs(module, lambda _, run: check_progress(run, rules))
 
 
 def _check_order(module: Module, run: Run) -> Iterator[Problem]:
@@ -193,7 +195,7 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(f"{a}..{b}" if a != b else str(a) for a, b in parts) or "none"
 
 
-def _check_progress(run: Run, rules: Rules) -> Iterator[Problem]:
+def check_progress(run: Run, rules: Rules) -> Iterator[Problem]:
     """Sends are buffered, receives wait: when some rank never ends, say who waits for whom."""
     played = play(run.programs, rules, lambda a: 0.0)
     if not played.stuck:
@@ -231,7 +233,7 @@ def _check_progress(run: Run, rules: Rules) -> Iterator[Problem]:
 
 def check_versioned(module: Module) -> Iterator[Problem]:
     yield from _check_pins(module)
-    yield from _over_runs(module, _check_versions)
+    yield from over_runs(module, _check_versions)
 
 
 def _check_pins(module: Module) -> Iterator[Problem]:
@@ -244,8 +246,6 @@ def _check_pins(module: Module) -> Iterator[Problem]:
             for i, op in enumerate(graph.ops if graph else ()):
                 version = op.attrs.get("version", "latest")
                 if op.kind == "read" and op.var in trained and version != expected:
-                    from .problems import op_window
-
                     assert graph is not None
                     what = f"reads @{op.var} in version {version}, expected version={expected}"
                     yield Problem(f"@{graph.name} op {i}", what, op_window(graph, i))
@@ -355,142 +355,11 @@ def _legal(schedule: Schedule, rank: int, stage: int, other: str) -> str:
     return " or ".join(ways)
 
 
-# ------------------------------------------------------------------------------------------------ wired
-
-
-def check_wired(module: Module) -> Iterator[Problem]:
-    schedule = module.schedule
-    if schedule is None:
-        yield Problem("schedule", "there is none")
-        return
-    found = list(_check_edges(module))
-    yield from found
-    if found:
-        return
-    yield from _over_runs(module, _check_messages)
-
-
-def _check_edges(module: Module) -> Iterator[Problem]:
-    expected = sources(module)
-    edges = {(e.src, e.dst, e.phase): e for e in module.edges}
-    if len(edges) != len(module.edges):
-        yield Problem("edges", "two edges have the same source, destination and phase")
-    for key, values in expected.items():
-        place = f"edge {key[0]}>{key[1]} {key[2]}"
-        if key not in edges:
-            yield Problem(place, f"there is none, but @s{key[1]}.{key[2]} takes {_values(values)} from @s{key[0]}.{key[2]}")
-        elif list(edges[key].values) != values:
-            yield Problem(place, f"carries {_values(edges[key].values)}, expected {_values(values)}")
-    for key, edge in edges.items():
-        if key not in expected:
-            yield Problem(f"edge {key[0]}>{key[1]} {key[2]}", f"carries {_values(edge.values)}, which @s{key[1]}.{key[2]} does not take")
-
-
-def _values(values: Iterable[Value]) -> str:
-    return ", ".join(map(repr, values)) or "nothing"
-
-
-def _check_messages(module: Module, run: Run) -> Iterator[Problem]:
-    into: dict[tuple[int, str], list[int]] = {}
-    out: dict[tuple[int, str], list[int]] = {}
-    for edge in module.edges:
-        into.setdefault((edge.dst, edge.phase), []).append(edge.src)
-        out.setdefault((edge.src, edge.phase), []).append(edge.dst)
-    for rank, actions in run.programs.items():
-        yield from _check_ends(run, rank, actions, into, out)
-    yield from _check_channels(run)
-    yield from _check_collectives(run)
-    yield from _check_progress(run, message_rules(collective_groups(run.schedule)))
-
-
-def _check_ends(
-    run: Run, rank: int, actions: list[Action], into: Mapping[tuple[int, str], list[int]], out: Mapping[tuple[int, str], list[int]]
-) -> Iterator[Problem]:
-    """On one rank: all that a computation takes has come before it, and all that it makes is sent after it, each exactly once."""
-    reported: set[str] = set()
-    done: dict[tuple[str, int, int, int | None], int] = {}
-
-    def problem(category: str, step: int, what: str) -> Iterator[Problem]:
-        if category not in reported:
-            reported.add(category)
-            yield run.problem(rank, step, what)
-
-    for step, a in enumerate(actions):
-        key = (a.kind, a.stage, a.mb, a.peer)
-        if a.kind in (*SENDS, *RECEIVES):
-            phase = a.kind[1]
-            if key in done:
-                yield from problem("twice", step, f"was already done at step {done[key]}")
-            if a.peer not in (out if a.kind in SENDS else into).get((a.stage, phase), ()):
-                yield from problem("edge", step, f"there is no {phase} edge between stages {a.stage} and {a.peer} in that direction")
-            if a.kind in SENDS and (phase, a.stage, a.mb, None) not in done:
-                yield from problem("early", step, f"sends what {a.stage}{phase}{a.mb} has not computed yet")
-        elif a.kind in ("F", "B"):
-            for peer in into.get((a.stage, a.kind), ()):
-                if (f"R{a.kind}", a.stage, a.mb, peer) not in done:
-                    yield from problem(
-                        "late", step, f"runs before its inputs from stage {peer} have arrived ({a.stage}R{a.kind}{a.mb}<{peer})"
-                    )
-        done.setdefault(key, step)
-    for (kind, stage, mb, _), step in done.items():
-        for peer in out.get((stage, kind), ()) if kind in ("F", "B") else ():
-            if (f"S{kind}", stage, mb, peer) not in done:
-                yield from problem("unsent", step, f"its results are never sent to stage {peer} ({stage}S{kind}{mb}>{peer})")
-
-
-def _check_channels(run: Run) -> Iterator[Problem]:
-    """Between two stages messages arrive in the order in which they are sent, and each one is sent and received once."""
-    sent: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
-    received: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
-    for rank, actions in run.programs.items():
-        for step, a in enumerate(actions):
-            if a.peer is not None and a.kind in SENDS:
-                sent.setdefault((a.stage, a.peer), []).append((a.kind[1], a.mb, rank, step))
-            elif a.peer is not None and a.kind in RECEIVES:
-                received.setdefault((a.peer, a.stage), []).append((a.kind[1], a.mb, rank, step))
-    for channel in sorted({*sent, *received}):
-        left, right = sent.get(channel, []), received.get(channel, [])
-        there, here = {x[:2] for x in left}, {x[:2] for x in right}
-        lost = next((x for x in left if x[:2] not in here), None)
-        awaited = next((x for x in right if x[:2] not in there), None)
-        if lost is not None:
-            yield run.problem(*lost[2:], f"stage {channel[1]} never receives this message")
-        if awaited is not None:
-            yield run.problem(*awaited[2:], f"stage {channel[0]} never sends this message")
-        if lost is None and awaited is None:
-            for x, y in zip(left, right, strict=False):
-                if x[:2] != y[:2]:
-                    what = f"receives {y[0]}{y[1]} where {run.place(*x[2:])} sends {x[0]}{x[1]}; the order on a channel must be the same"
-                    yield run.problem(*y[2:], what)
-                    break
-
-
-def _check_collectives(run: Run) -> Iterator[Problem]:
-    """All members of a group run its collectives in the same order."""
-    groups = collective_groups(run.schedule)
-    orders: dict[frozenset[int], dict[int, list[tuple[int, int, int]]]] = {}
-    for rank, actions in run.programs.items():
-        for step, a in enumerate(actions):
-            if a.kind == "AR":
-                group = groups[a.stage] if a.peer is None else frozenset((a.stage, a.peer))
-                orders.setdefault(group, {s: [] for s in group}).setdefault(a.stage, []).append((a.mb, rank, step))
-    for group, members in orders.items():
-        (leader, order), *others = sorted(members.items())
-        for stage, other in others:
-            if [x[0] for x in other] != [x[0] for x in order]:
-                at = (
-                    next((y for x, y in zip(order, other, strict=False) if x[0] != y[0]), None)
-                    or max(order, other, key=len)[min(len(order), len(other))]
-                )
-                what = f"stages {sorted(group)} reduce in different orders: stage {leader} {[x[0] for x in order]}, stage {stage} {[x[0] for x in other]}"
-                yield run.problem(at[1], at[2], what)
-
-
 # ------------------------------------------------------------------------------------------------ freed
 
 
 def check_freed(module: Module) -> Iterator[Problem]:
-    found = list(_over_runs(module, _check_drops))
+    found = list(over_runs(module, _check_drops))
     yield from found
     if not found:
         yield from _check_budget(module)
