@@ -1,0 +1,1 @@
+"""Back ends: what turns the graphs of a stage into programs, behind one interface (interface.py)."""

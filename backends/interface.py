@@ -1,0 +1,73 @@
+"""The interface every back end implements: compile the graphs of one stage into files, load those files into a callable program.
+
+In: a scheduled module and a stage number. Out of `compile_stage`: files in a folder, named relative to it, so that a bundle can be moved.
+Out of `load_stage`: a StageProgram, whose `call` follows the convention of `penstock.ir.graph.signature`: positional arguments are the
+graph's inputs, then one tensor per slot in order of first use; results are its outputs, then the saved values. Slots are updated in place.
+
+A slot's tensor may be passed twice (`latest` and `next` of a variable with one version); programs give the right result then too.
+Programs are not re-entrant: one caller at a time for each StageProgram.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import Graph, Module
+
+if TYPE_CHECKING:
+    import torch
+
+# done, total, what is being worked on
+Progress = Callable[[int, int, str], None]
+
+# The alignment, in bytes, that compiled kernels may rely on for every tensor they are given.
+ALIGNMENT = 64
+
+BACKENDS = ("tvm", "numpy")
+
+
+class StageProgram(Protocol):
+    """The compiled graphs of one stage, ready to run in this process."""
+
+    def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+
+class Backend(Protocol):
+    """One way to compile and run stages. `target` names an instruction set (`host`, or a name the back end knows)."""
+
+    name: str
+
+    def compile_stage(
+        self,
+        module: Module,
+        stage: int,
+        out_dir: Path,
+        *,
+        target: str = "host",
+        progress: Progress | None = None,
+        dump_dir: Path | None = None,
+    ) -> tuple[str, ...]: ...
+
+    def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1) -> StageProgram: ...
+
+
+def backend_of(name: str) -> Backend:
+    """The back end of that name, imported only now."""
+    if name == "tvm":
+        from .tvm import TvmBackend
+
+        return TvmBackend()
+    if name == "numpy":
+        from .numpy_backend import NumpyBackend
+
+        return NumpyBackend()
+    raise UsageError(f"unknown back end {name!r}", hint=f"one of {', '.join(BACKENDS)}")
+
+
+def stage_graphs(module: Module, stage: int) -> tuple[Graph, ...]:
+    """The graphs of a stage in module order: `s2.F`, `s2.B`, `s2.U`, those that exist."""
+    prefix = f"s{stage}."
+    return tuple(g for name, g in module.graphs.items() if name.startswith(prefix))

@@ -1,0 +1,177 @@
+"""From the graphs of a stage to one shared library, through a cache keyed by content.
+
+In: the stage's graphs, a target. Out: a relocatable .so that the loader needs nothing else for. The cache key is the sha256 of the lowered
+module's text, the target, and the versions of TVM and LLVM; an entry holds the library and the hash of its bytes, is written under a temporary name
+and renamed, so that readers never see half of it, and is rebuilt when the hash does not fit. Folder: $PENSTOCK_CACHE, else
+$XDG_CACHE_HOME/penstock, else ~/.cache/penstock; PENSTOCK_CACHE=off turns it off.
+
+The same inputs give the same bytes: names come from the graphs, and the link is done with no build id, path or time in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm.target import codegen
+
+from penstock.ir.errors import PenstockError
+from penstock.ir.graph import Graph
+
+from ..interface import Progress
+from .lower import Lowered, lower_graphs
+from .target import Machine, machine_of, tvm_target
+
+# Raised when generated code changes in a way the module's text does not show.
+_FORMAT = 1
+
+
+class BuildError(PenstockError):
+    """The compiler or the linker failed on a stage."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build gave, and where the time went."""
+
+    path: Path
+    sha256: str
+    cached: bool
+    kernels: int
+    seconds: float
+
+
+def cache_folder() -> Path | None:
+    """Where compiled stages are kept; None when the cache is off."""
+    chosen = os.environ.get("PENSTOCK_CACHE")
+    if chosen == "off":
+        return None
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "penstock"
+
+
+def content_key(module: Any, machine: Machine) -> str:
+    """The name of a lowered module's library in the cache."""
+    digest = hashlib.sha256()
+    for part in (
+        str(_FORMAT),
+        tvm.__version__,
+        str(codegen.llvm_version_major()),
+        str(tvm_target(machine.name)),
+        module.script(show_meta=True),
+    ):
+        digest.update(part.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Cache:
+    """Libraries by key. An entry is KEY.so beside KEY.sha256."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder / "tvm" if folder is not None else None
+
+    def fetch(self, key: str, to: Path) -> bool:
+        """Copy an entry; False when there is none or its bytes are not what was stored."""
+        if self.folder is None:
+            return False
+        entry, digest = self.folder / f"{key}.so", self.folder / f"{key}.sha256"
+        try:
+            expected = digest.read_text().strip()
+            _publish(entry, to)
+        except FileNotFoundError:
+            return False
+        if _sha256(to) == expected:
+            return True
+        to.unlink()
+        return False
+
+    def keep(self, key: str, library: Path) -> None:
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _publish(library, self.folder / f"{key}.so")
+        with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".part", delete=False) as file:
+            file.write(_sha256(library) + "\n")
+        Path(file.name).replace(self.folder / f"{key}.sha256")
+
+
+def _publish(source: Path, target: Path) -> None:
+    """Copy a file so that it appears under its name only when it is whole."""
+    with source.open("rb") as bytes_in, tempfile.NamedTemporaryFile(dir=target.parent, suffix=".part", delete=False) as file:
+        try:
+            shutil.copyfileobj(bytes_in, file)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+    Path(file.name).replace(target)
+
+
+def _dump(folder: Path, module: Any, lowered: Sequence[Lowered], name: str) -> None:
+    """Relax text and the source of every kernel, for people."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.relax.py").write_text(module.script() + "\n")
+    lines = []
+    for plan in lowered:
+        lines.append(f"{plan.graph.name}: {len(plan.steps)} kernels")
+        lines += [f"  {step.name}: {', '.join(op.kind for op in step.group.ops)}" for step in plan.steps]
+    (folder / f"{name}.kernels.txt").write_text("\n".join(lines) + "\n")
+
+
+def build_graphs(
+    graphs: Sequence[Graph],
+    out: Path,
+    *,
+    target: str = "host",
+    progress: Progress | None = None,
+    dump_dir: Path | None = None,
+) -> Built:
+    """Compile graphs into the library `out`."""
+    started = time.monotonic()
+    machine = machine_of(target)
+    where = ", ".join(g.name for g in graphs)
+    report = progress or (lambda done, total, what: None)
+    report(0, 3, f"lowering {where}")
+    module, lowered = lower_graphs(graphs, machine)
+    if dump_dir is not None:
+        _dump(dump_dir, module, lowered, out.stem)
+    count = sum(isinstance(f, tvm.tirx.PrimFunc) for _, f in module.functions_items())
+    key, cache = content_key(module, machine), Cache(cache_folder())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    report(1, 3, f"compiling {count} kernels of {where}")
+    cached = cache.fetch(key, out)
+    if not cached:
+        _compile(module, machine, out, where)
+        cache.keep(key, out)
+    report(3, 3, f"compiled {where}")
+    return Built(out, _sha256(out), cached, count, time.monotonic() - started)
+
+
+def _compile(module: Any, machine: Machine, out: Path, where: str) -> None:
+    try:
+        executable = tvm.compile(module, target=tvm_target(machine.name), relax_pipeline="default_build")
+        with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+            part = Path(scratch) / "stage.so"
+            executable.export_library(str(part), workspace_dir=scratch, options=["-Wl,--build-id=none"])
+            part.replace(out)
+    except RuntimeError as error:
+        raise BuildError(
+            f"TVM could not compile the stage: {str(error).strip().splitlines()[-1]}",
+            where=where,
+            hint="g++ must be on the PATH; `--dump-ir` shows the kernels",
+        ) from error

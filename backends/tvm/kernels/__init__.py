@@ -1,0 +1,51 @@
+"""Kernel generators: each turns one group of operations into one TIR function with loops chosen by formula, not by tuning.
+
+emit, functions, elements, body     the tools: statements, elementary functions, meaning of one element, parameters and fusion
+elementwise, gemm, rows, reduce, lookup, windows     one file per family of main operations
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.ir.graph import Op
+
+from ..target import Machine
+from . import elementwise, gemm, lookup, reduce, rows
+from .body import Body, Group, Kernel, NotOneKernel
+
+# Operations that bring loops of their own; a group has at most one of them.
+MAIN: dict[str, Callable[[Body, Op], None]] = {
+    "matmul": gemm.emit_matmul,
+    "softmax": rows.emit_softmax,
+    "log_softmax": rows.emit_softmax,
+    "softmax_grad": rows.emit_softmax_grad,
+    "log_softmax_grad": rows.emit_softmax_grad,
+    "layer_norm": rows.emit_layer_norm,
+    "layer_norm_grad": rows.emit_layer_norm_grad,
+    "cross_entropy": rows.emit_cross_entropy,
+    "argmax": rows.emit_argmax,
+    "sum": reduce.emit_reduction,
+    "mean": reduce.emit_reduction,
+    "max": reduce.emit_reduction,
+    "mse": reduce.emit_mse,
+    "layer_norm_grad_weight": reduce.emit_layer_norm_grad_weight,
+    "gather_grad": lookup.emit_gather_grad,
+    "concat": lambda body, op: elementwise.emit_concat(body),
+}
+
+
+def generate(group: Group, machine: Machine) -> Kernel:
+    """The kernel of a group; NotOneKernel when it needs several."""
+    body = Body(group, machine)
+    main = [op for op in group.ops if op.kind in MAIN]
+    if len(main) > 1:
+        raise NotOneKernel(f"{main[0].kind} and {main[1].kind} both need loops of their own")
+    if main:
+        MAIN[main[0].kind](body, main[0])
+    else:
+        elementwise.emit_elementwise(body)
+    return body.kernel()
+
+
+__all__ = ["MAIN", "Group", "Kernel", "NotOneKernel", "generate"]

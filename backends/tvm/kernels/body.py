@@ -1,0 +1,241 @@
+"""The body of a kernel: which values it can read, what it stores, and the operations fused before and behind its main one.
+
+In: a Group, the operations that shall become one kernel. Out: a Kernel, a TIR function with the values and slots that are its parameters.
+Generators (gemm, rows, reduce, ...) emit the loops of the group's main operation and call `finish` where its result stands in registers;
+`finish` computes everything fused behind it at that point and stores it. Operations fused before it are computed where they are read.
+
+Invariant: at one point, everything is loaded before anything is stored, so a buffer may be both operand and result if all its accesses are
+at the same element. NotOneKernel is raised when a group does not have this property or does not fit the main operation: the caller splits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tvm import tirx
+
+from penstock.ir.graph import Op, Slot, Value, slot_of
+
+from ..target import Machine
+from .elements import INDEXED, POINTWISE, Index, element, forward_index, has_element_rule, linear
+from .emit import TVM_DTYPES, Buffer, Emitter, Expr, literal
+from .functions import Functions
+
+BIJECTIONS = ("reshape", "transpose")
+EFFECTS = ("accum", "write", "take")
+
+
+class NotOneKernel(Exception):
+    """These operations cannot be computed by one kernel of ours."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What shall become one kernel. `inline` are producers whose results are not stored anywhere but computed where they are read;
+    `homes` says in which variable a value lives that was read from one."""
+
+    ops: tuple[Op, ...]
+    outs: tuple[Value, ...]
+    inline: Mapping[Value, Op] = field(default_factory=dict)
+    homes: Mapping[Value, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A TIR function and its parameters in order: operands, then slots updated in place, then results."""
+
+    function: Any
+    ins: tuple[Value, ...]
+    slots: tuple[Slot, ...]
+    outs: tuple[Value, ...]
+
+
+class Body:
+    """One kernel while it is being emitted."""
+
+    def __init__(self, group: Group, machine: Machine) -> None:
+        self.group, self.machine, self.emit = group, machine, Emitter()
+        self.lanes = machine.lanes
+        self.functions = Functions(self.emit.bind)
+        self._producers = {v: op for op in group.ops for v in op.outs if op.kind != "take"}
+        self._ins: dict[Value, Buffer] = {}
+        self._slots: dict[Slot, Buffer] = {}
+        self._outs: dict[tuple[str, Value], Buffer] = {}
+        self._views: dict[Any, Buffer] = {}
+        self._frame: dict[tuple[Value, tuple[int, ...]], tuple[Expr, Index]] = {}
+        self._loads: dict[str, list[Index]] = {}
+        self._loaded: set[str] = set()
+        self._elsewhere: set[Value] = set()
+        self._taken = {op.outs[0]: op for op in group.ops if op.kind == "take"}
+
+    # ------------------------------------------------------------------------------ parameters
+
+    def _view(self, key: Value | Slot | tuple[str, Value], value: Value, table: dict[Any, Buffer]) -> Buffer:
+        if key not in self._views:
+            shape = value.type.dims
+            table[key] = tirx.decl_buffer(shape, TVM_DTYPES[value.type.dtype], name=f"b{len(self._views)}")
+            data = tirx.buffer_data(table[key])
+            size = max(value.type.size, 1)
+            self._views[key] = tirx.decl_buffer((size,), TVM_DTYPES[value.type.dtype], name=f"f{len(self._views)}", data=data)
+        return self._views[key]
+
+    def operand(self, value: Value) -> Buffer:
+        """The flat buffer of a value that is computed elsewhere."""
+        if value in self._taken:
+            return self._view(Slot(self._taken[value].var, ""), value, self._slots)
+        return self._view(value, value, self._ins)
+
+    def result(self, value: Value) -> Buffer:
+        return self._view(("out", value), value, self._outs)
+
+    def is_stored(self, value: Value) -> bool:
+        """Whether the value has memory of its own, outside this kernel."""
+        return value not in self._producers and value not in self.group.inline
+
+    # ------------------------------------------------------------------------------ reading
+
+    @contextmanager
+    def point(self) -> Iterator[None]:
+        """A block in which values are computed once per index. Names bound inside are forgotten at its end."""
+        kept, self._frame = self._frame, dict(self._frame)
+        try:
+            yield
+        finally:
+            self._frame = kept
+
+    def know(self, value: Value, index: Index, expr: Expr) -> None:
+        """Say what a value is at an index, in this block."""
+        self._frame[value, tuple(map(id, index))] = (expr, index)
+
+    def at(self, value: Value, index: Index) -> Expr:
+        """A value at an index: known already, loaded, or computed from its operands."""
+        key = (value, tuple(map(id, index)))
+        if key in self._frame:
+            return self._frame[key][0]
+        if self.is_stored(value):
+            home = self.group.homes.get(value)
+            if home is not None:
+                self._loads.setdefault(home, []).append(index)
+                self._loaded.add(home)
+            expr = tirx.BufferLoad(self.operand(value), [linear(index, value.type.dims)])
+            expr = self.emit.bind(expr, "x")
+            self._frame[key] = (expr, index)
+            return expr
+        op = self._producers.get(value) or self.group.inline[value]
+        if not has_element_rule(op.kind):
+            raise NotOneKernel(f"{op.kind} has no single element")
+        for out, expr in zip(op.outs, element(self.functions, op, lambda k, i: self.at(op.ins[k], i), index), strict=True):
+            self._frame[out, key[1]] = (expr if op.kind in ("const", "iota") else self.emit.bind(expr), index)
+        return self._frame[key][0]
+
+    # ------------------------------------------------------------------------------ storing
+
+    def finish(self, known: Mapping[Value, tuple[Expr, Index]]) -> None:
+        """Compute what is fused behind `known` at this point, then store every result of the group that can be reached from here."""
+        where: dict[Value, Index] = {}
+        for value, (expr, index) in known.items():
+            self.know(value, index, self.emit.bind(expr))
+            where[value] = index
+        roots = {v.type.shape: i for v, (_, i) in known.items()}
+        stores: list[tuple[Buffer, Expr, Expr]] = []
+        for op in self.group.ops:
+            if all(v in where for v in op.outs) and op.kind not in EFFECTS:
+                continue
+            if op.kind in BIJECTIONS and op.ins[0] in where:
+                where[op.outs[0]] = index = forward_index(op, where[op.ins[0]])
+                self.know(op.outs[0], index, self.at(op.ins[0], where[op.ins[0]]))
+            elif op.kind in POINTWISE or op.kind == "batch_norm":
+                shape = op.outs[0].type.shape
+                here = next((where[v] for v in op.ins if v in where and v.type.shape == shape), roots.get(shape))
+                if here is not None:
+                    self.at(op.outs[0], here)
+                    where |= dict.fromkeys(op.outs, here)
+            elif op.kind in INDEXED and op.kind not in ("const", "iota") and op.outs[0] in self.group.outs:
+                here = roots.get(op.outs[0].type.shape)
+                if here is not None:
+                    self.at(op.outs[0], here)
+                    where[op.outs[0]] = here
+        for op in self.group.ops:
+            if op.kind in ("accum", "write"):
+                value = op.ins[0]
+                if value not in where:
+                    where[value] = self._root_for(value, roots)
+                slot, place = slot_of(op), where[value]
+                assert slot is not None
+                self._check_alias(op.var, place)
+                position = linear(place, value.type.dims)
+                buffer = self._view(slot, value, self._slots)
+                expr = self.at(value, place)
+                if op.kind == "accum":
+                    expr = self.emit.bind(tirx.BufferLoad(buffer, [position]) + expr)
+                stores.append((buffer, expr, position))
+            elif op.kind == "take":
+                value = op.outs[0]
+                place = roots.get(value.type.shape, ())
+                if (value, tuple(map(id, place))) not in self._frame:
+                    raise NotOneKernel(f"@{op.var} is not taken element by element")
+                self._check_alias(op.var, place)
+                stores.append((self.operand(value), literal(0, value.type.dtype), linear(place, value.type.dims)))
+        for value in self.group.outs:
+            if value in self._elsewhere:
+                continue
+            if value not in where:
+                where[value] = self._root_for(value, roots)
+            stores.append((self.result(value), self.at(value, where[value]), linear(where[value], value.type.dims)))
+        for buffer, expr, position in stores:
+            self.emit.store(buffer, expr, position)
+
+    def _root_for(self, value: Value, roots: Mapping[Any, Index]) -> Index:
+        place = roots.get(value.type.shape)
+        if place is None:
+            raise NotOneKernel(f"%{value.name} cannot be stored element by element with the rest")
+        return place
+
+    def _check_alias(self, var: str, place: Index) -> None:
+        for index in self._loads.get(var, ()):
+            if tuple(map(id, index)) != tuple(map(id, place)):
+                raise NotOneKernel(f"@{var} is overwritten at one element while others are still read")
+        self._loads.pop(var, None)
+
+    def store_apart(self, value: Value, expr: Expr, index: Index) -> None:
+        """Store a second result of the main operation, where it is known, if anybody wants it; `finish` leaves it alone."""
+        self._elsewhere.add(value)
+        if value in self.group.outs:
+            self.emit.store(self.result(value), expr, linear(index, value.type.dims))
+
+    def address(self, value: Value, index: Index) -> tuple[Value, Expr] | None:
+        """The stored value and the position in it that reading `value` at `index` comes down to; None if it is computed."""
+        if self.is_stored(value):
+            return value, linear(index, value.type.dims)
+        op = self._producers.get(value) or self.group.inline[value]
+        if op.kind not in ("reshape", "transpose", "broadcast", "slice"):
+            return None
+        return INDEXED[op.kind](self.functions, op, lambda k, i: self.address(op.ins[k], i), index)
+
+    # ------------------------------------------------------------------------------ the function
+
+    def kernel(self) -> Kernel:
+        missing = [v for v in self.group.outs if ("out", v) not in self._outs]
+        if missing:
+            raise NotOneKernel(f"%{missing[0].name} is not reached by the kernel of its group")
+        slots = {slot_of(op) for op in self.group.ops if op.kind in EFFECTS}
+        assert slots <= set(self._slots), "an effect of the group was not emitted"
+        params = [*self._ins.values(), *self._slots.values(), *self._outs.values()]
+        keys = [*self._ins, *self._slots, *self._outs]
+        views = [tirx.DeclBuffer(self._views[k], data=tirx.buffer_data(p)) for k, p in zip(keys, params, strict=True)]
+        function = tirx.PrimFunc(params, tirx.SeqStmt([*views, self.emit.build()]))
+        function = function.with_attr("s_tir", True).with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
+        touched = {op.var for op in self.group.ops if op.kind in EFFECTS}
+        # `latest` and `next` of a variable may be one buffer.
+        if not (touched & self._loaded) and not any(op.kind == "write" for op in self.group.ops):
+            function = function.with_attr("tirx.noalias", True)
+        outs = tuple(value for _, value in self._outs)
+        return Kernel(function, tuple(self._ins), tuple(self._slots), outs)
+
+
+def parallel_if(machine: Machine, work: int) -> Any:
+    """The loop kind for an outermost loop over this much work."""
+    return tirx.ForKind.PARALLEL if work >= machine.serial_below else tirx.ForKind.SERIAL

@@ -1,0 +1,324 @@
+"""What one element of a result is: the meaning of elementwise, layout and lookup operations at one index.
+
+In: an operation, a function that reads operand k at an index, and the index of the wanted element (one expression per dimension).
+Out: one expression per result. POINTWISE operations read their operands at the same index (after broadcasting); INDEXED ones compute
+the index they read. Layout operations are therefore free wherever they are read through these rules instead of being stored.
+
+Limits: integer division by zero and lookups outside a table are the caller's error; lookups are clamped, so they never read foreign memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+from tvm import tirx
+
+from penstock.ir.graph import Attr, Op
+from penstock.ir.ops import complete_attrs, ints
+from penstock.ir.types import FLOATS
+
+from .emit import Expr, cast, dtype_name, literal
+from .functions import Functions
+
+Index = tuple[Expr, ...]
+Read = Callable[[int, Index], Expr]
+Attrs = Mapping[str, Attr]
+
+
+_ZERO = tirx.IntImm("int32", 0)
+
+
+def zero() -> Expr:
+    """Index 0; always the same object, so that indices can be compared by identity."""
+    return _ZERO
+
+
+def _number(x: Expr, value: float) -> Expr:
+    return tirx.FloatImm(dtype_name(x), float(value)) if dtype_name(x).startswith("float") else tirx.IntImm(dtype_name(x), int(value))
+
+
+def _sign(x: Expr) -> Expr:
+    one, none = _number(x, 1), _number(x, 0)
+    signed = tirx.Select(x > none, one, tirx.Select(x < none, none - one, none))
+    return tirx.Select(tirx.isnan(x), x, signed) if dtype_name(x).startswith("float") else signed
+
+
+def _abs(x: Expr) -> Expr:
+    return tirx.Select(x < _number(x, 0), _number(x, 0) - x, x) if not dtype_name(x).startswith("float") else tirx.abs(x)
+
+
+def _neg(x: Expr) -> Expr:
+    # -1 * x and not 0 - x: the negative of 0 is -0.
+    return x * _number(x, -1)
+
+
+def _cast(x: Expr, dtype: str) -> Expr:
+    if dtype == "bool":
+        return x if dtype_name(x).startswith("bool") else x != _number(x, 0)
+    if dtype_name(x).startswith("bool"):
+        return tirx.Select(x, literal(1, dtype), literal(0, dtype))
+    return cast(x, dtype)
+
+
+def _div(a: Expr, b: Expr) -> Expr:
+    return a / b if dtype_name(a).startswith("float") else tirx.truncdiv(a, b)
+
+
+def _relu(x: Expr) -> Expr:
+    return tirx.Select(x < _number(x, 0), _number(x, 0), x)
+
+
+def _rsqrt(x: Expr) -> Expr:
+    return _number(x, 1) / tirx.sqrt(x)
+
+
+def _sgd(f: Functions, a: Attrs, w: Expr, g: Expr, lr: Expr) -> tuple[Expr, ...]:
+    decay = float(a["weight_decay"])
+    return (w - lr * (g + _number(w, decay) * w if decay else g),)
+
+
+def _momentum(f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, lr: Expr) -> tuple[Expr, ...]:
+    beta, decay = _number(w, float(a["beta"])), float(a["weight_decay"])
+    g = f.bind(g + _number(w, decay) * w) if decay else g
+    m = f.bind(beta * m + g)
+    return (w - lr * (g + beta * m) if a["nesterov"] else w - lr * m), m
+
+
+def _adamw(f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, v: Expr, c1: Expr, c2: Expr, lr: Expr) -> tuple[Expr, ...]:
+    beta1, beta2, decay = float(a["beta1"]), float(a["beta2"]), float(a["weight_decay"])
+    m = f.bind(_number(w, beta1) * m + _number(w, 1 - beta1) * g)
+    v = f.bind(_number(w, beta2) * v + _number(w, 1 - beta2) * g * g)
+    kept = w - lr * _number(w, decay) * w if decay else w
+    return kept - lr * (m / c1) / (tirx.sqrt(v / c2) + _number(w, float(a["eps"]))), m, v
+
+
+# kind -> (functions, attributes, operands) -> results
+POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
+    "neg": lambda f, a, x: _neg(x),
+    "abs": lambda f, a, x: _abs(x),
+    "sign": lambda f, a, x: _sign(x),
+    "floor": lambda f, a, x: tirx.floor(x),
+    "exp": lambda f, a, x: f.exp(x),
+    "log": lambda f, a, x: f.log(x),
+    "sqrt": lambda f, a, x: tirx.sqrt(x),
+    "rsqrt": lambda f, a, x: _rsqrt(x),
+    "sin": lambda f, a, x: tirx.sin(x),
+    "cos": lambda f, a, x: tirx.cos(x),
+    "tanh": lambda f, a, x: f.tanh(x),
+    "sigmoid": lambda f, a, x: f.sigmoid(x),
+    "erf": lambda f, a, x: f.erf(x),
+    "relu": lambda f, a, x: _relu(x),
+    "gelu": lambda f, a, x: f.gelu(x, str(a["approximate"])),
+    "not": lambda f, a, x: tirx.Not(x),
+    "cast": lambda f, a, x: _cast(x, str(a["dtype"])),
+    "add": lambda f, a, x, y: x + y,
+    "sub": lambda f, a, x, y: x - y,
+    "mul": lambda f, a, x, y: x * y,
+    "div": lambda f, a, x, y: _div(x, y),
+    "pow": lambda f, a, x, y: tirx.power(x, y),
+    "minimum": lambda f, a, x, y: f.smaller(x, y),
+    "maximum": lambda f, a, x, y: f.larger(x, y),
+    "equal": lambda f, a, x, y: x == y if not dtype_name(x).startswith("bool") else tirx.Not(_differ(x, y)),
+    "less": lambda f, a, x, y: x < y if not dtype_name(x).startswith("bool") else tirx.And(tirx.Not(x), y),
+    "less_equal": lambda f, a, x, y: x <= y if not dtype_name(x).startswith("bool") else tirx.Or(tirx.Not(x), y),
+    "and": lambda f, a, x, y: tirx.And(x, y),
+    "or": lambda f, a, x, y: tirx.Or(x, y),
+    "where": lambda f, a, c, x, y: tirx.Select(c, x, y),
+    "relu_grad": lambda f, a, x, dy: tirx.Select(x > _number(x, 0), dy, _number(dy, 0)),
+    "gelu_grad": lambda f, a, x, dy: dy * f.gelu_slope(x, str(a["approximate"])),
+    "sgd": _sgd,
+    "momentum": _momentum,
+    "adamw": _adamw,
+}
+
+
+def _differ(x: Expr, y: Expr) -> Expr:
+    return tirx.Or(tirx.And(x, tirx.Not(y)), tirx.And(y, tirx.Not(x)))
+
+
+# ---------------------------------------------------------------------------------------- indices
+
+
+def broadcast_index(index: Index, shape: Sequence[int]) -> Index:
+    """Where an operand of `shape` is read for the element `index` of a result it broadcasts to."""
+    if not shape:
+        return ()
+    return tuple(zero() if n == 1 else i for i, n in zip(index[-len(shape) :], shape, strict=True))
+
+
+def linear(index: Index, shape: Sequence[int]) -> Expr:
+    """Row-major position."""
+    position: Expr = zero()
+    for i, n in zip(index, shape, strict=True):
+        position = position * n + i if n != 1 else position
+    return position
+
+
+def unravel(position: Expr, shape: Sequence[int]) -> Index:
+    """The index at a row-major position."""
+    index: list[Expr] = []
+    rest = prod(shape)
+    for axis, n in enumerate(shape):
+        rest //= n
+        part = position // rest if rest > 1 else position
+        # The first coordinate that is not 1 cannot wrap round.
+        index.append(zero() if n == 1 else part % n if any(m != 1 for m in shape[:axis]) else part)
+    return tuple(index)
+
+
+def reshape_index(index: Index, shape: Sequence[int], target: Sequence[int]) -> Index:
+    """The index in `target` of the element that has `index` in `shape`: dimensions that both have in common are passed through."""
+    found: list[Expr] = []
+    i = j = 0
+    while i < len(shape) or j < len(target):
+        a, b, size_a, size_b = i, j, 1, 1
+        while (i == a and i < len(shape)) or (j == b and j < len(target)) or size_a != size_b:
+            if i < len(shape) and (size_a <= size_b or j == len(target)):
+                size_a, i = size_a * shape[i], i + 1
+            else:
+                size_b, j = size_b * target[j], j + 1
+        found += unravel(linear(index[a:i], shape[a:i]), target[b:j])
+    return tuple(found)
+
+
+def _reshape(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    return read(0, reshape_index(index, op.outs[0].type.dims, op.ins[0].type.dims))
+
+
+def _transpose(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    source: list[Expr] = [zero()] * len(index)
+    for i, p in enumerate(ints(op.attrs["perm"])):
+        source[p] = index[i]
+    return read(0, tuple(source))
+
+
+def _broadcast(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    return read(0, broadcast_index(index, op.ins[0].type.dims))
+
+
+def _slice(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    start, step = ints(op.attrs["start"]), ints(op.attrs["step"])
+    return read(0, tuple(i * s + b if s != 1 or b else i for i, b, s in zip(index, start, step, strict=True)))
+
+
+def _clamped(i: Expr, n: int) -> Expr:
+    return tirx.max(tirx.min(i, n - 1), 0)
+
+
+def _pad(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    a = complete_attrs(op)
+    x, y = op.ins[0].type, op.outs[0].type
+    inner = ints(a["inner"]) or (0,) * x.rank
+    inside: list[Expr] = []
+    source: list[Expr] = []
+    if x.size == 0:
+        return literal(a["value"], x.dtype)  # type: ignore[arg-type]
+    for i, n, m, low, gap in zip(index, x.dims, y.dims, ints(a["low"]), inner, strict=True):
+        if n == m:
+            source.append(i)
+            continue
+        place = i - low if low else i
+        if gap:
+            inside.append(tirx.EQ(tirx.floormod(place, gap + 1), 0))
+            place = tirx.floordiv(place, gap + 1)
+        inside += [place >= 0, place < n]
+        source.append(_clamped(place, n))
+    value = read(0, tuple(source))
+    return tirx.Select(tirx.all(*inside), value, literal(a["value"], x.dtype)) if inside else value  # type: ignore[arg-type]
+
+
+def _concat(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    axis = int(op.attrs["axis"]) % op.outs[0].type.rank
+    parts: list[tuple[int, Expr]] = []
+    start = 0
+    for k, v in enumerate(op.ins):
+        n = v.type.dims[axis]
+        if n:
+            place = _clamped(index[axis] - start, n)
+            parts.append((start, read(k, (*index[:axis], place, *index[axis + 1 :]))))
+        start += n
+    value = parts[0][1]
+    for start, part in parts[1:]:
+        value = tirx.Select(index[axis] >= start, part, value)
+    return value
+
+
+def _iota(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    a = complete_attrs(op)
+    axis = int(a["axis"]) % op.outs[0].type.rank  # type: ignore[arg-type]
+    return cast(index[axis], op.outs[0].type.dtype)
+
+
+def _const(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    return literal(op.attrs["value"], op.outs[0].type.dtype)  # type: ignore[arg-type]
+
+
+def table_row(at: Expr, rows: int) -> Expr:
+    """A lookup position: negative ones count from the end."""
+    at = tirx.Cast("int32", at) if dtype_name(at) != "int32" else at
+    return _clamped(tirx.Select(at < 0, at + rows, at), rows)
+
+
+def _gather(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    axis = int(complete_attrs(op)["axis"]) % op.ins[0].type.rank  # type: ignore[arg-type]
+    places = op.ins[1].type.rank
+    at = table_row(read(1, index[axis : axis + places]), op.ins[0].type.dims[axis])
+    return read(0, (*index[:axis], at, *index[axis + places :]))
+
+
+def _batch_norm(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    x, channel = read(0, index), (index[1],)
+    scale, bias, mean, variance = (read(k, channel) for k in (1, 2, 3, 4))
+    eps = _number(x, float(complete_attrs(op)["eps"]))  # type: ignore[arg-type]
+    return (x - mean) / tirx.sqrt(variance + eps) * scale + bias
+
+
+def _cross_entropy_grad(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    logits = op.ins[0].type
+    row, column = index[:-1], index[-1]
+    x, lse, seed = read(0, index), read(2, row), read(3, ())
+    label = table_row(read(1, row), logits.dims[-1])
+    hit = tirx.Select(tirx.EQ(column, label), _number(x, 1), _number(x, 0))
+    return (f.exp(x - lse) - hit) * (seed * _number(x, 1 / math.prod(logits.dims[:-1])))
+
+
+INDEXED: dict[str, Callable[[Functions, Op, Read, Index], Expr]] = {
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "broadcast": _broadcast,
+    "slice": _slice,
+    "pad": _pad,
+    "concat": _concat,
+    "iota": _iota,
+    "const": _const,
+    "gather": _gather,
+    "batch_norm": _batch_norm,
+    "cross_entropy_grad": _cross_entropy_grad,
+}
+
+
+def forward_index(op: Op, index: Index) -> Index:
+    """Where an element goes: the index in the result of a reshape or transpose of the element at `index` of its operand."""
+    if op.kind == "transpose":
+        return tuple(index[p] for p in ints(op.attrs["perm"]))
+    assert op.kind == "reshape", op.kind
+    return reshape_index(index, op.ins[0].type.dims, op.outs[0].type.dims)
+
+
+def element(f: Functions, op: Op, read: Read, index: Index) -> tuple[Expr, ...]:
+    """All results of an operation at one index."""
+    if op.kind in INDEXED:
+        return (INDEXED[op.kind](f, op, read, index),)
+    attrs = complete_attrs(op)
+    operands = [read(k, broadcast_index(index, v.type.dims)) for k, v in enumerate(op.ins)]
+    result = POINTWISE[op.kind](f, attrs, *operands)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def has_element_rule(kind: str) -> bool:
+    return kind in POINTWISE or kind in INDEXED
+
+
+SUPPORTED_FLOATS = tuple(d for d in FLOATS if d in ("f32", "f64"))

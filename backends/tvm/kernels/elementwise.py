@@ -1,0 +1,149 @@
+"""Elementwise groups: any chain of elementwise, layout and lookup operations over one loop nest.
+
+In: a group whose operations all have an element rule. Out: loops over the largest result, vectorised along its last dimension, or along
+as many trailing dimensions as all operands run through in step (then the remainder is at most one vector per such run).
+Limit: a transposition of the last dimension reads lane by lane.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from tvm import tirx
+
+from penstock.ir.graph import Op
+
+from .body import EFFECTS, Body, NotOneKernel, parallel_if
+from .elements import POINTWISE, Index, has_element_rule, zero
+from .emit import PARALLEL, Expr
+
+# A block of a long vector loop: what one thread takes at a time.
+_BLOCK = 64
+
+
+def root_of(body: Body) -> Op:
+    """The operation whose result the loops run over: the first of the largest."""
+    found: Op | None = None
+    for op in body.group.ops:
+        if op.kind in EFFECTS:
+            continue
+        if not has_element_rule(op.kind):
+            raise NotOneKernel(f"{op.kind} is not an elementwise operation")
+        if found is None or op.outs[0].type.size > found.outs[0].type.size:
+            found = op
+    if found is None:
+        raise NotOneKernel("nothing to compute")
+    return found
+
+
+def _merged_from(body: Body, shape: tuple[int, ...]) -> int:
+    """The first dimension of the trailing run that may be treated as one: every operand has all of it, or none of it."""
+    rank = len(shape)
+    first = 0
+    for op in body.group.ops:
+        if op.kind in EFFECTS:
+            continue
+        if op.kind == "batch_norm":
+            first = max(first, 2)
+        elif op.kind not in POINTWISE:
+            return max(rank - 1, 0)
+        for value in (*op.ins, *op.outs):
+            dims = value.type.dims
+            producer = body.group.inline.get(value)
+            if producer is not None and producer.kind != "const":
+                return max(rank - 1, 0)
+            if prod(dims) == 1 or (op.kind == "batch_norm" and len(dims) == 1 and value in op.ins[1:]):
+                continue
+            padded = (1,) * (rank - len(dims)) + dims
+            run = rank
+            while run > 0 and padded[run - 1] == shape[run - 1]:
+                run -= 1
+            ones = rank
+            while ones > 0 and padded[ones - 1] == 1:
+                ones -= 1
+            first = max(first, min(run, ones))
+    return min(first, max(rank - 1, 0))
+
+
+def emit_elementwise(body: Body) -> None:
+    root = root_of(body)
+    emit_nest(body, root.outs[0].type.dims, _merged_from(body, root.outs[0].type.dims), lambda index: _point(body, root, index))
+
+
+def emit_effect(body: Body, op: Op) -> None:
+    """A state operation on its own: add to a variable, overwrite it, or leave zeros in it."""
+    value = (op.ins or op.outs)[0]
+    dims = value.type.dims
+    plain = body.is_stored(value)
+
+    def point(index: Index) -> None:
+        with body.point():
+            body.finish({value: (body.at(value, index), index)})
+
+    emit_nest(body, dims, 0 if plain else max(len(dims) - 1, 0), point)
+
+
+def _point(body: Body, root: Op, index: Index) -> None:
+    with body.point():
+        body.finish({v: (body.at(v, index), index) for v in root.outs})
+
+
+def emit_nest(body: Body, shape: tuple[int, ...], merged: int, point: object) -> None:
+    """Loops over `shape`; dimensions from `merged` on are one run, whose position is given as the last coordinate."""
+    assert callable(point)
+    outer, run = shape[:merged], prod(shape[merged:])
+    emit, lanes = body.emit, body.lanes
+    if run == 0 or prod(outer) == 0:
+        return
+    total = prod(outer) * run
+
+    def index_of(lead: tuple[Expr, ...], position: Expr) -> Index:
+        inner = len(shape) - merged
+        return (*lead, *(zero(),) * (inner - 1), position) if inner else lead
+
+    if prod(outer) == 1:
+        block = _BLOCK * lanes
+        lead = (zero(),) * merged
+        blocks = run // block if total >= body.machine.serial_below else 0
+        if blocks:
+            with emit.loop(blocks, PARALLEL) as o:
+                for i, _ in emit.spans(block, lanes):
+                    point(index_of(lead, o * block + i))
+        done = blocks * block
+        for i, _ in emit.spans(run - done, lanes):
+            point(index_of(lead, i + done if done else i))
+        return
+    with emit.loop(prod(outer), parallel_if(body.machine, total)) as o:
+        lead = _unravel(body, o, outer)
+        for i, _ in emit.spans(run, lanes):
+            point(index_of(lead, i))
+
+
+def _unravel(body: Body, position: Expr, shape: tuple[int, ...]) -> Index:
+    from .elements import unravel
+
+    return tuple(i if isinstance(i, tirx.IntImm) else body.emit.bind(i, "o") for i in unravel(position, shape))
+
+
+def emit_concat(body: Body) -> None:
+    """A concatenation: every operand is copied to its place, in its own loops."""
+    op = next(o for o in body.group.ops if o.kind == "concat")
+    axis = int(op.attrs["axis"]) % op.outs[0].type.rank  # type: ignore[call-overload]
+    start = 0
+    for value in op.ins:
+        _copy_part(body, op, value, axis, start)
+        start += value.type.dims[axis]
+
+
+def _copy_part(body: Body, op: Op, value: object, axis: int, start: int) -> None:
+    from penstock.ir.graph import Value
+
+    assert isinstance(value, Value)
+    dims = value.type.dims
+
+    def point(index: Index) -> None:
+        with body.point():
+            place = (*index[:axis], index[axis] + start if start else index[axis], *index[axis + 1 :])
+            body.finish({op.outs[0]: (body.at(value, index), place)})
+
+    emit_nest(body, dims, max(len(dims) - 1, 0), point)

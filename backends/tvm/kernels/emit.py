@@ -1,0 +1,161 @@
+"""Building TIR statements: loops, vectors with remainders, local storage. In: Python calls in program order. Out: one TIR statement.
+
+Kernels are emitted loop by loop instead of being scheduled from a default nest: what is written here is what the code generator sees, and no
+schedule primitive can refuse a ragged size or a second output. Every buffer is one-dimensional; addresses are computed by the callers.
+
+Invariant: a variable bound or a buffer allocated inside a block is used only inside that block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tvm import tirx
+from tvm.ir.expr import TensorLoad
+
+# TIR nodes have no static types of their own.
+Expr = Any
+Buffer = Any
+
+SERIAL, PARALLEL, VECTOR = tirx.ForKind.SERIAL, tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED
+
+TVM_DTYPES = {
+    "f32": "float32",
+    "f64": "float64",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "i64": "int64",
+    "i32": "int32",
+    "i8": "int8",
+    "u8": "uint8",
+    "bool": "bool",
+}
+
+
+def literal(value: bool | int | float, dtype: str) -> Expr:
+    """A constant of one of our element types. Python floats are rounded to f32 by TVM where needed; inf and nan are allowed."""
+    name = TVM_DTYPES[dtype]
+    if dtype in ("f32", "f64", "f16", "bf16"):
+        return tirx.FloatImm(name, float(value))
+    return tirx.IntImm(name, int(value))
+
+
+def cast(value: Expr, dtype: str) -> Expr:
+    """Change of element type; the same expression when it has that type already."""
+    return value if dtype_name(value) == TVM_DTYPES[dtype] else tirx.Cast(TVM_DTYPES[dtype], value)
+
+
+def dtype_name(value: Expr) -> str:
+    return str(value.ty.dtype) if hasattr(value.ty, "dtype") else str(value.dtype)
+
+
+class Emitter:
+    """Collects statements into nested blocks."""
+
+    def __init__(self) -> None:
+        self._blocks: list[list[Any]] = [[]]
+        self._count = 0
+        # Inside a vector loop: its variable, its width, and the names its body needs, which are allocated in front of it.
+        self._lane: Expr | None = None
+        self._width = 1
+        self._hoisted: list[Any] = []
+        self._names: set[Any] = set()
+
+    def fresh(self, name: str) -> str:
+        self._count += 1
+        return f"{name}{self._count}"
+
+    def add(self, statement: Any) -> None:
+        self._blocks[-1].append(statement)
+
+    def _close(self) -> Any:
+        block = self._blocks.pop()
+        if not block:
+            return tirx.Evaluate(tirx.IntImm("int32", 0))
+        return block[0] if len(block) == 1 else tirx.SeqStmt(block)
+
+    def build(self) -> Any:
+        assert len(self._blocks) == 1, "a block was left open"
+        return self._close()
+
+    @contextmanager
+    def loop(self, extent: int, kind: Any = SERIAL, name: str = "i") -> Iterator[Expr]:
+        """A loop over 0 .. extent-1; gives its variable. Loops of one turn are not emitted."""
+        if extent == 1 and kind != VECTOR:
+            yield tirx.IntImm("int32", 0)
+            return
+        variable = tirx.Var(self.fresh(name), "int32")
+        outer = (self._lane, self._width)
+        if kind == VECTOR:
+            assert self._lane is None, "vectors do not nest"
+            self._lane, self._width = variable, extent
+        self._blocks.append([])
+        yield variable
+        body = self._close()
+        self._lane, self._width = outer
+        if kind == VECTOR:
+            self._blocks[-1] += self._hoisted
+            self._hoisted = []
+        self.add(tirx.For(variable, 0, extent, kind, body))
+
+    @contextmanager
+    def when(self, condition: Expr) -> Iterator[None]:
+        self._blocks.append([])
+        yield
+        self.add(tirx.IfThenElse(condition, self._close(), None))
+
+    def spans(self, extent: int, lanes: int, kind: Any = SERIAL, name: str = "v") -> Iterator[tuple[Expr, Expr]]:
+        """Cover 0 .. extent-1 in vectors: yields (index, lane), first inside vector loops of `lanes`, then inside the loop of the rest.
+
+        Use it in a for statement: the body is run once per emitted loop, at most twice.
+        """
+        whole, rest = divmod(extent, lanes)
+        if whole:
+            with self.loop(whole, kind, name) as outer, self.loop(lanes, VECTOR, name) as inner:
+                yield outer * lanes + inner, inner
+        if rest:
+            with self.loop(rest, SERIAL, name) as inner:
+                yield whole * lanes + inner, tirx.IntImm("int32", 0)
+
+    def bind(self, value: Expr, name: str = "t") -> Expr:
+        """Name an expression, so that it is computed once.
+
+        The name is an element of a local array, which LLVM keeps in a register: TIR's own bindings are put back into the expressions by its
+        simplifier, which takes exponential time for polynomials. Index arithmetic outside vectors does use bindings, so that addresses stay
+        visible. Bools are kept as integers.
+        """
+        if isinstance(value, tirx.IntImm | tirx.FloatImm | tirx.Var):
+            return value
+        dtype = dtype_name(value)
+        if dtype.startswith("bool"):
+            return self.bind(tirx.Select(value, tirx.IntImm("int32", 1), tirx.IntImm("int32", 0)), name) != 0
+        if isinstance(value, TensorLoad) and value.source in self._names:
+            return value
+        if self._lane is None and dtype.startswith("int"):
+            variable = tirx.Var(self.fresh(name), dtype)
+            self.add(tirx.Bind(variable, value))
+            return variable
+        buffer = tirx.decl_buffer((self._width,), dtype, name=self.fresh(name), scope="local")
+        (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
+        self._names.add(buffer)
+        index = self._lane if self._lane is not None else tirx.IntImm("int32", 0)
+        self.add(tirx.BufferStore(buffer, value, [index]))
+        return tirx.BufferLoad(buffer, [index])
+
+    def store(self, buffer: Buffer, value: Expr, index: Expr) -> None:
+        self.add(tirx.BufferStore(buffer, value, [index]))
+
+    def alloc(self, size: int, dtype: str, name: str, local: bool = False) -> Buffer:
+        """Scratch storage of this block: `local` stays in registers or on the stack, otherwise it comes from the thread's workspace."""
+        buffer = tirx.decl_buffer((size,), TVM_DTYPES[dtype], name=self.fresh(name), scope="local" if local else "global")
+        self.add(tirx.AllocBuffer(buffer))
+        return buffer
+
+    def flat(self, buffer: Buffer, size: int, dtype: str) -> Buffer:
+        """A one-dimensional view of a parameter."""
+        data = tirx.buffer_data(buffer)
+        view = tirx.decl_buffer((size,), TVM_DTYPES[dtype], name=f"{buffer.name}_flat", data=data)
+        self.add(tirx.DeclBuffer(view, data=data))
+        return view

@@ -1,0 +1,181 @@
+"""Elementary functions as vector expressions. In: a TIR expression. Out: an expression that the vectoriser keeps in vector registers.
+
+LLVM turns exp, tanh, erf and log of a vector into one library call per lane; the f32 versions here are polynomials instead. Errors,
+measured in the tests: exp and sigmoid 2 ulp, log 2 ulp, tanh and erf 5e-7 relative. All of them keep nan, and go to the right limit (0, 1, inf) for
+infinite and very large operands; exp gives denormals. f64 uses the library. Coefficients: Cephes (expf, logf), Eigen (rational tanh, erf).
+
+Comparisons are written so that a nan operand falls through to the result: `select(x > limit, limit, x)` keeps it, TIR's min and max do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tvm import tirx
+
+from .emit import Expr, dtype_name, literal
+
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_LOG = (
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
+_TANH_UP = (
+    -2.76076847742355e-16,
+    2.00018790482477e-13,
+    -8.60467152213735e-11,
+    5.12229709037114e-08,
+    1.48572235717979e-05,
+    6.37261928875436e-04,
+    4.89352455891786e-03,
+)
+_TANH_DOWN = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
+_ERF_UP = (
+    -2.72614225801306e-10,
+    2.77068142495902e-08,
+    -2.10102402082508e-06,
+    -5.69250639462346e-05,
+    -7.34990630326855e-04,
+    -2.95459980854025e-03,
+    -1.60960333262415e-02,
+)
+_ERF_DOWN = (-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03, -1.42647390514189e-02)
+
+_TANH_SERIES = (-929569 / 638512875, 21844 / 6081075, -1382 / 155925, 62 / 2835, -17 / 315, 2 / 15, -1 / 3)
+_GELU = math.sqrt(2 / math.pi)
+
+
+def _f32(value: float) -> Expr:
+    return literal(value, "f32")
+
+
+def _like(x: Expr, value: float) -> Expr:
+    return tirx.FloatImm(dtype_name(x), value)
+
+
+def _is_f32(x: Expr) -> bool:
+    return dtype_name(x) == "float32"
+
+
+class Functions:
+    """The functions over a way to name intermediate results: TIR expressions are trees, and a value used twice would be computed twice."""
+
+    def __init__(self, bind: Callable[[Expr], Expr]) -> None:
+        self.bind = bind
+
+    def _horner(self, x: Expr, coefficients: tuple[float, ...]) -> Expr:
+        value = _f32(coefficients[0])
+        for c in coefficients[1:]:
+            value = value * x + _f32(c)
+        return self.bind(value)
+
+    def _clamp(self, x: Expr, low: float, high: float) -> Expr:
+        """x within limits, nan kept."""
+        x = self.bind(x)
+        top = self.bind(tirx.Select(x > _like(x, high), _like(x, high), x))
+        return self.bind(tirx.Select(top < _like(x, low), _like(x, low), top))
+
+    def exp(self, x: Expr) -> Expr:
+        if not _is_f32(x):
+            return self.bind(tirx.exp(x))
+        x = self._clamp(x, -104.0, 88.8)
+        n = self.bind(tirx.floor(x * _f32(math.log2(math.e)) + _f32(0.5)))
+        r = self.bind(x - n * _f32(0.693359375))
+        r = self.bind(r - n * _f32(-2.12194440e-4))
+        y = self._horner(r, _EXP) * r * r + r + _f32(1)
+        # In two steps, so that results below 2^-126 are denormals and those past the largest float are inf.
+        whole = self.bind(tirx.Cast("int32", n))
+        half = self.bind(whole >> 1)
+        return self.bind(y * _power_of_two(half) * _power_of_two(whole - half))
+
+    def log(self, x: Expr) -> Expr:
+        if not _is_f32(x):
+            return self.bind(tirx.log(x))
+        x = self.bind(x)
+        tiny = x < _f32(1.1754944e-38)
+        scaled = tirx.Select(tiny, x * _f32(8388608.0), x)
+        bits = self.bind(tirx.reinterpret("int32", scaled))
+        exponent = ((bits >> 23) & 255) - 126
+        m = self.bind(tirx.reinterpret("float32", (bits & 0x7FFFFF) | 0x3F000000))
+        low = m < _f32(math.sqrt(0.5))
+        e = self.bind(tirx.Cast("float32", exponent) - tirx.Select(low, _f32(1), _f32(0)) - tirx.Select(tiny, _f32(23), _f32(0)))
+        m = self.bind(tirx.Select(low, m + m, m) - _f32(1))
+        z = self.bind(m * m)
+        y = self._horner(m, _LOG) * m * z + e * _f32(-2.12194440e-4) - z * _f32(0.5)
+        y = self.bind(m + y + e * _f32(0.693359375))
+        y = tirx.Select(x == _f32(math.inf), _f32(math.inf), y)
+        y = tirx.Select(x == _f32(0), _f32(-math.inf), y)
+        # Negative numbers, and nan, which is not above 0 either.
+        return self.bind(tirx.Select(x >= _f32(0), y, _f32(math.nan)))
+
+    def sigmoid(self, x: Expr) -> Expr:
+        return self.bind(_like(x, 1) / (_like(x, 1) + self.exp(_like(x, 0) - x)))
+
+    def tanh(self, x: Expr) -> Expr:
+        x = self.bind(x)
+        if not _is_f32(x):
+            return self._tanh_f64(x)
+        c = self._clamp(x, -7.90531110763549805, 7.90531110763549805)
+        z = self.bind(c * c)
+        y = self._clamp(c * self._horner(z, _TANH_UP) / self._horner(z, _TANH_DOWN), -1.0, 1.0)
+        return self.bind(tirx.Select(tirx.abs(x) < _f32(0.0004), x, y))
+
+    def _tanh_f64(self, x: Expr) -> Expr:
+        """1 - 2 / (e^2|x| + 1) with the sign of x; below 0.1 a series, which avoids the cancellation."""
+        a = self.bind(tirx.abs(x))
+        far = self.bind(_like(x, 1) - _like(x, 2) / (self.exp(a + a) + _like(x, 1)))
+        z = self.bind(x * x)
+        near = _like(x, 0)
+        for c in _TANH_SERIES:
+            near = (near + _like(x, c)) * z
+        near = self.bind(x + x * near)
+        return self.bind(tirx.Select(a < _like(x, 0.1), near, tirx.Select(x < _like(x, 0), _like(x, 0) - far, far)))
+
+    def erf(self, x: Expr) -> Expr:
+        if not _is_f32(x):
+            return self.bind(tirx.erf(x))
+        c = self._clamp(x, -4.0, 4.0)
+        z = self.bind(c * c)
+        return self._clamp(c * self._horner(z, _ERF_UP) / self._horner(z, _ERF_DOWN), -1.0, 1.0)
+
+    def gelu(self, x: Expr, approximate: str) -> Expr:
+        x = self.bind(x)
+        if approximate == "tanh":
+            inner = self.bind(_like(x, 2 * _GELU) * (x + _like(x, 0.044715) * x * x * x))
+            return x * self.sigmoid(inner)
+        return _like(x, 0.5) * x * (_like(x, 1) + self.erf(x * _like(x, math.sqrt(0.5))))
+
+    def gelu_slope(self, x: Expr, approximate: str) -> Expr:
+        """The derivative of gelu."""
+        x = self.bind(x)
+        if approximate == "tanh":
+            s = self.sigmoid(self.bind(_like(x, 2 * _GELU) * (x + _like(x, 0.044715) * x * x * x)))
+            return s + x * s * (_like(x, 1) - s) * _like(x, 2 * _GELU) * (_like(x, 1) + _like(x, 3 * 0.044715) * x * x)
+        phi = _like(x, 0.5) * (_like(x, 1) + self.erf(x * _like(x, math.sqrt(0.5))))
+        return phi + x * self.exp(_like(x, -0.5) * x * x) * _like(x, 1 / math.sqrt(2 * math.pi))
+
+    def larger(self, a: Expr, b: Expr) -> Expr:
+        """The larger operand, nan if either is."""
+        a, b = self.bind(a), self.bind(b)
+        if dtype_name(a).startswith("float"):
+            return self.bind(tirx.Select(tirx.Or(a > b, tirx.isnan(a)), a, b))
+        return self.bind(tirx.Select(a > b, a, b))
+
+    def smaller(self, a: Expr, b: Expr) -> Expr:
+        a, b = self.bind(a), self.bind(b)
+        if dtype_name(a).startswith("float"):
+            return self.bind(tirx.Select(tirx.Or(a < b, tirx.isnan(a)), a, b))
+        return self.bind(tirx.Select(a < b, a, b))
+
+
+def _power_of_two(n: Expr) -> Expr:
+    """2^n for an i32 n in the range of normal floats."""
+    return tirx.reinterpret("float32", (n + 127) << 23)

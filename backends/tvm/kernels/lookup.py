@@ -1,0 +1,55 @@
+"""The gradient of a lookup: rows of dy are added to the rows they came from.
+
+In: dy, indices, and the shape of the table; fused with an accumulation it adds straight to the variable, without a table of zeros in between.
+Out: a loop over indices in order, vectorised along the row. Threads share outer dimensions or ranges of columns, never rows, so the result does
+not depend on their number, and equal indices need no atomic additions.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from tvm import tirx
+
+from penstock.ir.graph import Op, slot_of
+from penstock.ir.ops import complete_attrs
+
+from .body import Body, NotOneKernel, parallel_if
+from .elements import linear, table_row, unravel, zero
+from .emit import SERIAL, literal
+
+
+def emit_gather_grad(body: Body, op: Op) -> None:
+    dy, indices = op.ins
+    table = op.outs[0]
+    axis = int(complete_attrs(op)["axis"]) % table.type.rank  # type: ignore[arg-type]
+    shape, dtype = table.type.dims, table.type.dtype
+    outer, inner = shape[:axis], shape[axis + 1 :]
+    others = [o for o in body.group.ops if o is not op]
+    if others and (len(others) > 1 or others[0].kind != "accum" or body.group.outs):
+        raise NotOneKernel("a lookup's gradient can only be stored or accumulated")
+    emit, lanes = body.emit, body.lanes
+    if others:
+        slot = slot_of(others[0])
+        assert slot is not None
+        target = body._view(slot, table, body._slots)
+    else:
+        target = body.result(table)
+        size = table.type.size
+        for i, _ in emit.spans(size, lanes, parallel_if(body.machine, size)):
+            emit.store(target, literal(0, dtype), i)
+    places = indices.type.dims
+    with emit.loop(prod(outer), parallel_if(body.machine, dy.type.size) if prod(outer) > 1 else SERIAL, "o") as o:
+        lead = unravel(o, outer)
+        with emit.loop(prod(places), SERIAL, "n") as n, body.point():
+            at = unravel(n, places)
+            row = emit.bind(table_row(body.at(indices, at), shape[axis]), "row")
+            for i, _ in emit.spans(prod(inner), lanes):
+                with body.point():
+                    rest = unravel(i, inner)
+                    position = linear((*lead, row, *rest), shape)
+                    value = body.at(dy, (*lead, *at, *rest))
+                    emit.store(target, tirx.BufferLoad(target, [position]) + value, position)
+
+
+__all__ = ["emit_gather_grad", "zero"]

@@ -1,0 +1,292 @@
+"""Row operations: each needs a few sums or maxima over one axis before the first element of the result is known.
+
+In: softmax, log_softmax, layer_norm, cross_entropy and their gradients along any axis. Out: one loop over rows, in it one pass over the axis
+per reduction and one for the results; `Body.finish` runs in the last pass, so a residual addition behind a layer norm is free.
+If the axis is the last one, vectors run along it and are folded at the end of a pass; otherwise vectors run across rows and nothing is folded.
+
+layer_norm: mean = sum(x) / n, rstd = 1 / sqrt(sum((x - mean)^2) / n + eps), in two passes, so no cancellation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+
+from tvm import tirx
+
+from penstock.ir.graph import Op, Value
+from penstock.ir.ops import complete_attrs
+
+from .body import Body, parallel_if
+from .elements import Index, table_row, unravel, zero
+from .emit import VECTOR, Expr, cast, literal
+
+Combine = Callable[[Expr, Expr], Expr]
+
+
+def add(a: Expr, b: Expr) -> Expr:
+    return a + b
+
+
+class Rows:
+    """Loops over all rows of a tensor along some consecutive axes: outer dimensions, the axis (one run), inner dimensions."""
+
+    def __init__(self, body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> None:
+        self.body, self.emit, self.shape = body, body.emit, shape
+        self.outer, self.axis, self.inner = shape[:first], shape[first:last], shape[last:]
+        self.length = prod(self.axis)
+        self.across = prod(self.inner) > 1
+        self.lanes = body.lanes * (2 if not self.across and self.length >= 512 else 1)
+        self._plain = all(body.is_stored(v) for v in values)
+        self._lane: Expr = zero()
+        self.row: Index = ()
+        self._tail: Index = ()
+
+    def each(self) -> Iterator[None]:
+        """Run the body of a for statement for every row."""
+        count = prod(self.outer)
+        kind = parallel_if(self.body.machine, prod(self.shape))
+        with self.emit.loop(count, kind, "row") as o:
+            self.row = tuple(self.emit.bind(i, "r") if not isinstance(i, tirx.IntImm) else i for i in unravel(o, self.outer))
+            if not self.across:
+                self._tail = tuple(zero() for _ in self.inner)
+                with self.body.point():
+                    yield
+                return
+            for i, lane in self.emit.spans(prod(self.inner), self.lanes):
+                self._lane, self._tail = lane, unravel(i, self.inner)
+                with self.body.point():
+                    yield
+
+    def index(self, position: Expr) -> Index:
+        """The index of an element of this row."""
+        return (*self.row, *self.along(position), *self._tail)
+
+    def along(self, position: Expr) -> Index:
+        """The coordinates within the axis. Stored tensors are indexed by one running coordinate, which needs no division."""
+        if len(self.axis) == 1 or not self._plain:
+            return unravel(position, self.axis)
+        return (*(zero(),) * (len(self.axis) - 1), position)
+
+    def scratch(self, dtype: str) -> Callable[[Expr], tuple[object, Expr]]:
+        """Memory for one row (of every lane): gives buffer and place for a position."""
+        width = self.body.lanes if self.across else 1
+        buffer = self.emit.alloc(self.length * width, dtype, "row")
+        return lambda c: (buffer, c * width + self._lane if self.across else c)
+
+    def reduce(self, dtype: str, steps: Sequence[tuple[float, Combine]], element: Callable[[Expr], Sequence[Expr]]) -> list[Expr]:
+        """Reductions in one pass: `element` gives the operands at a position; each step is (start value, combination)."""
+        emit = self.emit
+        width = 1 if self.across else self.lanes
+        starts = [literal(start, dtype) for start, _ in steps]
+        if self.across:
+            places = [emit.alloc(self.body.lanes, dtype, "acc", local=True) for _ in steps]
+            for place, start in zip(places, starts, strict=True):
+                emit.store(place, start, self._lane)
+            with emit.loop(self.length, name="c") as c, self.body.point():
+                for place, (_, combine), x in zip(places, steps, element(c), strict=True):
+                    emit.store(place, combine(tirx.BufferLoad(place, [self._lane]), x), self._lane)
+            return [emit.bind(tirx.BufferLoad(place, [self._lane])) for place in places]
+        whole, rest = divmod(self.length, width)
+        totals = [emit.alloc(1, dtype, "total", local=True) for _ in steps]
+        for total, start in zip(totals, starts, strict=True):
+            emit.store(total, start, zero())
+        if whole:
+            places = [emit.alloc(width, dtype, "acc", local=True) for _ in steps]
+            for place, start in zip(places, starts, strict=True):
+                with emit.loop(width, VECTOR, "l") as lane:
+                    emit.store(place, start, lane)
+            with emit.loop(whole, name="c") as o, emit.loop(width, VECTOR, "l") as lane, self.body.point():
+                for place, (_, combine), x in zip(places, steps, element(o * width + lane), strict=True):
+                    emit.store(place, combine(tirx.BufferLoad(place, [lane]), x), lane)
+            for total, place, (_, combine) in zip(totals, places, steps, strict=True):
+                half = width
+                while half > 1:
+                    half //= 2
+                    with emit.loop(half, VECTOR, "l") as lane:
+                        emit.store(place, combine(tirx.BufferLoad(place, [lane]), tirx.BufferLoad(place, [lane + half])), lane)
+                emit.store(total, tirx.BufferLoad(place, [zero()]), zero())
+        if rest:
+            with emit.loop(rest, name="c") as c, self.body.point():
+                for total, (_, combine), x in zip(totals, steps, element(c + whole * width), strict=True):
+                    emit.store(total, combine(tirx.BufferLoad(total, [zero()]), x), zero())
+        return [emit.bind(tirx.BufferLoad(total, [zero()])) for total in totals]
+
+    def one(self, dtype: str, start: float, combine: Combine, element: Callable[[Expr], Expr]) -> Expr:
+        return self.reduce(dtype, [(start, combine)], lambda c: [element(c)])[0]
+
+    def store(self, element: Callable[[Expr, Index], dict[Value, Expr]]) -> None:
+        """The last pass: results at every position of the row."""
+        if self.across:
+            with self.emit.loop(self.length, name="c") as c, self.body.point():
+                index = self.index(c)
+                self.body.finish({v: (x, index) for v, x in element(c, index).items()})
+            return
+        for c, _ in self.emit.spans(self.length, self.body.lanes):
+            with self.body.point():
+                index = self.index(c)
+                self.body.finish({v: (x, index) for v, x in element(c, index).items()})
+
+
+def _axis_of(op: Op, value: Value) -> int:
+    return int(complete_attrs(op)["axis"]) % value.type.rank  # type: ignore[arg-type]
+
+
+def emit_softmax(body: Body, op: Op) -> None:
+    x, y = op.ins[0], op.outs[0]
+    axis, dtype = _axis_of(op, x), x.type.dtype
+    rows = Rows(body, x.type.dims, axis, axis + 1, [x])
+    for _ in rows.each():
+        top = rows.one(dtype, -math.inf, body.functions.larger, lambda c: body.at(x, rows.index(c)))
+        if op.kind == "log_softmax":
+            total = rows.one(dtype, 0, add, lambda c: body.functions.exp(body.at(x, rows.index(c)) - top))
+            shift = body.emit.bind(body.functions.log(total), "s")
+            rows.store(lambda c, index: {y: body.at(x, index) - top - shift})
+            continue
+        place = rows.scratch(dtype) if not rows.across else None
+
+        def exponent(c: Expr, place: object = place) -> Expr:
+            e = body.emit.bind(body.functions.exp(body.at(x, rows.index(c)) - top))
+            if place is not None:
+                assert callable(place)
+                buffer, at = place(c)
+                body.emit.store(buffer, e, at)
+            return e
+
+        total = rows.one(dtype, 0, add, exponent)
+        scale = body.emit.bind(literal(1, dtype) / total, "s")
+
+        def result(c: Expr, index: Index, place: object = place) -> dict[Value, Expr]:
+            if place is None:
+                return {y: body.functions.exp(body.at(x, index) - top) * scale}
+            assert callable(place)
+            buffer, at = place(c)
+            return {y: tirx.BufferLoad(buffer, [at]) * scale}
+
+        rows.store(result)
+
+
+def emit_softmax_grad(body: Body, op: Op) -> None:
+    y, dy = op.ins
+    axis, dtype = _axis_of(op, y), y.type.dtype
+    rows = Rows(body, y.type.dims, axis, axis + 1, op.ins)
+    for _ in rows.each():
+        if op.kind == "softmax_grad":
+            dot = rows.one(dtype, 0, add, lambda c: body.at(dy, rows.index(c)) * body.at(y, rows.index(c)))
+            rows.store(lambda c, index: {op.outs[0]: body.at(y, index) * (body.at(dy, index) - dot)})
+        else:
+            total = rows.one(dtype, 0, add, lambda c: body.at(dy, rows.index(c)))
+            rows.store(lambda c, index: {op.outs[0]: body.at(dy, index) - body.functions.exp(body.at(y, index)) * total})
+
+
+def emit_layer_norm(body: Body, op: Op) -> None:
+    x, scale, bias = op.ins
+    y, mean_out, rstd_out = op.outs
+    axis, dtype = _axis_of(op, x), x.type.dtype
+    rows = Rows(body, x.type.dims, axis, x.type.rank, [x, scale, bias])
+    share = literal(1 / max(rows.length, 1), dtype)
+    eps = literal(float(complete_attrs(op)["eps"]), dtype)  # type: ignore[arg-type]
+    for _ in rows.each():
+        mean = body.emit.bind(rows.one(dtype, 0, add, lambda c: body.at(x, rows.index(c))) * share, "mean")
+
+        def square(c: Expr) -> Expr:
+            d = body.emit.bind(body.at(x, rows.index(c)) - mean)
+            return d * d
+
+        variance = rows.one(dtype, 0, add, square) * share
+        rstd = body.emit.bind(literal(1, dtype) / tirx.sqrt(variance + eps), "rstd")
+        body.store_apart(mean_out, mean, rows.row)
+        body.store_apart(rstd_out, rstd, rows.row)
+
+        def result(c: Expr, index: Index) -> dict[Value, Expr]:
+            along = rows.along(c)
+            return {y: (body.at(x, index) - mean) * rstd * body.at(scale, along) + body.at(bias, along)}
+
+        rows.store(result)
+
+
+def emit_layer_norm_grad(body: Body, op: Op) -> None:
+    dy, x, scale, mean, rstd = op.ins
+    axis, dtype = _axis_of(op, x), x.type.dtype
+    rows = Rows(body, x.type.dims, axis, x.type.rank, [dy, x, scale])
+    share = literal(1 / max(rows.length, 1), dtype)
+    for _ in rows.each():
+        m, r = body.at(mean, rows.row), body.at(rstd, rows.row)
+
+        def parts(c: Expr, index: Index) -> tuple[Expr, Expr]:
+            g = body.emit.bind(body.at(dy, index) * body.at(scale, rows.along(c)))
+            return g, body.emit.bind((body.at(x, index) - m) * r)
+
+        def terms(c: Expr) -> list[Expr]:
+            g, unit = parts(c, rows.index(c))
+            return [g, g * unit]
+
+        total, dot = rows.reduce(dtype, [(0, add), (0, add)], terms)
+        a, b = body.emit.bind(total * share, "a"), body.emit.bind(dot * share, "b")
+
+        def result(c: Expr, index: Index) -> dict[Value, Expr]:
+            g, unit = parts(c, index)
+            return {op.outs[0]: r * (g - a - unit * b)}
+
+        rows.store(result)
+
+
+def emit_cross_entropy(body: Body, op: Op) -> None:
+    logits, labels = op.ins
+    loss, lse_out = op.outs
+    dtype, shape = logits.type.dtype, logits.type.dims
+    count = prod(shape[:-1])
+    rows = Rows(body, shape, len(shape) - 1, len(shape), [logits])
+    emit = body.emit
+    parts = emit.alloc(max(count, 1), dtype, "losses")
+    for _ in rows.each():
+        top = rows.one(dtype, -math.inf, body.functions.larger, lambda c: body.at(logits, rows.index(c)))
+        total = rows.one(dtype, 0, add, lambda c: body.functions.exp(body.at(logits, rows.index(c)) - top))
+        lse = emit.bind(body.functions.log(total) + top, "lse")
+        body.store_apart(lse_out, lse, rows.row)
+        label = emit.bind(table_row(body.at(labels, rows.row), shape[-1]), "label")
+        position: Expr = zero()
+        for i, n in zip(rows.row, shape[:-1], strict=True):
+            position = position * n + i
+        emit.store(parts, lse - body.at(logits, (*rows.row, label)), position)
+    sums = emit.alloc(1, dtype, "sum", local=True)
+    emit.store(sums, literal(0, dtype), zero())
+    with emit.loop(count) as i:
+        emit.store(sums, tirx.BufferLoad(sums, [zero()]) + tirx.BufferLoad(parts, [i]), zero())
+    with body.point():
+        share = literal(1 / max(count, 1), dtype)
+        body.finish({loss: (tirx.BufferLoad(sums, [zero()]) * share, ())})
+
+
+def emit_argmax(body: Body, op: Op) -> None:
+    """Two passes: the largest, then the first position where it (or nan) stands."""
+    x, y = op.ins[0], op.outs[0]
+    axis, dtype = _axis_of(op, x), x.type.dtype
+    rows = Rows(body, x.type.dims, axis, axis + 1, [x])
+    lowest = -math.inf if dtype in ("f32", "f64") else {"i64": -(2**63), "i32": -(2**31), "i8": -128, "u8": 0}[dtype]
+    for _ in rows.each():
+        top = rows.one(dtype, lowest, body.functions.larger, lambda c: body.at(x, rows.index(c)))
+
+        def candidate(c: Expr) -> Expr:
+            value = body.at(x, rows.index(c))
+            hit = tirx.EQ(value, top)
+            if dtype in ("f32", "f64"):
+                hit = tirx.Or(hit, tirx.isnan(value))
+            return tirx.Select(hit, cast(c, "i32"), literal(rows.length, "i32"))
+
+        first = rows.one("i32", rows.length, body.functions.smaller, candidate)
+        index = (*rows.row, *rows._tail)
+        body.finish({y: (cast(first, "i64"), index)})
+
+
+__all__ = [
+    "Rows",
+    "add",
+    "emit_argmax",
+    "emit_cross_entropy",
+    "emit_layer_norm",
+    "emit_layer_norm_grad",
+    "emit_softmax",
+    "emit_softmax_grad",
+]

@@ -1,0 +1,81 @@
+"""Loading a compiled stage and calling it with torch tensors.
+
+In: the library of a stage. Out: a StageProgram. Torch tensors go to TVM's virtual machine as they are and come back as torch tensors, without
+copies. The interpreter lock is released during a call.
+
+Compiled code moves aligned vectors and does not check: an argument that is not on a 64-byte boundary would end the process. Such an input
+is copied; a slot, which is updated in place and must not be copied, is an error.
+
+Limits: one caller at a time per program. The number of threads is a property of the process: TVM reads it once, before the first parallel loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.ir.errors import UsageError, VerifyError
+from penstock.ir.graph import Graph, Signature, signature
+
+from ..interface import ALIGNMENT
+
+if TYPE_CHECKING:
+    import torch
+
+_THREADS: list[int] = []
+
+
+def set_threads(threads: int) -> None:
+    """Fix the number of threads of this process's TVM. It has to come before TVM is loaded, and cannot change afterwards."""
+    if threads < 1:
+        raise UsageError(f"{threads} threads", hint="give at least 1")
+    if _THREADS and _THREADS[0] != threads:
+        raise UsageError(
+            f"this process runs its compiled code with {_THREADS[0]} threads, {threads} were asked for",
+            hint="start one process per stage",
+        )
+    if not _THREADS:
+        _THREADS.append(threads)
+        os.environ["TVM_NUM_THREADS"] = str(threads)
+        os.environ.setdefault("TVM_BIND_THREADS", "0")
+
+
+class TvmProgram:
+    """The functions of one stage's library."""
+
+    def __init__(self, library: Path, graphs: Sequence[Graph], threads: int = 1) -> None:
+        set_threads(threads)
+        # Only now: TVM reads the number of threads when it is loaded.
+        import tvm
+        from tvm import relax
+
+        from .lower import function_name
+
+        self._machine: Any = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
+        self._functions = {g.name: self._machine[function_name(g.name)] for g in graphs}
+        self._signatures: dict[str, Signature] = {g.name: signature(g) for g in graphs}
+
+    def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run one graph; slots among the arguments are updated in place."""
+        sig = self._signatures[graph]
+        expected = len(sig.ins) + len(sig.slots)
+        if len(args) != expected:
+            raise VerifyError(f"takes {len(sig.ins)} inputs and {len(sig.slots)} slots, got {len(args)} tensors", where=f"graph {graph}")
+        ready = [self._aligned(graph, sig, i, x) for i, x in enumerate(args)]
+        found = self._functions[graph](*ready)
+        return list(found) if isinstance(found, list | tuple) or hasattr(found, "__len__") else [found]
+
+    @staticmethod
+    def _aligned(graph: str, sig: Signature, i: int, x: torch.Tensor) -> torch.Tensor:
+        if x.data_ptr() % ALIGNMENT == 0 and x.is_contiguous():
+            return x
+        if i < len(sig.ins):
+            return x.clone(memory_format=__import__("torch").contiguous_format)
+        slot = sig.slots[i - len(sig.ins)]
+        raise VerifyError(
+            f"the buffer of @{slot.var} is not contiguous on a {ALIGNMENT}-byte boundary",
+            where=f"graph {graph}",
+            hint="align views in flat buffers",
+        )

@@ -1,0 +1,61 @@
+"""Targets: which CPU the code is for, and the tile sizes its vector registers allow.
+
+In: a name (`host`, an LLVM CPU name such as `skylake-avx512`, or `portable`, which runs on every x86-64 machine with AVX2).
+Out: a TVM target and the tile of the matrix kernel. Rule: the accumulators of a tile, rows * vectors, must leave registers for one row of
+the packed operand and one broadcast value: at most 28 of 32 registers with AVX-512, 12 of 16 with AVX2, 8 of 16 without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import tvm
+from tvm.target import codegen
+
+from penstock.ir.errors import UsageError
+
+PORTABLE = "x86-64-v3"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What kernels need to know of the target. `lanes` are f32 elements per vector; tiles are `rows` by `vectors` vectors."""
+
+    name: str
+    lanes: int
+    rows: int
+    vectors: int
+    # Elements below which a loop is not worth waking the other threads.
+    serial_below: int = 16384
+
+
+def host_cpu() -> str:
+    """LLVM's name for the CPU of this machine."""
+    return str(codegen.llvm_get_system_cpu())
+
+
+def machine_of(name: str) -> Machine:
+    """The machine behind a target name; UsageError for names that LLVM does not know."""
+    cpu = {"host": host_cpu(), "portable": PORTABLE}.get(name, name)
+    return _machine(cpu)
+
+
+@lru_cache(maxsize=32)
+def _machine(cpu: str) -> Machine:
+    if not codegen.llvm_is_valid_cpu(cpu, str(codegen.llvm_get_system_triple())):
+        raise UsageError(
+            f"unknown target CPU {cpu!r}", hint="`host`, `portable`, or an LLVM name such as skylake-avx512, znver4, x86-64-v3"
+        )
+    target = tvm_target(cpu)
+    if codegen.target_has_features(["avx512f"], target):
+        return Machine(cpu, 16, 8, 2)
+    if codegen.target_has_features(["avx2"], target):
+        return Machine(cpu, 8, 6, 2)
+    return Machine(cpu, 4, 4, 2)
+
+
+def tvm_target(cpu: str) -> Any:
+    """TVM's target for an LLVM CPU name. The number of threads is set when the code is loaded, not here."""
+    return tvm.target.Target({"kind": "llvm", "mcpu": cpu, "num-cores": 1})

@@ -1,0 +1,282 @@
+"""Choosing kernels: which operations of a stage graph run as one. Writes `kernel` annotations, changes nothing else.
+
+In: stage graphs. Out: the same graphs where every operation except `read` says its kernel: operations with the same name become one kernel,
+and a name that starts with `inline` means that the value has no memory at all: whoever reads it computes it (constants, and layout
+changes, which are index arithmetic). A group is
+
+  * one operation with loops of its own (matrix product, convolution, row operation, reduction), or the first of an elementwise chain,
+  * elementwise operations behind it that read its result at the same element, with any number of results,
+  * reshapes and transpositions of a result that nothing else reads: it is stored in the new layout,
+  * `accum` and `write` of its results, which are then done where the value is computed, and `take` of a gradient that only it reads.
+
+Invariant: kernels can be ordered. An operation joins a group only if no other operand comes from a kernel that needs the group, and the same
+for the order of effects on one variable: who reads it comes before who writes it.
+
+Deterministic: decided in the order of operations, without costs. Limit: a value is never computed twice, except layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from ..ir.graph import Graph, Module, Op, Value
+from ..ir.ops import OPS, complete_attrs, ints
+
+INLINE = "inline"
+_SOURCES = ("const", "iota")
+_LAYOUTS = ("reshape", "transpose", "broadcast", "slice")
+_EFFECTS = ("accum", "write", "take")
+# Operations whose results can be worked on while they stand in registers, by name of the first that can.
+_OPEN = {
+    *("matmul", "conv", "conv_grad_input", "conv_grad_weight"),
+    *("softmax", "softmax_grad", "log_softmax", "log_softmax_grad", "layer_norm", "layer_norm_grad", "layer_norm_grad_weight"),
+    *("sum", "mean", "max", "mse"),
+    *("gather", "cross_entropy_grad"),
+}
+# Of these only the first result can, the others are finished earlier.
+_FIRST_ONLY = ("layer_norm",)
+# A gradient of a lookup is scattered: it can be added to its variable, nothing else.
+_SCATTERED = ("gather_grad",)
+# Past this size a kernel gains nothing and takes longer to compile.
+_LARGEST = 24
+
+
+@dataclass(frozen=True, slots=True)
+class FuseOptions:
+    """`chains` joins operations into kernels, `layouts` does without memory for layout changes; both off: one kernel per operation."""
+
+    chains: bool = True
+    layouts: bool = True
+
+
+@dataclass
+class _Group:
+    """A kernel while it grows. `reached` are results that stand in registers, each at the element the loops are at."""
+
+    number: int
+    ops: list[Op] = field(default_factory=list)
+    reached: set[Value] = field(default_factory=set)
+    needs: int = 0
+    scattered: bool = False
+
+
+def fuse(module: Module, options: FuseOptions) -> Module:
+    """Choose which operations of each stage graph run as one kernel."""
+    graphs = dict(module.graphs)
+    notes = []
+    for name, graph in module.graphs.items():
+        if "." not in name:
+            continue
+        fused = _Fuser(graph, options).run()
+        if fused.ops != graph.ops:
+            graphs[name] = fused
+        kernels = {op.attrs["kernel"] for op in fused.ops if "kernel" in op.attrs}
+        kept = [k for k in kernels if not str(k).startswith(INLINE)]
+        notes.append(f"@{name}: {len(fused.ops)} operations in {len(kept)} kernels")
+    if all(graphs[n] is module.graphs[n] for n in graphs):
+        return module
+    return module.but(graphs=graphs).noted("fuse", *notes)
+
+
+class _Fuser:
+    def __init__(self, graph: Graph, options: FuseOptions) -> None:
+        self.graph, self.options = graph, options
+        self.results = set(graph.results)
+        self.makers = graph.producers()
+        self.readers: dict[Value, list[Op]] = {}
+        for op in graph.ops:
+            for v in op.ins:
+                self.readers.setdefault(v, []).append(op)
+        self.groups: list[_Group] = []
+        self.of: dict[int, _Group] = {}
+        self.inlined: dict[Value, Op] = {}
+        # Kernels that read a variable, and the one that changed it last.
+        self.var_readers: dict[str, set[int]] = {}
+        self.var_changer: dict[str, int] = {}
+
+    # ------------------------------------------------------------------------------ the walk
+
+    def run(self) -> Graph:
+        for op in self.graph.ops:
+            if op.kind in ("read", "take"):
+                continue
+            if self._is_inline(op):
+                self.inlined[op.outs[0]] = op
+                continue
+            self._join(self._home(op) or self._new(), op)
+        self._place_takes()
+        return replace(self.graph, ops=tuple(self._annotated()))
+
+    def _annotated(self) -> Iterable[Op]:
+        names: dict[int, str] = {}
+        inline = 0
+        for op in self.graph.ops:
+            group = self.of.get(id(op))
+            if group is not None:
+                yield op.with_attrs(kernel=names.setdefault(group.number, f"k{len(names)}"))
+            elif op.kind == "read":
+                yield op.with_attrs(kernel=None) if "kernel" in op.attrs else op
+            else:
+                yield op.with_attrs(kernel=f"{INLINE}{inline}")
+                inline += 1
+
+    def _new(self) -> _Group:
+        self.groups.append(_Group(len(self.groups)))
+        return self.groups[-1]
+
+    def _join(self, group: _Group, op: Op) -> None:
+        self.of[id(op)] = group
+        fresh = not group.ops
+        group.ops.append(op)
+        sources, variables = self._sources(op.ins)
+        needed = sources - {group.number} | self._order_before(op, group)
+        self._add_needs(group, needed)
+        for var in variables:
+            self.var_readers.setdefault(var, set()).add(group.number)
+        if op.kind in _EFFECTS:
+            self.var_changer[op.var] = group.number
+        if op.kind in _SCATTERED:
+            group.scattered = True
+        elif op.kind in _FIRST_ONLY:
+            group.reached.add(op.outs[0])
+        elif not fresh or op.kind in _OPEN or OPS[op.kind].family in ("elementwise", "optimizer"):
+            group.reached |= set(op.outs)
+
+    def _place_takes(self) -> None:
+        """A taken gradient is zeroed by its reader when there is one only, elementwise; else by a kernel of its own behind all readers."""
+        for op in self.graph.ops:
+            if op.kind != "take":
+                continue
+            value = op.outs[0]
+            users = self.readers.get(value, [])
+            homes = {id(self.of.get(id(u))) for u in users}
+            group = self.of.get(id(users[0])) if users else None
+            fits = group is not None and len(homes) == 1 and value not in self.results and self.options.chains
+            if fits and group is not None and all(OPS[u.kind].family in ("elementwise", "optimizer") for u in users):
+                same = all(u.outs[0].type.shape == value.type.shape for u in users)
+                plain = all(OPS[o.kind].family in ("elementwise", "optimizer", "state") for o in group.ops)
+                if same and plain:
+                    self.of[id(op)] = group
+                    continue
+            self.of[id(op)] = self._new()
+
+    # ------------------------------------------------------------------------------ where an operation may go
+
+    def _is_inline(self, op: Op) -> bool:
+        if not op.outs or op.outs[0] in self.results:
+            return False
+        if op.kind == "const":
+            return not isinstance(op.attrs["value"], tuple)
+        if op.kind == "iota":
+            return True
+        if op.kind not in _LAYOUTS or not self.options.layouts:
+            return False
+        if self._stores_in_layout(op) is not None:
+            return False
+        users = self.readers.get(op.outs[0], [])
+        if op.kind == "transpose" and not _keeps_last(op):
+            # Read against the grain: fine for packing loops, otherwise only if it is read once anyway.
+            return all(u.kind == "matmul" for u in users) or len(users) == 1
+        return True
+
+    def _stores_in_layout(self, op: Op) -> _Group | None:
+        """The group that can store its result in the layout that `op` makes."""
+        if op.kind not in ("reshape", "transpose") or not self.options.chains or op.ins[0] in self.results:
+            return None
+        maker = self.makers.get(op.ins[0])
+        group = self.of.get(id(maker)) if maker is not None else None
+        if group is None or op.ins[0] not in group.reached or len(self.readers.get(op.ins[0], [])) != 1:
+            return None
+        if op.kind == "transpose" and not _keeps_last(op):
+            return None
+        return group if len(group.ops) < _LARGEST else None
+
+    def _home(self, op: Op) -> _Group | None:
+        """The group that `op` joins; None: a new one."""
+        if not self.options.chains:
+            return None
+        stored = self._stores_in_layout(op)
+        if stored is not None:
+            return stored
+        family = OPS[op.kind].family
+        if family not in ("elementwise", "optimizer") and op.kind not in ("accum", "write"):
+            return None
+        candidates = {}
+        for v in op.ins:
+            maker = self.makers.get(v)
+            group = self.of.get(id(maker)) if maker is not None else None
+            if group is not None:
+                candidates[group.number] = group
+        for number in sorted(candidates, reverse=True):
+            if self._fits(op, candidates[number]):
+                return candidates[number]
+        return None
+
+    def _fits(self, op: Op, group: _Group) -> bool:
+        if len(group.ops) >= _LARGEST:
+            return False
+        shape = (op.outs or op.ins)[0].type.shape
+        if group.scattered:
+            alone = len(group.ops) == 1 and len(self.readers.get(op.ins[0], [])) == 1 and op.ins[0] not in self.results
+            if not (op.kind == "accum" and alone):
+                return False
+        else:
+            inside = [v for v in op.ins if v in self.makers and self.of.get(id(self.makers[v])) is group]
+            if not inside or not all(v in group.reached and v.type.shape == shape for v in inside):
+                return False
+        bit = 1 << group.number
+        through = {n for v in op.ins if v in self.inlined for n in self._sources((v,))[0]}
+        if group.number in through:
+            return False
+        others = self._sources(op.ins)[0] - {group.number} | self._order_before(op, group)
+        return not any(self.groups[n].needs & bit for n in others)
+
+    # ------------------------------------------------------------------------------ dependencies
+
+    def _sources(self, values: Iterable[Value]) -> tuple[set[int], set[str]]:
+        """Kernels and variables that values come from, looking through what is computed where it is read."""
+        kernels: set[int] = set()
+        variables: set[str] = set()
+        stack, seen = list(values), set()
+        while stack:
+            v = stack.pop()
+            if v in seen or v not in self.makers:
+                continue
+            seen.add(v)
+            maker = self.makers[v]
+            if maker.kind in ("read", "take"):
+                variables.add(maker.var)
+            elif v in self.inlined:
+                stack += maker.ins
+            else:
+                kernels.add(self.of[id(maker)].number)
+        return kernels, variables
+
+    def _order_before(self, op: Op, group: _Group) -> set[int]:
+        """Kernels that must have run because of what `op` does to its variable, or reads from one."""
+        before: set[int] = set()
+        if op.kind in _EFFECTS:
+            before |= self.var_readers.get(op.var, set())
+            if op.var in self.var_changer:
+                before.add(self.var_changer[op.var])
+        return before - {group.number}
+
+    def _add_needs(self, group: _Group, kernels: set[int]) -> None:
+        """Record direct needs, and hand them on to every kernel that needs this one."""
+        added = 0
+        for n in kernels:
+            added |= 1 << n | self.groups[n].needs
+        if not added & ~group.needs:
+            return
+        group.needs |= added
+        bit = 1 << group.number
+        assert not group.needs & bit, "kernels that need each other"
+        for other in self.groups:
+            if other.needs & bit:
+                other.needs |= added
+
+
+def _keeps_last(op: Op) -> bool:
+    perm = ints(complete_attrs(op)["perm"])
+    return not perm or perm[-1] == len(perm) - 1
