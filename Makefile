@@ -30,8 +30,8 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later with the venv module found; use 'make PYTHON=/path/to/python'" >&2; exit 1; }
 	@echo "making $(VENV) with $(PYTHON) (downloads about 400 MB where nothing is cached; minutes)" >&2
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@
 
 demo: $(VENV)/ready

@@ -74,6 +74,7 @@ class Contender:
     commands: list[list[str]]
     cores: list[list[int]]
     threads: int
+    environment: dict[str, str] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
     processes: dict[str, int] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -82,7 +83,8 @@ class Contender:
 
     def start(self) -> None:
         """Start, wait for the warm-up, bind to cores. Time and memory until here do not count."""
-        environment = os.environ | {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TVM_NUM_THREADS")}
+        threads = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TVM_NUM_THREADS")}
+        environment = os.environ | threads | self.environment
         for number, command in enumerate(self.commands):
             cores = self.cores[number] if len(self.commands) > 1 else sorted({c for group in self.cores for c in group})
             child = subprocess.Popen(
@@ -102,7 +104,8 @@ class Contender:
             self.losses += losses
             self.about |= answer["about"]
         for pid, cores in zip(self.processes.values(), self.cores, strict=True):
-            pin(pid, cores)
+            if len(cores) == 1:  # with several, its own threads are bound by OpenMP
+                pin(pid, cores)
         self.startup_peaks = {label: peak_bytes(pid) for label, pid in self.processes.items()}
         for pid in self.processes.values():
             forget_peak(pid)

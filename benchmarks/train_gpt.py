@@ -7,7 +7,7 @@ Contenders (all float32, AdamW, untied head, the same first weights and the same
     penstock-2bw     two processes of one thread, one per core, schedule 2bw
     penstock-1f1b    the same with schedule 1f1b
     torch-1f1b       two processes of one thread, one per core, torch.distributed.pipelining.Schedule1F1B over gloo
-    torch-single     one process of two threads; a batch at once, or in microbatches with gradients accumulated: the faster of the two
+    torch-single     one process of two threads; a batch at once, or in microbatches with gradients accumulated: the faster way
 
 All contenders are started and warmed up first and then take turns, round after round in changing order, each turn a few optimiser
 steps from an empty pipeline to an empty pipeline, while the others sleep. So whatever else the machine does hits all alike. Reported:
@@ -35,6 +35,8 @@ from turns import Shape
 
 HERE = Path(__file__).parent
 NAMES = ("penstock-2bw", "penstock-1f1b", "torch-1f1b", "torch-single")
+# Ways to run torch in one process: the batch at once or in microbatches, and what idle OpenMP threads do: spin, or sleep.
+FORMS = ("whole-active", "whole-passive", "accumulated-active", "accumulated-passive")
 TRIAL_STEPS = 2
 WARMUP = 1
 
@@ -73,7 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default: 7)")
     parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--torch-split", type=int, help="blocks on torch's first rank (default: by floating-point operations)")
-    parser.add_argument("--torch-form", choices=("whole", "accumulated"), help="of torch-single (default: try both, take the faster)")
+    parser.add_argument("--torch-form", choices=FORMS, help="of torch-single (default: try all, take the fastest)")
     parser.add_argument("--json", metavar="FILE", help="write every measured turn")
     return parser.parse_args()
 
@@ -98,8 +100,11 @@ def _contender(name: str, shape: Shape, cores: list[int], folder: Path, argument
         script = [str(HERE / "torch_contender.py"), shape.to_json(), model, "pipeline", str(WARMUP)]
         return Contender(name, [[*script, str(rank), str(port), str(split)] for rank in range(2)], apart, 1)
     if name == "torch-single":
-        script = [str(HERE / "torch_contender.py"), shape.to_json(), model, form, str(WARMUP), str(len(cores))]
-        return Contender(name, [script], [cores], len(cores))
+        pieces, _, waiting = form.partition("-")
+        script = [str(HERE / "torch_contender.py"), shape.to_json(), model, pieces, str(WARMUP), str(len(cores))]
+        places = ",".join(f"{{{core}}}" for core in cores)
+        openmp = {"OMP_WAIT_POLICY": waiting, "OMP_PROC_BIND": "true", "OMP_PLACES": places}
+        return Contender(name, [script], [cores], len(cores), openmp, about={"waiting": waiting})
     schedule = name.removeprefix("penstock-")
     script = [str(HERE / "penstock_contender.py"), shape.to_json(), model, schedule, str(WARMUP), str(folder / name)]
     return Contender(name, [script], apart, 1)
@@ -115,12 +120,12 @@ def _model_file(shape: Shape, folder: Path) -> Path:
     return path
 
 
-def _faster_form(shape: Shape, cores: list[int], folder: Path, arguments: argparse.Namespace) -> tuple[str, dict[str, float]]:
-    """Which form of torch-single to enter: both are tried alone, with nothing else awake."""
+def _fastest_form(shape: Shape, cores: list[int], folder: Path, arguments: argparse.Namespace) -> tuple[str, dict[str, float]]:
+    """Which form of torch-single to enter: all are tried alone, before anything else is started."""
     if arguments.torch_form:
         return arguments.torch_form, {}
     seconds = {}
-    for form in ("whole", "accumulated"):
+    for form in FORMS:
         trial = _contender("torch-single", shape, cores, folder, arguments, form)
         try:
             trial.start()
@@ -135,12 +140,9 @@ def _faster_form(shape: Shape, cores: list[int], folder: Path, arguments: argpar
 
 def _measure(shape: Shape, cores: list[int], folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     contenders: list[Contender] = []
-    trial: dict[str, float] = {}
+    form, trial = _fastest_form(shape, cores, folder, arguments) if "torch-single" in arguments.contenders else ("", {})
     try:
         for name in arguments.contenders:
-            form = ""
-            if name == "torch-single":
-                form, trial = _faster_form(shape, cores, folder, arguments)
             contender = _contender(name, shape, cores, folder, arguments, form)
             contenders.append(contender)
             begin = time.perf_counter()
@@ -209,7 +211,7 @@ def _report(result: dict[str, Any], shape: Shape) -> None:
         print(f"{name}: {', '.join(f'{k} {v}' for k, v in row['about'].items())}; loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}")
     if result["torch_single_trial_s"]:
         tried = ", ".join(f"{form} {seconds:.2f} s per step" for form, seconds in result["torch_single_trial_s"].items())
-        print(f"torch-single runs in the form that was faster when tried alone: {tried}")
+        print(f"torch-single runs in the form that was fastest when tried alone: {tried}")
     _report_losses(rows)
     for name in rows:
         for reference in references:
