@@ -8,8 +8,10 @@ Kept: names of graph inputs, results and saved values (other graphs and the user
 their order. A read is merged with an earlier read of the variable unless it was written or taken in between. What a forward graph saves
 and its backward graph no longer needs is not saved any more.
 
-A folded constant has at most `fold_limit` elements, or one value in all of them; a larger one stays an expression. Folding happens in
-the declared element types, so with it a float32 constant expression is rounded as it would be when run.
+A folded constant has at most `fold_limit` elements, or one value in all of them; a larger one stays an expression. Constants are folded
+twice, in their declared element types and in float64, and the float64 number is written down where both agree up to rounding: the same
+program then means the same when all of it is computed in float64. Where they do not agree (a floor, a comparison, an overflow) the
+declared type decides.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..ir.graph import Attr, Graph, Module, Namer, Op, Value, substitute
-from ..ir.numpy_ops import Array, apply_op
+from ..ir.numpy_ops import F64, Array, apply_op
 from ..ir.ops import OPS
 from .identities import IDENTITIES, Found
 
@@ -39,7 +41,8 @@ class SimplifyOptions:
 def simplify(module: Module, options: SimplifyOptions) -> Module:
     """Fold constants, apply identities, merge equal operations and drop dead ones."""
     namer = Namer.of(*module.graphs.values())
-    graphs, gone = {}, {}
+    graphs: dict[str, Graph] = {}
+    gone: dict[str, str] = {}
     for name, graph in module.graphs.items():
         graphs[name], names = _simplify_graph(graph, options, namer)
         gone |= names
@@ -72,7 +75,7 @@ class _Walk:
         self.table: dict[Value, Value] = {}  # results that are gone -> what stands for them
         self.renamed: dict[Value, Value] = {}  # results that take over the name of a kept one
         self.makers: dict[Value, Op] = {}
-        self.known: dict[Value, Array] = {}
+        self.known: dict[Value, tuple[Array, Array]] = {}  # constants, as computed in the declared type and in float64
         self.equal: dict[tuple[object, ...], Op] = {}
         self.epochs: Counter[str] = Counter()
         self.counts = Counter(v for op in graph.ops for v in op.ins) + Counter((*graph.outs, *graph.saved))
@@ -165,23 +168,34 @@ class _Walk:
             return None
         if not all(v in self.known for v in op.ins):
             return None
-        (result,) = apply_op(op, [self.known[v] for v in op.ins])
-        self.known[op.outs[0]] = result
+        (typed,) = apply_op(op, [self.known[v][0] for v in op.ins])
+        (exact,) = apply_op(op, [self.known[v][1] for v in op.ins], F64)
+        if not _agree(typed, exact, op.outs[0].type.dtype):
+            exact = typed if exact.dtype == typed.dtype else typed.astype(exact.dtype)
+        self.known[op.outs[0]] = typed, exact
         if op.kind in ("const", "iota"):
             return None
-        value = _literal(result, self.options.fold_limit)
+        value = _literal(exact, self.options.fold_limit)
         if value is None:
             return None
         attrs: dict[str, Attr] = {"value": value, "dtype": op.outs[0].type.dtype}
-        return Op("const", (), op.outs, attrs | ({"shape": result.shape} if result.shape else {}), op.loc)
+        return Op("const", (), op.outs, attrs | ({"shape": exact.shape} if exact.shape else {}), op.loc)
+
+
+_ROUNDING = {"f64": 2.0**-49, "f32": 2.0**-20, "f16": 2.0**-7, "bf16": 2.0**-4}  # a few units in the last place
+
+
+def _agree(typed: Array, exact: Array, dtype: str) -> bool:
+    if dtype not in _ROUNDING:
+        return bool(np.array_equal(typed, exact))
+    with np.errstate(all="ignore"):
+        return bool(np.allclose(typed.astype(np.float64), exact, rtol=_ROUNDING[dtype], atol=0.0))
 
 
 def _literal(array: Array, limit: int) -> Attr | None:
     """An array as the value of a constant: one number for all elements, or a list."""
-    if array.dtype.kind not in "biu":
-        array = array.astype(np.float64)
-        if np.isnan(array).any():
-            return None
+    if array.dtype.kind == "f" and np.isnan(array).any():
+        return None
     flat = array.reshape(-1)
     if flat.size and (flat == flat[0]).all() and (array.dtype.kind != "f" or (np.signbit(flat) == np.signbit(flat[0])).all()):
         return flat[0].item()  # type: ignore[no-any-return]

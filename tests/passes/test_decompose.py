@@ -1,0 +1,73 @@
+"""Composite operations against the interpreter's own meaning of them, and against torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from penstock.ir.interp import run_graph
+from penstock.ir.ops import OPS
+from penstock.ir.text import parse_module
+from penstock.ir.verify import check
+from penstock.passes.decompose import DECOMPOSE, DecomposeOptions, decompose
+
+
+def attention(causal, dtype="f64", rows=4, columns=4):
+    return parse_module(
+        f"""module @m {{
+  graph @main(%q : {dtype}[2,3,{rows},5], %k : {dtype}[2,3,{columns},5], %v : {dtype}[2,3,{columns},2]) {{
+    %o : {dtype}[2,3,{rows},2] = attention(%q, %k, %v, causal={causal}, scale=0.4, stage=1) ; /attn
+    return %o
+  }}
+}}
+"""
+    )
+
+
+@pytest.mark.parametrize("causal", ["true", "false"])
+@pytest.mark.parametrize(("rows", "columns"), [(4, 4), (3, 6), (6, 3)])
+def test_attention(causal, rows, columns):
+    module = attention(causal, rows=rows, columns=columns)
+    found = decompose(module, DecomposeOptions())
+    check(found, ("typed",))
+    ops = found.graphs["main"].ops
+    assert not {op.kind for op in ops} & set(DECOMPOSE)
+    assert all(op.loc == "/attn" and op.attrs["stage"] == 1 for op in ops)
+    assert found.graphs["main"].outs == module.graphs["main"].outs
+    rng = np.random.default_rng(3)
+    ins = [rng.normal(size=v.type.shape) * 4 for v in module.graphs["main"].ins]
+    (result,) = run_graph(found.graphs["main"], ins)
+    np.testing.assert_allclose(result, run_graph(module.graphs["main"], ins)[0], rtol=1e-12, atol=1e-14)
+    expected = F.scaled_dot_product_attention(*map(torch.tensor, ins), is_causal=causal == "true", scale=0.4)
+    np.testing.assert_allclose(result, expected.numpy(), rtol=1e-9, atol=1e-12)
+
+
+def test_control_without_the_mask_it_is_another_function():
+    rng = np.random.default_rng(3)
+    ins = [rng.normal(size=v.type.shape) for v in attention("true").graphs["main"].ins]
+    masked, free = (run_graph(decompose(attention(c), DecomposeOptions()).graphs["main"], ins)[0] for c in ("true", "false"))
+    assert np.abs(masked - free).max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32", "f64"])
+def test_hidden_positions_have_exactly_no_share(dtype):
+    """Also where the visible scores are hugely negative."""
+    from penstock.ir.types import numpy_dtype
+
+    found = decompose(attention("true", dtype), DecomposeOptions())
+    kind = numpy_dtype(dtype)
+    q, k = np.full((2, 3, 4, 5), -50.0).astype(kind), np.full((2, 3, 4, 5), 50.0).astype(kind)
+    v = np.zeros((2, 3, 4, 2), kind)
+    v[:, :, 0] = 1
+    (result,) = run_graph(found.graphs["main"], [q, k, v])
+    np.testing.assert_array_equal(result[:, :, 0].astype(np.float64), 1.0)
+
+
+def test_kept_and_unchanged():
+    module = attention("true")
+    assert decompose(module, DecomposeOptions(keep=("attention",))) is module
+    found = decompose(module, DecomposeOptions())
+    assert decompose(found, DecomposeOptions()) is found
+    assert set(DECOMPOSE) <= set(OPS)
