@@ -234,7 +234,8 @@ class Workers:
         raise self._report(first, reports[first], doing)
 
     def _place(self, rank: int, action: str) -> str:
-        return f"rank {rank}, stage {self.bundle.rank(rank).stage}, action {action}"
+        word = "action " if action[:1].isdigit() else ""
+        return f"rank {rank}, stage {self.bundle.rank(rank).stage}, {word}{action}"
 
     def _death(self, rank: int, code: int | None, doing: list[str], tail: str) -> PeerLost:
         assert code is not None
@@ -253,8 +254,8 @@ class Workers:
         if kind is PeerLost:
             others = "; ".join(f"rank {r} was at {text}" for r, text in enumerate(doing) if r != rank)
             return PeerLost(f"{failed.what}; {others}", where=failed.where or self._place(rank, doing[rank]), hint=failed.hint)
-        where = failed.where or self._place(rank, doing[rank])
-        return kind(failed.what, where=where, hint=failed.hint)
+        place = self._place(rank, doing[rank])
+        return kind(failed.what, where=f"{place}: {failed.where}" if failed.where else place, hint=failed.hint)
 
 
 def _tail(log: IO[bytes], lines: int = 12) -> str:

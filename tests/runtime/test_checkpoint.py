@@ -1,0 +1,156 @@
+"""A resumed run computes bit for bit what an uninterrupted one does; torn checkpoints are refused by name and never replace whole ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from penstock.ir.errors import UsageError, VerifyError
+from penstock.runtime import checkpoint as checkpoints
+from penstock.runtime.control import DataSpec
+from penstock.runtime.job import Job, run_bundle
+
+from .conftest import classifier, make_batches, train_plainly
+
+TIMEOUT = 20
+
+
+@pytest.fixture(scope="module")
+def saved(bundle_of, tmp_path_factory):
+    """A 2bw run of 7 steps, with checkpoints after 3, 6 and 7; its directory, data and losses."""
+    folder = tmp_path_factory.mktemp("saved")
+    np.savez(folder / "data.npz", **{n: np.concatenate([b[n] for b in make_batches(5, 2)]) for n in ("x", "labels")})
+    options = {"data": str(folder / "data.npz"), "shuffle": True, "seed": 5, "timeout": TIMEOUT, "metrics": folder / "m.jsonl"}
+    summary = run_bundle(bundle_of(2, "2bw", 2).path, steps=7, checkpoint=folder / "ckpt", checkpoint_every=3, **options)
+    return folder / "ckpt", options, summary.losses
+
+
+def test_what_is_written(saved):
+    root, _, _ = saved
+    assert sorted(p.name for p in root.iterdir()) == ["latest", "step-000003", "step-000006", "step-000007"]
+    assert (root / "latest").read_text() == "step-000007\n"
+    index = checkpoints.read_index(root / "step-000003")
+    assert (index.step, index.schedule, index.microbatches) == (3, "2bw", 2)
+    newest, older = (load_file(root / "step-000003" / name) for name in ("rank0.safetensors", "rank0.older.safetensors"))
+    assert newest.keys() == {"w0", "w0.momentum"}
+    assert older.keys() == {"w0"}
+    assert not np.array_equal(newest["w0"], older["w0"])
+    assert [index.files[name].version for name in ("rank0.safetensors", "rank0.older.safetensors")] == [3, 2]
+
+
+def test_resumed_2bw_is_bitwise_equal(bundle_of, saved):
+    root, options, losses = saved
+    again = run_bundle(bundle_of(2, "2bw", 2).path, steps=4, resume=root / "step-000003", **options)
+    assert again.first_step == 3
+    assert again.losses == losses[3:]
+    records = [json.loads(line) for line in options["metrics"].read_text().splitlines()]
+    assert [r["loss"] for r in records] == losses
+    assert [r["step"] for r in records] == list(range(7))
+
+
+def test_draining_to_save_changes_nothing(bundle_of, saved):
+    _, options, losses = saved
+    whole = run_bundle(bundle_of(2, "2bw", 2).path, steps=7, **options | {"metrics": None})
+    assert whole.losses == losses
+
+
+def test_without_the_older_version_the_trajectory_would_differ(saved):
+    """The control of the claim that both versions must be saved: one version is another recurrence."""
+    batches = make_batches(6, 2)
+    assert train_plainly(2, batches, 2, 1)[4:] != train_plainly(2, batches, 2, 0)[4:]
+
+
+def test_resumed_1f1b_is_bitwise_equal_and_may_have_other_stages(bundle_of, tmp_path):
+    batches = make_batches(6, 3)
+    with Job(bundle_of(3, "1f1b", 3), timeout=TIMEOUT) as job:
+        losses = list(job.run(batches[:4]))
+        place = job.save(tmp_path)
+        losses += list(job.run(batches[4:]))
+        parameters = job.parameters()
+    assert sorted(p.name for p in place.iterdir()) == ["index.json", "index.sha256", "rank0.safetensors", "rank1.safetensors", "rank2.safetensors"]
+    with Job(bundle_of(3, "1f1b", 3), timeout=TIMEOUT, resume=tmp_path) as job:
+        assert job.steps_done == 4
+        assert list(job.run(batches[4:])) == losses[4:]
+        for name, array in job.parameters().items():
+            np.testing.assert_array_equal(array, parameters[name])
+
+
+def test_tensors_are_found_by_name_over_all_files(saved):
+    """A bundle that has all variables on other stages finds them as well."""
+    index = checkpoints.read_index(saved[0] / "step-000003")
+    names = {"w0", "w1", "w1.momentum", "other"}
+    assert checkpoints.files_for(index, names, 3) == {"rank0.safetensors": {"w0"}, "rank1.safetensors": {"w1", "w1.momentum"}}
+    assert checkpoints.files_for(index, names, 2) == {"rank0.older.safetensors": {"w0"}, "rank1.older.safetensors": {"w1"}}
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_damaged_files_are_refused_by_name(saved, tmp_path, damage):
+    whole = saved[0] / "step-000006"
+    for name in sorted(p.name for p in whole.iterdir()):
+        copy = tmp_path / "copy"
+        shutil.copytree(whole, copy)
+        data = bytearray((copy / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        if damage == "remove":
+            (copy / name).unlink()
+        else:
+            (copy / name).write_bytes(data if damage == "flip" else data[:-1])
+        with pytest.raises((VerifyError, UsageError)) as caught:
+            place = checkpoints.find_checkpoint(copy)
+            index = checkpoints.read_index(place)
+            for file in index.files:
+                checkpoints.check_file(place, index, file)
+        assert name in str(caught.value)
+        shutil.rmtree(copy)
+
+
+def test_a_worker_refuses_a_damaged_file(bundle_of, saved, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0] / "step-000006", copy)
+    data = bytearray((copy / "rank1.older.safetensors").read_bytes())
+    data[-3] ^= 4
+    (copy / "rank1.older.safetensors").write_bytes(data)
+    with pytest.raises(VerifyError, match=r"rank1\.older\.safetensors: SHA-256 is"):
+        Job(bundle_of(2, "2bw", 2), timeout=TIMEOUT, resume=copy)
+
+
+def test_what_does_not_fit_is_refused(saved):
+    root, options, _ = saved
+    index = checkpoints.read_index(root / "step-000003")
+    same = DataSpec(options["data"], True, 5)
+    assert checkpoints.check_resume(index, classifier(2, "2bw", 2), same, "here") == []
+    (difference,) = checkpoints.check_resume(index, classifier(2, "2bw", 2), DataSpec(), "here")
+    assert "the data is now synthetic with seed 0, the checkpoint was trained on" in difference
+    with pytest.raises(VerifyError) as caught:
+        checkpoints.check_resume(index, classifier(3, "1f1b", 4), None, "here")
+    for message in ("schedule 2bw, the bundle has 1f1b", "2 microbatches per batch, the bundle has 4", "w1: the bundle has f32[8,8], the checkpoint f32[8,5]", "w2: the bundle has f32[8,5], the checkpoint nothing"):
+        assert message in str(caught.value)
+
+
+def test_finding_checkpoints(saved, tmp_path):
+    root, _, _ = saved
+    assert checkpoints.find_checkpoint(root) == root / "step-000007"
+    assert checkpoints.find_checkpoint(root / "step-000003") == root / "step-000003"
+    with pytest.raises(UsageError, match="there is no checkpoint"):
+        checkpoints.find_checkpoint(tmp_path)
+    (tmp_path / "latest").write_text("../../etc\n")
+    with pytest.raises(VerifyError, match="which is not a checkpoint here"):
+        checkpoints.find_checkpoint(tmp_path)
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint(bundle_of, tmp_path):
+    batches = make_batches(2, 2)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(Exception, match="File exists|Not a directory"), Job(bundle_of(2, "2bw", 2), timeout=5) as job:
+        job.step(batches[0])
+        first = job.save(tmp_path / "ckpt")
+        job.step(batches[1])
+        job.save(blocked)
+    assert (tmp_path / "ckpt" / "latest").read_text() == "step-000001\n"
+    assert checkpoints.read_index(first).step == 1
+    assert sorted(p.name for p in (tmp_path / "ckpt").iterdir()) == ["latest", "step-000001"]

@@ -1,0 +1,129 @@
+"""A lost rank ends the job in a bounded time with one message that names it, and no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+
+from penstock.backends.bundle import Bundle, open_bundle
+from penstock.ir.errors import PeerLost, VerifyError
+from penstock.runtime.control import DataSpec, Run
+from penstock.runtime.job import Job
+
+from .conftest import is_running, make_batches
+
+BOUND = 15.0
+
+
+def wait_until(condition, seconds=BOUND):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def lose(bundle, rank, number, timeout):
+    """Train, send a signal to one worker in the middle; the error and the seconds until it came."""
+    with pytest.raises(PeerLost) as caught, Job(bundle, timeout=timeout) as job:
+        pids = job.workers.process_ids()
+        for i, _ in enumerate(job.run(cycle(make_batches(4, 3)))):
+            if i == 5:
+                started = time.monotonic()
+                os.kill(pids[rank], number)
+            assert i < 200_000
+    seconds = time.monotonic() - started
+    assert not [pid for pid in pids if is_running(pid)]
+    return caught.value, seconds
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_worker(bundle_of, rank):
+    error, seconds = lose(bundle_of(3, "2bw", 3), rank, signal.SIGKILL, timeout=60)
+    assert seconds < BOUND
+    assert error.exit_code == 6
+    assert f"rank {rank} (stage {rank}, process" in str(error)
+    assert "was killed by SIGKILL during" in str(error)
+    assert error.where.startswith(f"rank {rank}, stage {rank}, action {rank}")
+
+
+def test_a_worker_that_hangs(bundle_of):
+    error, seconds = lose(bundle_of(3, "2bw", 3), 1, signal.SIGSTOP, timeout=3)
+    assert seconds < BOUND
+    assert "rank 1 (stage 1) did not answer within 3 s; waited for" in str(error)
+    assert "stage 1), which carries %h" in str(error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_orphans_when_the_launcher_ends(bundle_of, tmp_path, number):
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom penstock.runtime.job import Job\nfrom penstock.backends.bundle import open_bundle\n"
+        "with Job(open_bundle(sys.argv[1]), timeout=60) as job:\n"
+        "    Path(sys.argv[2]).write_text(' '.join(map(str, job.workers.process_ids())))\n"
+        "    Path(sys.argv[2]).rename(sys.argv[2] + '.done')\n"
+        "    job.workers.receive()\n"
+    )
+    pids = tmp_path / "pids.done"
+    process = subprocess.Popen([sys.executable, "-c", script, str(bundle_of(2, "1f1b", 2).path), str(tmp_path / "pids")], stderr=subprocess.DEVNULL)
+    try:
+        assert wait_until(pids.exists, 60)
+        workers = [int(pid) for pid in pids.read_text().split()]
+        assert len(workers) == 2
+        assert all(map(is_running, workers))
+        process.send_signal(number)
+        process.wait(BOUND)
+        assert wait_until(lambda: not any(map(is_running, workers)))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_workers_refuse_what_changed_after_the_launcher_looked(bundle_of, tmp_path):
+    path = tmp_path / "bundle"
+    shutil.copytree(bundle_of(2, "1f1b", 2).path, path)
+    bundle = open_bundle(path)
+    weights = path / "weights/s1.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(VerifyError, match=r"weights/s1\.safetensors: SHA-256 is") as caught:
+        Job(bundle, timeout=20)
+    assert caught.value.exit_code == 5
+    assert caught.value.where.startswith("rank 1, stage 1, starting: ")
+
+
+def test_an_error_inside_a_worker_comes_with_its_place(bundle_of):
+    """The worker's own error is shown, not the broken connections that follow from it."""
+    job = Job(bundle_of(2, "2bw", 4), timeout=20, data=DataSpec())
+    with pytest.raises(VerifyError, match="version 4 was asked for, versions present: 0") as caught, job:
+        job.workers.send_all(Run(5, 1))
+        job.workers.receive()
+    assert caught.value.where == "rank 0, stage 0, action 0F20@4: @w0"
+
+
+def test_a_port_on_loopback_only(bundle_of):
+    """Neither the meeting point nor gloo listens on another interface."""
+    with Job(bundle_of(2, "1f1b", 2), timeout=20) as job:
+        owned = set()
+        for pid in job.workers.process_ids():
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                target = os.readlink(descriptor)
+                if target.startswith("socket:["):
+                    owned.add(target[8:-1])
+        rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+        listening = {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in owned}
+    assert listening == {"0100007F"}
+
+
+def test_bundles_of_another_size(bundle_of):
+    bundle = bundle_of(2, "1f1b", 2)
+    one = Bundle(bundle.path, type(bundle.manifest)(**{f: getattr(bundle.manifest, f) for f in bundle.manifest.__struct_fields__} | {"ranks": bundle.manifest.ranks[:1]}))
+    with pytest.raises(VerifyError, match="the bundle is for 2 ranks, 1 were started"):
+        Job(one, timeout=20)

@@ -1,0 +1,106 @@
+"""The same command under torchrun: every process becomes its rank, rank 0 writes metrics and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from penstock.runtime.job import run_bundle
+
+SCRIPT = """
+import json, sys
+from penstock.ir.errors import PenstockError
+from penstock.runtime.job import run_bundle
+options = json.loads(sys.argv[1])
+try:
+    run_bundle(**options)
+except PenstockError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def torchrun(tmp_path, processes, seconds=90, **options):
+    """torchrun with our processes; the return code and what they said."""
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", "--master-port=0"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", str(script), json.dumps(options)]
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        try:
+            code = process.wait(seconds)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        log.seek(0)
+        return code, log.read()
+
+
+def test_the_same_losses_as_a_local_run(bundle_of, tmp_path):
+    path = str(bundle_of(2, "2bw", 2).path)
+    files = {"metrics": str(tmp_path / "m.jsonl"), "checkpoint": str(tmp_path / "ckpt"), "trace": str(tmp_path / "t.json")}
+    code, log = torchrun(tmp_path, 2, path=path, steps=5, checkpoint_every=3, timeout=20, **files)
+    assert code == 0, log
+    expected = run_bundle(path, steps=5, timeout=20, progress=False)
+    records = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [r["loss"] for r in records] == expected.losses
+    assert sorted(p.name for p in (tmp_path / "ckpt").iterdir()) == ["latest", "step-000003", "step-000005"]
+    assert "step 5/5  loss" in log
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1}
+    resumed = run_bundle(path, steps=2, timeout=20, resume=tmp_path / "ckpt" / "step-000003", progress=False)
+    assert resumed.losses == expected.losses[3:]
+
+
+def test_a_wrong_number_of_processes(bundle_of, tmp_path):
+    code, log = torchrun(tmp_path, 3, path=str(bundle_of(2, "2bw", 2).path), steps=1, timeout=10)
+    assert code != 0
+    assert "the bundle is for 2 ranks, 3 were started" in log
+
+
+def test_ranks_with_different_bundles(bundle_of, tmp_path):
+    """Rank 1 has a bundle of another schedule: refused before the first action."""
+    paths = [str(bundle_of(2, kind, 2).path) for kind in ("2bw", "1f1b")]
+    processes = []
+    from penstock.runtime.launch import thread_environment
+
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT)
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for rank, path in enumerate(paths):
+        group = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(script), json.dumps({"path": path, "steps": 1, "timeout": 20})]
+        processes.append(subprocess.Popen(command, env=os.environ | group | thread_environment(1), stderr=subprocess.PIPE, text=True))
+    try:
+        said = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert any(process.returncode == 5 for process in processes)
+    assert all(process.returncode != 0 for process in processes)
+    assert "the ranks do not have the same module.ir" in "".join(said)
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "metrics"])
+def test_options_travel_as_absolute_paths(name, tmp_path, monkeypatch):
+    from penstock.runtime import job as jobs
+
+    seen = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(jobs, "become_rank", lambda options: seen.append(options) or sys.exit(0))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run_bundle("bundle", **{name: "out"})
+    assert getattr(seen[0], name) == str(tmp_path / "out")
+    assert seen[0].bundle == str(tmp_path / "bundle")
