@@ -4,6 +4,8 @@ In: a path. Out: the model, a type for each tensor, arrays without copies where 
 and a hash of everything that was read. What is refused here, always as UsageError: a file that is missing, truncated or not a valid
 model, and external data that is missing, too short, or outside the model's folder (absolute paths, `..`, links that lead out of it).
 A memory-mapped array is read-only and must not outlive the file.
+
+Known limit: onnx's checker and shape inference are native code; a file made to crash them is not survived.
 """
 
 from __future__ import annotations
@@ -95,6 +97,10 @@ class Source:
         light.opset_import.extend(self.model.opset_import)
         light.functions.extend(self.model.functions)
         graph, target = self.model.graph, light.graph
+        for node in graph.node:  # shape inference does not fail on this one, it ends the process
+            counts = [a.i for a in node.attribute if a.name == "num_outputs"]
+            if node.op_type == "Split" and counts and counts[0] != len(node.output):
+                raise UsageError(f"node {node.name} splits in {counts[0]}, but has {len(node.output)} results", where=str(self.path))
         target.name = "light"
         target.node.extend(graph.node)
         target.output.extend(graph.output)

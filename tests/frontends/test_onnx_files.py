@@ -149,6 +149,16 @@ def test_a_truncated_file_is_a_usage_error_wherever_it_is_cut(tmp_path: Path) ->
             import_onnx(path)
 
 
+def test_a_split_that_would_crash_shape_inference_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.onnx"
+    node = helper.make_node("Split", ["x"], ["a", "b", "c"], axis=0, num_outputs=2)
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [6 if name == "x" else 2]) for name in "xabc"]
+    graph = helper.make_graph([node], "g", values[:1], values[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    with pytest.raises(UsageError, match="splits in 2, but has 3 results"):
+        import_onnx(path)
+
+
 def test_flipped_bytes_give_an_error_or_a_model_never_a_crash(tmp_path: Path) -> None:
     whole = write_mlp(tmp_path / "mlp.onnx", [3, 4, 2], 2).read_bytes()
     path = tmp_path / "flipped.onnx"
