@@ -11,12 +11,19 @@ from collections.abc import Callable
 from penstock.ir.graph import Op
 
 from ..target import Machine
-from . import elementwise, gemm, lookup, reduce, rows
+from . import elementwise, gemm, lookup, reduce, rows, windows
 from .body import Body, Group, Kernel, NotOneKernel
 
 # Operations that bring loops of their own; a group has at most one of them.
 MAIN: dict[str, Callable[[Body, Op], None]] = {
     "matmul": gemm.emit_matmul,
+    "conv": windows.emit_conv,
+    "conv_grad_input": windows.emit_conv_grad_input,
+    "conv_grad_weight": windows.emit_conv_grad_weight,
+    "max_pool": windows.emit_pool,
+    "max_pool_grad": windows.emit_max_pool_grad,
+    "avg_pool": windows.emit_pool,
+    "avg_pool_grad": windows.emit_avg_pool_grad,
     "softmax": rows.emit_softmax,
     "log_softmax": rows.emit_softmax,
     "softmax_grad": rows.emit_softmax_grad,

@@ -56,7 +56,7 @@ def _neg(x: Expr) -> Expr:
 
 def _cast(x: Expr, dtype: str) -> Expr:
     if dtype == "bool":
-        return x if dtype_name(x).startswith("bool") else x != _number(x, 0)
+        return x if dtype_name(x).startswith("bool") else tirx.NE(x, _number(x, 0))
     if dtype_name(x).startswith("bool"):
         return tirx.Select(x, literal(1, dtype), literal(0, dtype))
     return cast(x, dtype)
@@ -120,7 +120,7 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "pow": lambda f, a, x, y: tirx.power(x, y),
     "minimum": lambda f, a, x, y: f.smaller(x, y),
     "maximum": lambda f, a, x, y: f.larger(x, y),
-    "equal": lambda f, a, x, y: x == y if not dtype_name(x).startswith("bool") else tirx.Not(_differ(x, y)),
+    "equal": lambda f, a, x, y: tirx.EQ(x, y) if not dtype_name(x).startswith("bool") else tirx.Not(_differ(x, y)),
     "less": lambda f, a, x, y: x < y if not dtype_name(x).startswith("bool") else tirx.And(tirx.Not(x), y),
     "less_equal": lambda f, a, x, y: x <= y if not dtype_name(x).startswith("bool") else tirx.Or(tirx.Not(x), y),
     "and": lambda f, a, x, y: tirx.And(x, y),

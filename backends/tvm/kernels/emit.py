@@ -130,7 +130,8 @@ class Emitter:
             return value
         dtype = dtype_name(value)
         if dtype.startswith("bool"):
-            return self.bind(tirx.Select(value, tirx.IntImm("int32", 1), tirx.IntImm("int32", 0)), name) != 0
+            flag = self.bind(tirx.Select(value, tirx.IntImm("int32", 1), tirx.IntImm("int32", 0)), name)
+            return tirx.NE(flag, tirx.IntImm("int32", 0))
         if isinstance(value, TensorLoad) and value.source in self._names:
             return value
         if self._lane is None and dtype.startswith("int"):
@@ -140,9 +141,16 @@ class Emitter:
         buffer = tirx.decl_buffer((self._width,), dtype, name=self.fresh(name), scope="local")
         (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
         self._names.add(buffer)
-        index = self._lane if self._lane is not None else tirx.IntImm("int32", 0)
-        self.add(tirx.BufferStore(buffer, value, [index]))
-        return tirx.BufferLoad(buffer, [index])
+        self.add(tirx.BufferStore(buffer, value, [self.lane()]))
+        return tirx.BufferLoad(buffer, [self.lane()])
+
+    def lane(self) -> Expr:
+        """The index into local storage for the element being worked on: the vector's variable, or 0 outside vectors."""
+        return self._lane if self._lane is not None else tirx.IntImm("int32", 0)
+
+    def width(self) -> int:
+        """How many elements are worked on at once here."""
+        return self._width
 
     def store(self, buffer: Buffer, value: Expr, index: Expr) -> None:
         self.add(tirx.BufferStore(buffer, value, [index]))
@@ -150,12 +158,5 @@ class Emitter:
     def alloc(self, size: int, dtype: str, name: str, local: bool = False) -> Buffer:
         """Scratch storage of this block: `local` stays in registers or on the stack, otherwise it comes from the thread's workspace."""
         buffer = tirx.decl_buffer((size,), TVM_DTYPES[dtype], name=self.fresh(name), scope="local" if local else "global")
-        self.add(tirx.AllocBuffer(buffer))
+        (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
         return buffer
-
-    def flat(self, buffer: Buffer, size: int, dtype: str) -> Buffer:
-        """A one-dimensional view of a parameter."""
-        data = tirx.buffer_data(buffer)
-        view = tirx.decl_buffer((size,), TVM_DTYPES[dtype], name=f"{buffer.name}_flat", data=data)
-        self.add(tirx.DeclBuffer(view, data=data))
-        return view

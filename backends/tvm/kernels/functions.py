@@ -111,8 +111,8 @@ class Functions:
         z = self.bind(m * m)
         y = self._horner(m, _LOG) * m * z + e * _f32(-2.12194440e-4) - z * _f32(0.5)
         y = self.bind(m + y + e * _f32(0.693359375))
-        y = tirx.Select(x == _f32(math.inf), _f32(math.inf), y)
-        y = tirx.Select(x == _f32(0), _f32(-math.inf), y)
+        y = tirx.Select(tirx.EQ(x, _f32(math.inf)), _f32(math.inf), y)
+        y = tirx.Select(tirx.EQ(x, _f32(0)), _f32(-math.inf), y)
         # Negative numbers, and nan, which is not above 0 either.
         return self.bind(tirx.Select(x >= _f32(0), y, _f32(math.nan)))
 

@@ -10,7 +10,7 @@ layer_norm: mean = sum(x) / n, rstd = 1 / sqrt(sum((x - mean)^2) / n + eps), in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 from tvm import tirx
@@ -43,8 +43,8 @@ class Rows:
         self.row: Index = ()
         self._tail: Index = ()
 
-    def each(self) -> Iterator[None]:
-        """Run the body of a for statement for every row."""
+    def each(self, one_row: Callable[[], None]) -> None:
+        """Emit `one_row` inside the loops over rows."""
         count = prod(self.outer)
         kind = parallel_if(self.body.machine, prod(self.shape))
         with self.emit.loop(count, kind, "row") as o:
@@ -52,12 +52,12 @@ class Rows:
             if not self.across:
                 self._tail = tuple(zero() for _ in self.inner)
                 with self.body.point():
-                    yield
+                    one_row()
                 return
             for i, lane in self.emit.spans(prod(self.inner), self.lanes):
                 self._lane, self._tail = lane, unravel(i, self.inner)
                 with self.body.point():
-                    yield
+                    one_row()
 
     def index(self, position: Expr) -> Index:
         """The index of an element of this row."""
@@ -137,16 +137,17 @@ def emit_softmax(body: Body, op: Op) -> None:
     x, y = op.ins[0], op.outs[0]
     axis, dtype = _axis_of(op, x), x.type.dtype
     rows = Rows(body, x.type.dims, axis, axis + 1, [x])
-    for _ in rows.each():
+
+    def one_row() -> None:
         top = rows.one(dtype, -math.inf, body.functions.larger, lambda c: body.at(x, rows.index(c)))
         if op.kind == "log_softmax":
             total = rows.one(dtype, 0, add, lambda c: body.functions.exp(body.at(x, rows.index(c)) - top))
             shift = body.emit.bind(body.functions.log(total), "s")
             rows.store(lambda c, index: {y: body.at(x, index) - top - shift})
-            continue
+            return
         place = rows.scratch(dtype) if not rows.across else None
 
-        def exponent(c: Expr, place: object = place) -> Expr:
+        def exponent(c: Expr) -> Expr:
             e = body.emit.bind(body.functions.exp(body.at(x, rows.index(c)) - top))
             if place is not None:
                 assert callable(place)
@@ -157,7 +158,7 @@ def emit_softmax(body: Body, op: Op) -> None:
         total = rows.one(dtype, 0, add, exponent)
         scale = body.emit.bind(literal(1, dtype) / total, "s")
 
-        def result(c: Expr, index: Index, place: object = place) -> dict[Value, Expr]:
+        def result(c: Expr, index: Index) -> dict[Value, Expr]:
             if place is None:
                 return {y: body.functions.exp(body.at(x, index) - top) * scale}
             assert callable(place)
@@ -166,18 +167,23 @@ def emit_softmax(body: Body, op: Op) -> None:
 
         rows.store(result)
 
+    rows.each(one_row)
+
 
 def emit_softmax_grad(body: Body, op: Op) -> None:
     y, dy = op.ins
     axis, dtype = _axis_of(op, y), y.type.dtype
     rows = Rows(body, y.type.dims, axis, axis + 1, op.ins)
-    for _ in rows.each():
+
+    def one_row() -> None:
         if op.kind == "softmax_grad":
             dot = rows.one(dtype, 0, add, lambda c: body.at(dy, rows.index(c)) * body.at(y, rows.index(c)))
             rows.store(lambda c, index: {op.outs[0]: body.at(y, index) * (body.at(dy, index) - dot)})
         else:
             total = rows.one(dtype, 0, add, lambda c: body.at(dy, rows.index(c)))
             rows.store(lambda c, index: {op.outs[0]: body.at(dy, index) - body.functions.exp(body.at(y, index)) * total})
+
+    rows.each(one_row)
 
 
 def emit_layer_norm(body: Body, op: Op) -> None:
@@ -187,7 +193,8 @@ def emit_layer_norm(body: Body, op: Op) -> None:
     rows = Rows(body, x.type.dims, axis, x.type.rank, [x, scale, bias])
     share = literal(1 / max(rows.length, 1), dtype)
     eps = literal(float(complete_attrs(op)["eps"]), dtype)  # type: ignore[arg-type]
-    for _ in rows.each():
+
+    def one_row() -> None:
         mean = body.emit.bind(rows.one(dtype, 0, add, lambda c: body.at(x, rows.index(c))) * share, "mean")
 
         def square(c: Expr) -> Expr:
@@ -205,13 +212,16 @@ def emit_layer_norm(body: Body, op: Op) -> None:
 
         rows.store(result)
 
+    rows.each(one_row)
+
 
 def emit_layer_norm_grad(body: Body, op: Op) -> None:
     dy, x, scale, mean, rstd = op.ins
     axis, dtype = _axis_of(op, x), x.type.dtype
     rows = Rows(body, x.type.dims, axis, x.type.rank, [dy, x, scale])
     share = literal(1 / max(rows.length, 1), dtype)
-    for _ in rows.each():
+
+    def one_row() -> None:
         m, r = body.at(mean, rows.row), body.at(rstd, rows.row)
 
         def parts(c: Expr, index: Index) -> tuple[Expr, Expr]:
@@ -231,6 +241,8 @@ def emit_layer_norm_grad(body: Body, op: Op) -> None:
 
         rows.store(result)
 
+    rows.each(one_row)
+
 
 def emit_cross_entropy(body: Body, op: Op) -> None:
     logits, labels = op.ins
@@ -240,7 +252,8 @@ def emit_cross_entropy(body: Body, op: Op) -> None:
     rows = Rows(body, shape, len(shape) - 1, len(shape), [logits])
     emit = body.emit
     parts = emit.alloc(max(count, 1), dtype, "losses")
-    for _ in rows.each():
+
+    def one_row() -> None:
         top = rows.one(dtype, -math.inf, body.functions.larger, lambda c: body.at(logits, rows.index(c)))
         total = rows.one(dtype, 0, add, lambda c: body.functions.exp(body.at(logits, rows.index(c)) - top))
         lse = emit.bind(body.functions.log(total) + top, "lse")
@@ -250,6 +263,8 @@ def emit_cross_entropy(body: Body, op: Op) -> None:
         for i, n in zip(rows.row, shape[:-1], strict=True):
             position = position * n + i
         emit.store(parts, lse - body.at(logits, (*rows.row, label)), position)
+
+    rows.each(one_row)
     sums = emit.alloc(1, dtype, "sum", local=True)
     emit.store(sums, literal(0, dtype), zero())
     with emit.loop(count) as i:
@@ -265,7 +280,8 @@ def emit_argmax(body: Body, op: Op) -> None:
     axis, dtype = _axis_of(op, x), x.type.dtype
     rows = Rows(body, x.type.dims, axis, axis + 1, [x])
     lowest = -math.inf if dtype in ("f32", "f64") else {"i64": -(2**63), "i32": -(2**31), "i8": -128, "u8": 0}[dtype]
-    for _ in rows.each():
+
+    def one_row() -> None:
         top = rows.one(dtype, lowest, body.functions.larger, lambda c: body.at(x, rows.index(c)))
 
         def candidate(c: Expr) -> Expr:
@@ -278,6 +294,8 @@ def emit_argmax(body: Body, op: Op) -> None:
         first = rows.one("i32", rows.length, body.functions.smaller, candidate)
         index = (*rows.row, *rows._tail)
         body.finish({y: (cast(first, "i64"), index)})
+
+    rows.each(one_row)
 
 
 __all__ = [

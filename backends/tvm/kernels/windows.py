@@ -1,0 +1,261 @@
+"""Sliding windows: convolution with its gradients as matrix products that gather while they pack, and pooling.
+
+In: any number of spatial dimensions, strides, dilations, padding, groups. A convolution is the product, per image and group,
+
+    out[o, p] = sum over (c, r) of  w[o, (c, r)] * x[c, p * stride - low + r * dilation]
+
+with the windows gathered into the packed panel of the right operand, so no image of all windows is ever in memory; its gradients are the
+same with the roles exchanged. Pooling runs along the last dimension in vectors.
+
+Limits: packing costs one guarded read per element and output channel block, so few output channels are slow; no Winograd, no blocked layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from math import prod
+
+from tvm import tirx
+
+from penstock.ir.graph import Op, Value
+from penstock.ir.ops import Window, complete_attrs, ints, window_of
+
+from .body import Body, NotOneKernel, parallel_if
+from .elements import Index, linear, unravel, zero
+from .elementwise import emit_nest
+from .emit import SERIAL, Expr, literal
+from .gemm import Product, emit_product
+from .reduce import LOWEST
+
+
+def _inside(positions: Index, sizes: tuple[int, ...]) -> tuple[Index, list[Expr]]:
+    """Positions moved into the tensor, and the conditions under which they were there."""
+    conditions: list[Expr] = []
+    moved: list[Expr] = []
+    for p, n in zip(positions, sizes, strict=True):
+        conditions += [p >= 0, p < n]
+        moved.append(tirx.max(tirx.min(p, n - 1), 0))
+    return tuple(moved), conditions
+
+
+def _window_positions(w: Window, out: Index, tap: Index) -> Index:
+    """Where a window reads: tap by tap in each dimension."""
+    return tuple(o * s - low + r * d for o, r, s, low, d in zip(out, tap, w.strides, w.low, w.dilations, strict=True))
+
+
+def _windows_of(w: Window, place: Index, tap: Index, sizes: tuple[int, ...]) -> tuple[Index, list[Expr]]:
+    """The window whose `tap` lies on `place`, and the conditions under which there is one."""
+    found: list[Expr] = []
+    conditions: list[Expr] = []
+    for p, r, s, low, d in zip(place, tap, w.strides, w.low, w.dilations, strict=True):
+        t = p + low - r * d
+        if s > 1:
+            conditions.append(tirx.EQ(tirx.floormod(t, s), 0))
+            t = tirx.floordiv(t, s)
+        found.append(t)
+    inside, bounds = _inside(tuple(found), sizes)
+    return inside, conditions + bounds
+
+
+def _guarded(body: Body, value: Value, index: Index, conditions: list[Expr]) -> Expr:
+    return body.emit.bind(tirx.Select(tirx.all(*conditions), body.at(value, index), literal(0, value.type.dtype)))
+
+
+def _needs_no_guard(w: Window) -> bool:
+    return not any(w.low) and not any(w.high)
+
+
+def emit_conv(body: Body, op: Op) -> None:
+    x, w, y = op.ins[0], op.ins[1], op.outs[0]
+    attrs = complete_attrs(op)
+    groups, kernel = int(attrs["groups"]), w.type.dims[2:]  # type: ignore[arg-type]
+    window = window_of(attrs, kernel)
+    per_out, per_in = y.type.dims[1] // groups, w.type.dims[1]
+    spatial, sizes = y.type.dims[2:], x.type.dims[2:]
+
+    def a(lead: Index, i: Expr, k: Expr) -> Expr:
+        return body.at(w, (lead[1] * per_out + i, *unravel(k, (per_in, *kernel))))
+
+    def b(lead: Index, k: Expr, j: Expr) -> Expr:
+        channel, *tap = unravel(k, (per_in, *kernel))
+        channel = lead[1] * per_in + channel
+        positions = _window_positions(window, unravel(j, spatial), tuple(tap))
+        if _needs_no_guard(window):
+            return body.at(x, (lead[0], channel, *positions))
+        inside, conditions = _inside(positions, sizes)
+        return _guarded(body, x, (lead[0], channel, *inside), conditions)
+
+    def place(lead: Index, i: Expr, j: Expr) -> Index:
+        return (lead[0], lead[1] * per_out + i, *unravel(j, spatial))
+
+    batch = (y.type.dims[0], groups)
+    emit_product(body, Product(y, batch, per_out, prod(spatial), per_in * prod(kernel), a, b, place, body.is_stored(w), False))
+
+
+def emit_conv_grad_input(body: Body, op: Op) -> None:
+    dy, w, dx = op.ins[0], op.ins[1], op.outs[0]
+    attrs = complete_attrs(op)
+    groups, kernel = int(attrs["groups"]), w.type.dims[2:]  # type: ignore[arg-type]
+    window = window_of(attrs, kernel)
+    per_out, per_in = dy.type.dims[1] // groups, w.type.dims[1]
+    spatial, sizes = dx.type.dims[2:], dy.type.dims[2:]
+
+    def a(lead: Index, i: Expr, k: Expr) -> Expr:
+        channel, *tap = unravel(k, (per_out, *kernel))
+        return body.at(w, (lead[1] * per_out + channel, i, *tap))
+
+    def b(lead: Index, k: Expr, j: Expr) -> Expr:
+        channel, *tap = unravel(k, (per_out, *kernel))
+        where, conditions = _windows_of(window, unravel(j, spatial), tuple(tap), sizes)
+        return _guarded(body, dy, (lead[0], lead[1] * per_out + channel, *where), conditions)
+
+    def place(lead: Index, i: Expr, j: Expr) -> Index:
+        return (lead[0], lead[1] * per_in + i, *unravel(j, spatial))
+
+    batch = (dx.type.dims[0], groups)
+    emit_product(body, Product(dx, batch, per_in, prod(spatial), per_out * prod(kernel), a, b, place, False, False))
+
+
+def emit_conv_grad_weight(body: Body, op: Op) -> None:
+    x, dy, dw = op.ins[0], op.ins[1], op.outs[0]
+    attrs = complete_attrs(op)
+    groups, kernel = int(attrs["groups"]), dw.type.dims[2:]  # type: ignore[arg-type]
+    window = window_of(attrs, kernel)
+    images, per_out, per_in = dy.type.dims[0], dy.type.dims[1] // groups, dw.type.dims[1]
+    spatial, sizes = dy.type.dims[2:], x.type.dims[2:]
+
+    def a(lead: Index, i: Expr, k: Expr) -> Expr:
+        image, *out = unravel(k, (images, *spatial))
+        return body.at(dy, (image, lead[0] * per_out + i, *out))
+
+    def b(lead: Index, k: Expr, j: Expr) -> Expr:
+        image, *out = unravel(k, (images, *spatial))
+        channel, *tap = unravel(j, (per_in, *kernel))
+        positions = _window_positions(window, tuple(out), tuple(tap))
+        inside, conditions = _inside(positions, sizes)
+        return _guarded(body, x, (image, lead[0] * per_in + channel, *inside), conditions)
+
+    def place(lead: Index, i: Expr, j: Expr) -> Index:
+        return (lead[0] * per_out + i, *unravel(j, (per_in, *kernel)))
+
+    emit_product(body, Product(dw, (groups,), per_out, per_in * prod(kernel), images * prod(spatial), a, b, place, False, False))
+
+
+# ---------------------------------------------------------------------------------------- pooling
+
+
+def emit_pool(body: Body, op: Op) -> None:
+    x, y = op.ins[0], op.outs[0]
+    attrs = complete_attrs(op)
+    kernel, dtype, sizes = ints(attrs["kernel"]), x.type.dtype, x.type.dims[2:]
+    window = window_of(attrs, kernel)
+    largest = op.kind == "max_pool"
+    start = literal(LOWEST.get(dtype, -math.inf) if largest else 0, dtype)
+    counts = not largest and not attrs["include_pad"]
+    emit = body.emit
+
+    def point(index: Index) -> None:
+        with body.point():
+            lane = emit.lane()
+            total = emit.alloc(emit.width(), dtype, "total", local=True)
+            number = emit.alloc(emit.width(), dtype, "count", local=True)
+            emit.store(total, start, lane)
+            emit.store(number, literal(0, dtype), lane)
+            with ExitStack() as stack:
+                tap = tuple(stack.enter_context(emit.loop(k, SERIAL, "t")) for k in kernel)
+                stack.enter_context(body.point())
+                inside, conditions = _inside(_window_positions(window, index[2:], tap), sizes)
+                valid = emit.bind(tirx.all(*conditions))
+                value = body.at(x, (*index[:2], *inside))
+                before = tirx.BufferLoad(total, [lane])
+                if largest:
+                    emit.store(total, body.functions.larger(before, tirx.Select(valid, value, start)), lane)
+                else:
+                    emit.store(total, before + tirx.Select(valid, value, literal(0, dtype)), lane)
+                if counts:
+                    one = tirx.Select(valid, literal(1, dtype), literal(0, dtype))
+                    emit.store(number, tirx.BufferLoad(number, [lane]) + one, lane)
+            result = tirx.BufferLoad(total, [lane])
+            if counts:
+                result = result / tirx.BufferLoad(number, [lane])
+            elif not largest:
+                result = result * literal(1 / prod(kernel), dtype)
+            body.finish({y: (result, index)})
+
+    emit_nest(body, y.type.dims, y.type.rank - 1, point)
+
+
+def _count(window: Window, out: Index, sizes: tuple[int, ...], dtype: str) -> Expr:
+    """How many taps of a window lie inside."""
+    total: Expr = literal(1, dtype)
+    for o, n, k, s, low, d in zip(out, sizes, window.kernel, window.strides, window.low, window.dilations, strict=True):
+        along: Expr = literal(0, dtype)
+        for r in range(k):
+            p = o * s - low + r * d
+            along = along + tirx.Select(tirx.all(p >= 0, p < n), literal(1, dtype), literal(0, dtype))
+        total = total * along
+    return total
+
+
+def emit_avg_pool_grad(body: Body, op: Op) -> None:
+    dy, dx = op.ins[0], op.outs[0]
+    attrs = complete_attrs(op)
+    kernel, dtype, sizes, outs = ints(attrs["kernel"]), dx.type.dtype, dx.type.dims[2:], dy.type.dims[2:]
+    window = window_of(attrs, kernel)
+    emit = body.emit
+
+    def point(index: Index) -> None:
+        with body.point():
+            lane = emit.lane()
+            total = emit.alloc(emit.width(), dtype, "total", local=True)
+            emit.store(total, literal(0, dtype), lane)
+            with ExitStack() as stack:
+                tap = tuple(stack.enter_context(emit.loop(k, SERIAL, "t")) for k in kernel)
+                stack.enter_context(body.point())
+                where, conditions = _windows_of(window, index[2:], tap, outs)
+                share = body.at(dy, (*index[:2], *where))
+                if attrs["include_pad"]:
+                    share = share * literal(1 / prod(kernel), dtype)
+                else:
+                    share = share / _count(window, where, sizes, dtype)
+                share = tirx.Select(tirx.all(*conditions), share, literal(0, dtype))
+                emit.store(total, tirx.BufferLoad(total, [lane]) + share, lane)
+            body.finish({dx: (tirx.BufferLoad(total, [lane]), index)})
+
+    emit_nest(body, dx.type.dims, dx.type.rank - 1, point)
+
+
+def emit_max_pool_grad(body: Body, op: Op) -> None:
+    """Window by window: the first element equal to the window's maximum gets the gradient. Threads share planes."""
+    x, y, dy = op.ins
+    dx = op.outs[0]
+    if len(body.group.ops) > 1:
+        raise NotOneKernel("the gradient of a maximum is scattered, nothing can follow it in one loop")
+    attrs = complete_attrs(op)
+    kernel, dtype, sizes, outs = ints(attrs["kernel"]), x.type.dtype, x.type.dims[2:], y.type.dims[2:]
+    window = window_of(attrs, kernel)
+    emit, target = body.emit, body.result(dx)
+    planes, plane = x.type.dims[:2], prod(sizes)
+    with emit.loop(prod(planes), parallel_if(body.machine, x.type.size), "p") as p:
+        lead = unravel(p, planes)
+        for i, _ in emit.spans(plane, body.lanes):
+            emit.store(target, literal(0, dtype), p * plane + i)
+        with emit.loop(prod(outs), SERIAL, "o") as o, body.point():
+            out = unravel(o, outs)
+            top, gradient = body.at(y, (*lead, *out)), body.at(dy, (*lead, *out))
+            first = emit.alloc(1, "i32", "first", local=True)
+            emit.store(first, literal(-1, "i32"), zero())
+            with ExitStack() as stack:
+                tap = tuple(stack.enter_context(emit.loop(k, SERIAL, "t")) for k in kernel)
+                stack.enter_context(body.point())
+                inside, conditions = _inside(_window_positions(window, out, tap), sizes)
+                value = body.at(x, (*lead, *inside))
+                hit = tirx.Or(tirx.EQ(value, top), tirx.isnan(value))
+                free = tirx.BufferLoad(first, [zero()]) < 0
+                place = linear((*lead, *inside), x.type.dims)
+                found = tirx.Select(tirx.all(*conditions, hit, free), place, tirx.BufferLoad(first, [zero()]))
+                emit.store(first, found, zero())
+            with emit.when(tirx.BufferLoad(first, [zero()]) >= 0):
+                position = tirx.BufferLoad(first, [zero()])
+                emit.store(target, tirx.BufferLoad(target, [position]) + gradient, position)
