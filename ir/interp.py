@@ -68,9 +68,9 @@ def _run_op(op: Op, ins: list[Array], store: Store, precision: str) -> tuple[Arr
         return apply_op(op, ins, precision)
     match op.kind:
         case "read":
-            return (store.read(slot.var, slot.slot),)
+            return (as_value(store.read(slot.var, slot.slot), op.outs[0], precision),)
         case "take":
-            return (store.take(slot.var),)
+            return (as_value(store.take(slot.var), op.outs[0], precision),)
         case "write":
             store.write(slot.var, ins[0])
         case "accum":
