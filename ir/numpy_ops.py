@@ -247,14 +247,14 @@ def _lowest(dtype: np.dtype[Any]) -> Any:
 
 
 def _max_pool(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
-    window = window_of(a, a["kernel"])
+    window = window_of(a, a["window"])
     padded = _padded(x[0], window, _lowest(x[0].dtype))
     return (np.max([padded[where] for _, where in _positions(window, window.out_sizes(x[0].shape[2:]))], axis=0),)
 
 
 def _max_pool_grad(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     data, y, dy = x
-    window = window_of(a, a["kernel"])
+    window = window_of(a, a["window"])
     padded = _padded(data, window, _lowest(data.dtype))
     grad, free = np.zeros(padded.shape, dy.dtype), np.ones(y.shape, bool)
     for _, where in _positions(window, y.shape[2:]):
@@ -266,20 +266,20 @@ def _max_pool_grad(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
 
 def _counts(a: Values, sizes: Sequence[int], dtype: np.dtype[Any]) -> Array:
     """How many elements each window averages over."""
-    window = window_of(a, a["kernel"])
+    window = window_of(a, a["window"])
     ones = _padded(np.ones((1, 1, *sizes), dtype), window, 1 if a["include_pad"] else 0)
     return np.asarray(np.sum([ones[where] for _, where in _positions(window, window.out_sizes(sizes))], axis=0))
 
 
 def _avg_pool(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
-    window, data = window_of(a, a["kernel"]), _wide(x[0])
+    window, data = window_of(a, a["window"]), _wide(x[0])
     padded = _padded(data, window, 0)
     total = np.sum([padded[where] for _, where in _positions(window, window.out_sizes(data.shape[2:]))], axis=0)
     return (_divide(total, _counts(a, data.shape[2:], data.dtype)),)
 
 
 def _avg_pool_grad(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
-    window, sizes = window_of(a, a["kernel"]), a["shape"][2:]
+    window, sizes = window_of(a, a["window"]), a["shape"][2:]
     share = x[0] / _counts(a, sizes, x[0].dtype)
     grad = _padded(np.zeros(a["shape"], x[0].dtype), window, 0)
     for _, where in _positions(window, x[0].shape[2:]):

@@ -264,8 +264,8 @@ def _conv_grad_weight(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 
 def _pool(x: Types, a: Values) -> tuple[TensorType, ...]:
-    kernel = ints(a["kernel"])
-    _need(x[0].rank == len(kernel) + 2, f"kernel {list(kernel)} does not fit the spatial dimensions of {x[0]}")
+    kernel = ints(a["window"])
+    _need(x[0].rank == len(kernel) + 2, f"window {list(kernel)} does not fit the spatial dimensions of {x[0]}")
     return (x[0].with_shape((*x[0].shape[:2], *window_of(a, kernel).out_sizes(x[0].dims[2:]))),)
 
 
@@ -410,7 +410,7 @@ def _conv_grad_weight_flops(x: Types, y: Types, a: Values) -> float:
 
 
 def _pool_flops(x: Types, y: Types, a: Values) -> float:
-    return float(max(t.size for t in (*x, *y)) * prod(ints(a["kernel"])))
+    return float(max(t.size for t in (*x, *y)) * prod(ints(a["window"])))
 
 
 def _attention_flops(x: Types, y: Types, a: Values) -> float:
@@ -438,7 +438,7 @@ def _row_of(
 
 
 _WINDOW: dict[str, Attr | Needs] = {"strides": (), "pads": (), "dilations": ()}
-_POOL: dict[str, Attr | Needs] = {"kernel": Needs(tuple), **_WINDOW}
+_POOL: dict[str, Attr | Needs] = {"window": Needs(tuple), **_WINDOW}
 _CONV: dict[str, Attr | Needs] = {**_WINDOW, "groups": 1}
 ANY = 1 << 16
 

@@ -87,7 +87,7 @@ def _max_pool(n: Node) -> Result:
     n.only_first_output()
     n.ignore("storage_order")  # speaks of the second result
     kernel = n.ints_attr("kernel_shape")
-    return n.emit("max_pool", n.value(), kernel=kernel, **_window(n, kernel))
+    return n.emit("max_pool", n.value(), window=kernel, **_window(n, kernel))
 
 
 def _average_pool(n: Node) -> Result:
@@ -98,7 +98,7 @@ def _average_pool(n: Node) -> Result:
         counted, r = n.ints_attr("pads") or (0,) * 2 * len(kernel), len(kernel)
         window["pads"] = tuple(p - c for p, c in zip(window["pads"], counted, strict=True))
         x, count_padding = n.emit("pad", x, low=(0, 0, *counted[:r]), high=(0, 0, *counted[r:])) if any(counted) else x, False
-    return n.emit("avg_pool", x, kernel=kernel, include_pad=count_padding, **window)
+    return n.emit("avg_pool", x, window=kernel, include_pad=count_padding, **window)
 
 
 def _over_space(kind: str) -> Rule:

@@ -85,7 +85,7 @@ IMAGE, TIED_IMAGE = normal(2, 4, 7, 6), integers(0, 3, 2, 3, 7, 6).astype(float)
 CONV = {"strides": (2, 1), "pads": (1, 2, 1, 2), "dilations": (2, 1), "groups": 2}
 CONV_TORCH = conv_of((2, 1), (1, 2), (2, 1), 2)
 LABELS = integers(0, 5, 2, 3)
-POOL = {"kernel": (3, 2), "strides": (2, 1), "pads": (1, 1, 1, 1)}
+POOL = {"window": (3, 2), "strides": (2, 1), "pads": (1, 1, 1, 1)}
 STEP = (normal(3, 2), normal(3, 2), normal(3, 2))
 SCALARS = (np.array(0.3), np.array(0.2), np.array(0.01))
 

@@ -75,7 +75,7 @@ def image(*shape):
 
 
 CONV = {"strides": (2, 1), "pads": (1, 2, 1, 2), "dilations": (2, 1), "groups": 2}
-POOL = {"kernel": (3, 2), "strides": (2, 1), "pads": (1, 1, 1, 1)}
+POOL = {"window": (3, 2), "strides": (2, 1), "pads": (1, 1, 1, 1)}
 MASK = normal(3, 4) > 0
 INDEX = np.array([[0, -1, 2], [2, 2, 0]])
 LABELS = RNG.integers(0, 5, size=(2, 3))

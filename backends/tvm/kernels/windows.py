@@ -148,7 +148,7 @@ def emit_conv_grad_weight(body: Body, op: Op) -> None:
 def emit_pool(body: Body, op: Op) -> None:
     x, y = op.ins[0], op.outs[0]
     attrs = complete_attrs(op)
-    kernel, dtype, sizes = ints(attrs["kernel"]), x.type.dtype, x.type.dims[2:]
+    kernel, dtype, sizes = ints(attrs["window"]), x.type.dtype, x.type.dims[2:]
     window = window_of(attrs, kernel)
     largest = op.kind == "max_pool"
     start = literal(LOWEST.get(dtype, -math.inf) if largest else 0, dtype)
@@ -201,7 +201,7 @@ def _count(window: Window, out: Index, sizes: tuple[int, ...], dtype: str) -> Ex
 def emit_avg_pool_grad(body: Body, op: Op) -> None:
     dy, dx = op.ins[0], op.outs[0]
     attrs = complete_attrs(op)
-    kernel, dtype, sizes, outs = ints(attrs["kernel"]), dx.type.dtype, dx.type.dims[2:], dy.type.dims[2:]
+    kernel, dtype, sizes, outs = ints(attrs["window"]), dx.type.dtype, dx.type.dims[2:], dy.type.dims[2:]
     window = window_of(attrs, kernel)
     emit = body.emit
 
@@ -233,7 +233,7 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
     if len(body.group.ops) > 1:
         raise NotOneKernel("the gradient of a maximum is scattered, nothing can follow it in one loop")
     attrs = complete_attrs(op)
-    kernel, dtype, sizes, outs = ints(attrs["kernel"]), x.type.dtype, x.type.dims[2:], y.type.dims[2:]
+    kernel, dtype, sizes, outs = ints(attrs["window"]), x.type.dtype, x.type.dims[2:], y.type.dims[2:]
     window = window_of(attrs, kernel)
     emit, target = body.emit, body.result(dx)
     planes, plane = x.type.dims[:2], prod(sizes)
