@@ -19,12 +19,12 @@ import torch
 
 import penstock as ps
 from penstock import api
+from penstock.backends.bundle import open_bundle
 from penstock.frontends.training import optimizer_of
 from penstock.ir.graph import PARAM, rewrite
 from penstock.ir.verify import verify
 from penstock.models import write_gpt, write_mlp
 from penstock.runtime.job import Job
-from penstock.runtime.job import open as open_job
 
 STEPS = 50
 GPT = {"layers": 4, "width": 32, "heads": 4, "vocab": 61, "positions": 12}
@@ -91,7 +91,7 @@ class Update:
 
 def judge(loss: Loss, weights: dict[str, np.ndarray], batches: list[dict[str, np.ndarray]], m: int, delay: int, kind: str) -> np.ndarray:
     """Microbatch losses of the recurrence."""
-    history: list[Weights] = [{n: torch.from_numpy(w).double() for n, w in weights.items()}]
+    history: list[Weights] = [{n: torch.tensor(w, dtype=torch.float64) for n, w in weights.items()}]
     update, found = Update(kind), []
     for t, batch in enumerate(batches):
         leaves = {n: w.clone().requires_grad_() for n, w in history[max(t - delay, 0)].items()}
@@ -139,7 +139,7 @@ class Case:
 
     def run(self, *, backend: str = "tvm", look: Callable[[Job], None] | None = None, **options: bool) -> np.ndarray:
         bundle = api.compile(self.plan, self.folder / "bundle", backend=backend)
-        with open_job(bundle, **options) as job:
+        with Job(open_bundle(bundle), **options) as job:
             found = [loss for step in job.steps(self.batches) for loss in step.losses]
             if look is not None:
                 look(job)
@@ -165,7 +165,8 @@ def test_2bw_is_the_delayed_recurrence(tmp_path: Path, name: str, d: int, m: int
 
     def look(job: Job) -> None:
         for audit in job.audit():
-            assert all(count <= 2 for count in audit.max_live.values())
+            assert all(count <= 2 for count in audit.live_versions.values())
+            assert all(count <= 2 for count in audit.buffers.values())
             assert audit.log
             for entry in audit.log:
                 if entry.phase in ("F", "B"):
@@ -202,7 +203,9 @@ def test_without_retirement_three_versions_are_alive(tmp_path: Path) -> None:
     """Control: the count of live versions would notice a version that is not dropped."""
     case = Case(tmp_path, "mlp", 2, 2, "sgd", "2bw", steps=6)
     seen: list[int] = []
-    case.run(backend="numpy", audit=True, retire=False, look=lambda job: seen.extend(n for a in job.audit() for n in a.max_live.values()))
+    case.run(
+        backend="numpy", audit=True, retire=False, look=lambda job: seen.extend(n for a in job.audit() for n in a.live_versions.values())
+    )
     assert max(seen) > 2
 
 
