@@ -90,3 +90,28 @@ def test_impossible_sizes_are_refused(tmp_path: Path) -> None:
         write_cnn(tmp_path / "a.onnx", size=2)
     with pytest.raises(ValueError, match="dtype must be one of"):
         write_mlp(tmp_path / "a.onnx", [4, 2], dtype="i8")
+
+
+def test_attributes_of_operations_and_annotations_have_different_names() -> None:
+    """A planner's annotation must never land on what an operation means: pooling once lost its window to `fuse` that way."""
+    from penstock.ir.graph import ANNOTATIONS
+    from penstock.ir.ops import OPS
+
+    assert not {(kind, name) for kind, row in OPS.items() for name in row.attrs if name in ANNOTATIONS}
+
+
+@pytest.mark.parametrize("write", ["gpt", "mlp", "cnn"])
+def test_models_go_through_all_passes_for_training(tmp_path: Path, write: str) -> None:
+    import penstock
+
+    path = tmp_path / f"{write}.onnx"
+    match write:
+        case "gpt":
+            write_gpt(path, batch=2, **GPT)
+        case "mlp":
+            write_mlp(path, [6, 8, 8, 3], 2)
+        case "cnn":
+            write_cnn(path, 2, size=12)
+    training = penstock.Training(loss="cross_entropy", optimizer=penstock.AdamW(lr=1e-3), microbatches=2)
+    plan = penstock.plan(penstock.from_onnx(path), penstock.Cluster.local(2), training, schedule="2bw")
+    assert {"s0.F", "s0.B", "s0.U", "s1.F", "s1.B", "s1.U"} <= set(plan.module.graphs)
