@@ -29,7 +29,7 @@ def main() -> None:
     begin = time.perf_counter()
     plan = ps.plan(ps.from_onnx(model_file), cluster, training, schedule=schedule)
     ps.compile(plan, bundle)
-    about: dict[str, object] = {"compile_s": round(time.perf_counter() - begin, 1)}
+    about: dict[str, object] = {"compiled in s": round(time.perf_counter() - begin, 1)}
     data = ({"tokens": tokens, "labels": labels} for tokens, labels in batches(shape))
     with ps.open(bundle, timeout=600) as job:
 
@@ -38,7 +38,8 @@ def main() -> None:
 
         about["losses"] = run(warmup)
         workers = {f"rank {command[command.index('--rank') + 1]}": pid for pid, command in descendants() if "--rank" in command}
-        about["predicted_peak_bytes"] = {rank: row["peak"] for rank, row in plan.as_dict()["memory"].items()}
+        predicted = [row["peak"] for row in plan.as_dict()["memory"].values()]
+        about["predicted peak of tensors, MiB"] = " + ".join(f"{peak / 2**20:.0f}" for peak in predicted)
         serve(dict(sorted(workers.items())), about, run)
 
 

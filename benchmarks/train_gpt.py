@@ -208,7 +208,8 @@ def _report(result: dict[str, Any], shape: Shape) -> None:
         )
     print()
     for name, row in rows.items():
-        print(f"{name}: {', '.join(f'{k} {v}' for k, v in row['about'].items())}; loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}")
+        about = ", ".join(f"{key} {value}" for key, value in row["about"].items())
+        print(f"{name}: {about}; loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}")
     if result["torch_single_trial_s"]:
         tried = ", ".join(f"{form} {seconds:.2f} s per step" for form, seconds in result["torch_single_trial_s"].items())
         print(f"torch-single runs in the form that was fastest when tried alone: {tried}")

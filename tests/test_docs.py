@@ -58,15 +58,12 @@ def _broken_links(page: Path, text: str) -> list[str]:
 
 
 def _commands(text: str) -> list[list[str]]:
-    """The `penstock ...` command lines of a page, in code blocks and in code that is set off by indentation."""
-    found = []
-    for line in "\n".join(
-        [*(body for _, body in FENCE.findall(text)), *re.findall(r"^    (.*)$", FENCE.sub("", text), re.MULTILINE)]
-    ).splitlines():
-        for part in line.removeprefix("$ ").split(" && "):
-            if part.startswith("penstock ") and "..." not in part:
-                found.append(shlex.split(part, comments=True)[1:])
-    return found
+    """The `penstock ...` command lines of a page: in code blocks, in code set off by indentation, and in running text (not bare names)."""
+    prose = FENCE.sub("", text)
+    lines = "\n".join([*(body for _, body in FENCE.findall(text)), *re.findall(r"^    (.*)$", prose, re.MULTILINE)]).splitlines()
+    lines += re.findall(r"`(penstock [\w-]+ [^`]+)`", prose)
+    parts = [part for line in lines for part in line.removeprefix("$ ").split(" && ")]
+    return [shlex.split(part, comments=True)[1:] for part in parts if part.startswith("penstock ") and "..." not in part]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -97,7 +94,7 @@ def test_commands_are_understood(page: Path) -> None:
 
 
 def test_commands_are_found_and_wrong_ones_refused() -> None:
-    assert sum(len(_commands(page.read_text(encoding="utf-8"))) for page in PAGES) > 15
+    assert sum(len(_commands(page.read_text(encoding="utf-8"))) for page in PAGES) > 25
     with pytest.raises(PenstockError):
         _parser().parse_args(_commands("    penstock compile model.onnx --no-such-flag\n")[0])
 

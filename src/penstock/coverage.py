@@ -12,15 +12,17 @@ STATE = "state"
 
 def coverage() -> tuple[list[str], list[list[str]]]:
     """Header and rows of the matrix."""
-    from penstock.backends.tvm.kernels import KERNELS
+    from penstock.backends.tvm.kernels import MAIN
+    from penstock.backends.tvm.kernels.elements import INDEXED, POINTWISE
 
+    kernels = {*MAIN, *INDEXED, *POINTWISE}
     rows = []
     for name, row in OPS.items():
         if name in DECOMPOSE:
             gradient = kernel = "decomposed"
         else:
             gradient = "yes" if name in VJP else "zero" if name in FLAT else "-"
-            kernel = "yes" if name in KERNELS or row.family == STATE else "-"
+            kernel = "yes" if name in kernels or row.family == STATE else "-"
         numpy = "yes" if name in NUMPY or row.family == STATE else "-"
         rows.append([name, row.family, numpy, gradient, kernel, row.doc])
     return ["op", "family", "numpy", "gradient", "tvm cpu", "meaning"], rows
