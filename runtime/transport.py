@@ -18,6 +18,7 @@ Data between hosts is plain text: gloo's encryption is not part of the torch whe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -88,6 +89,9 @@ class Group:
         """Refuse to go on when a rank has another value than this one."""
         found = [v.decode() for v in self.gather(f"agree/{what}", value.encode())]
         if any(v != value for v in found):
+            # The store may live in a rank that is about to end: everybody reads first.
+            with contextlib.suppress(PeerLost):
+                self.gather(f"agree/{what}/read", b"")
             listed = "".join(f"\n  - rank {rank}: {v}" for rank, v in enumerate(found))
             raise VerifyError(
                 f"the ranks do not have the same {what}:{listed}", where=f"rank {self.rank}", hint="copy one bundle to all hosts"

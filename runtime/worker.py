@@ -186,20 +186,22 @@ class Worker:
         self.status.show("saving")
         self.saves += 1
         key = f"save/{self.saves}"
-        if self.rank == 0:
-            work = checkpoint.start_save(directory, step)
-            self.group.put(f"{key}/work", str(work).encode())
-        else:
-            work = Path(self.group.get(f"{key}/work", "the checkpoint directory of rank 0").decode())
+        work: Path | None = None
         try:
+            if self.rank == 0:
+                work = checkpoint.start_save(directory, step)
+                self.group.put(f"{key}/work", str(work).encode())
+            place = work or Path(self.group.get(f"{key}/work", "the checkpoint directory of rank 0").decode())
             newest = {name: as_array(self.store.newest(name)) for name, var in self.store.variables.items() if var.role != GRAD}
             older = {version: {name: as_array(t) for name, t in tensors.items()} for version, tensors in self.store.older().items()}
-            parts = self.group.gather(f"{key}/part", checkpoint.save_part(work, self.rank, self.module, newest, older, step))
-            if self.rank == 0:
+            parts = self.group.gather(f"{key}/part", checkpoint.save_part(place, self.rank, self.module, newest, older, step))
+            if work is not None:
                 checkpoint.finish_save(work, directory, step, self.module, self.setup.data, parts)
-        except BaseException:
-            if self.rank == 0:
+        except BaseException as error:
+            if work is not None:
                 checkpoint.abandon_save(work)
+            if isinstance(error, OSError):
+                raise PenstockError(f"cannot write the checkpoint: {error}", where=str(directory)) from error
             raise
         if self.rank == 0:
             self.group.put(f"{key}/done", b"")

@@ -46,7 +46,12 @@ def test_in_order_and_wrapping_round(module, save, count, compressed):
 def test_plain_arrays_are_mapped(save):
     assert all(isinstance(a, np.memmap) for a in read_npz(save(samples_of(8))).values())
     assert not any(isinstance(a, np.memmap) for a in read_npz(save(samples_of(8), compressed=True)).values())
-    odd = {"scalar": np.float32(2), "empty": np.zeros((0, 3)), "turned": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "plain": np.arange(3)}
+    odd = {
+        "scalar": np.float32(2),
+        "empty": np.zeros((0, 3)),
+        "turned": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "plain": np.arange(3),
+    }
     for name, array in read_npz(save(odd)).items():
         np.testing.assert_array_equal(array, odd[name])
 

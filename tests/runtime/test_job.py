@@ -22,7 +22,9 @@ def losses_of(job, batches):
     return [loss for step in job.steps(batches) for loss in step.losses]
 
 
-@pytest.mark.parametrize(("stages", "kind", "m"), [(1, "1f1b", 2), (2, "1f1b", 2), (4, "gpipe", 4), (2, "2bw", 1), (2, "2bw", 4), (4, "2bw", 3)])
+@pytest.mark.parametrize(
+    ("stages", "kind", "m"), [(1, "1f1b", 2), (2, "1f1b", 2), (4, "gpipe", 4), (2, "2bw", 1), (2, "2bw", 4), (4, "2bw", 3)]
+)
 def test_every_microbatch_loss_and_every_version(bundle_of, stages, kind, m):
     batches, delay = make_batches(STEPS, m), int(kind == "2bw")
     with open_job(bundle_of(stages, kind, m).path, timeout=TIMEOUT, audit=True) as job:

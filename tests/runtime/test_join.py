@@ -29,7 +29,15 @@ def torchrun(tmp_path, processes, seconds=90, **options):
     """torchrun with our processes; the return code and what they said."""
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", "--master-port=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc-per-node={processes}",
+        "--master-addr=127.0.0.1",
+        "--master-port=0",
+    ]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", str(script), json.dumps(options)]
     with (tmp_path / "log").open("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

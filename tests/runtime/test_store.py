@@ -15,7 +15,11 @@ TYPE = parse_type("f32[4]")
 
 
 def make(versions: int, **named) -> Store:
-    variables = {"w": Var("w", TYPE, "param", 0, versions), "w.grad": Var("w.grad", TYPE, "grad", 0), "fixed": Var("fixed", TYPE, "param", 0)}
+    variables = {
+        "w": Var("w", TYPE, "param", 0, versions),
+        "w.grad": Var("w.grad", TYPE, "grad", 0),
+        "fixed": Var("fixed", TYPE, "param", 0),
+    }
     store = Store(variables, {"w"}, **named)
     store.newest("w").fill_(store.version)
     return store

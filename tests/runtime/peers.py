@@ -1,0 +1,152 @@
+"""Two processes that talk over the transport; started by test_transport.py with scenario, rank and port (0 on rank 0, which prints it)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+import torch
+import torch.distributed as dist
+
+from penstock.ir.errors import PenstockError
+from penstock.ir.graph import Edge, Value
+from penstock.ir.schedule import Action
+from penstock.ir.types import parse_type
+from penstock.runtime.transport import Group, Transport, host_store, join_store
+
+KINDS = ("f32", "f16", "bf16", "f64", "i64", "i32", "i8", "u8", "bool")
+MANY = tuple(Value(f"v{k}", parse_type(f"{k}[3,5]")) for k in KINDS)
+ODD = (Value("scalar", parse_type("f32[]")), Value("empty", parse_type("f32[0,4]")), Value("plain", parse_type("f32[2]")))
+EDGES = (Edge(0, 1, "F", MANY), Edge(1, 0, "B", ODD), Edge(0, 1, "B", ODD))
+
+
+def content(values, mb, salt):
+    return {v.name: (torch.arange(v.type.size).reshape(v.type.dims) * 3 + mb + salt).to(allocate_like(v)) for v in values}
+
+
+def allocate_like(value):
+    from penstock.runtime.store import TORCH_DTYPES
+
+    return TORCH_DTYPES[value.type.dtype]
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+def exchange(rank, group):
+    """Both phases at once, receives posted early and taken late, in orders that would mix up without tags."""
+    transport = Transport(rank, EDGES, {0: 0, 1: 1}, 10)
+    microbatches = [0, 1, 2, 4095, 4096, 4097, 8192]
+    if rank == 0:
+        for mb in microbatches:
+            transport.send(Action("SB", 0, mb, peer=1), content(ODD, mb, 50))
+            transport.send(Action("SF", 0, mb, peer=1), content(MANY, mb, 0))
+        for mb in microbatches:
+            assert same(transport.receive(Action("RB", 0, mb, peer=1)), content(ODD, mb, 100)), mb
+        transport.flush()
+    else:
+        assert transport.post(Action("RF", 1, 0, peer=0))
+        assert transport.post(Action("RF", 1, 0, peer=0))
+        assert transport.post(Action("RF", 1, 1, peer=0))
+        # No more than two messages of a channel are under way before their action.
+        assert not transport.post(Action("RF", 1, 2, peer=0))
+        for mb in microbatches:
+            transport.send(Action("SB", 1, mb, peer=0), content(ODD, mb, 100))
+        # Another order than the sender's, as far as the tags tell microbatches apart.
+        for mb in (1, 0, 2, 4097, 4095, 4096, 8192):
+            assert same(transport.receive(Action("RF", 1, mb, peer=0)), content(MANY, mb, 0)), mb
+        for mb in microbatches:
+            assert same(transport.receive(Action("RB", 1, mb, peer=0)), content(ODD, mb, 50)), mb
+        transport.flush()
+    group.gather("end", b"")
+
+
+def raw_tags(rank, group):
+    """What the transport relies on: gloo matches by (source, tag), and equal tags in order."""
+    if rank == 0:
+        tensors = [torch.full((2,), float(100 * i + tag)) for i, tag in enumerate((7, 8, 7, 9, 7))]
+        works = [dist.isend(tensor, 1, tag=int(tensor[0]) % 100) for tensor in tensors]
+        for work in works:
+            work.wait(timedelta(seconds=10))
+    else:
+        time.sleep(0.3)
+        found = {}
+        works = []
+        for name, tag in (("nine", 9), ("first", 7), ("eight", 8), ("second", 7), ("third", 7)):
+            found[name] = torch.zeros(2)
+            works.append(dist.irecv(found[name], 0, tag=tag))
+        for work in reversed(works):
+            work.wait(timedelta(seconds=10))
+        assert {n: t[0].item() for n, t in found.items()} == {"first": 7, "eight": 108, "second": 207, "nine": 309, "third": 407}
+    group.gather("end", b"")
+
+
+def agree(rank, group):
+    group.agree("colour", "blue")
+    group.agree("shape", f"shape {rank}")
+
+
+def silent(rank, group):
+    """Rank 1 never sends."""
+    transport = Transport(rank, EDGES, {0: 0, 1: 1}, 1)
+    if rank == 0:
+        transport.receive(Action("RB", 0, 5, peer=1))
+    else:
+        time.sleep(4)
+
+
+def deaf(rank, group):
+    """Rank 1 never receives: the send fails in the background and is raised at the flush."""
+    transport = Transport(rank, EDGES, {0: 0, 1: 1}, 1)
+    if rank == 0:
+        transport.send(Action("SF", 0, 5, peer=1), content(MANY, 5, 0))
+        transport.flush()
+    else:
+        time.sleep(4)
+
+
+def gone(rank, group):
+    """Rank 1 dies while rank 0 waits."""
+    transport = Transport(rank, EDGES, {0: 0, 1: 1}, 30)
+    if rank == 0:
+        transport.receive(Action("RB", 0, 5, peer=1))
+    else:
+        time.sleep(0.5)
+        os._exit(0)
+
+
+def absent(rank, group):
+    """Rank 1 never shows up at the store."""
+    group.timeout = 1
+    if rank == 0:
+        group.gather("roll", b"")
+    else:
+        time.sleep(3)
+
+
+def main(scenario, rank, port):
+    store = host_store(2, 20) if rank == 0 else join_store(port, 2, 20)
+    if rank == 0:
+        print(store.port, flush=True)
+    group = Group(store, rank, 2, 20)
+    group.connect()
+    try:
+        SCENARIOS[scenario](rank, group)
+    except PenstockError as error:
+        print(f"{type(error).__name__} {error}", flush=True)
+        os._exit(error.exit_code)
+    print("well", flush=True)
+    # The store lives in rank 0.
+    time.sleep(0.3 * (rank == 0))
+    os._exit(0)
+
+
+SCENARIOS = {f.__name__: f for f in (exchange, raw_tags, agree, silent, deaf, gone, absent)}
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,79 @@
+"""Channels between two real processes: nothing is mixed up, everything has a deadline, and failures say who waited for whom."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.ir.errors import VerifyError
+from penstock.ir.graph import Edge
+from penstock.ir.schedule import Action
+from penstock.runtime.transport import Transport
+
+
+def talk(scenario, seconds=40):
+    """Run a scenario; per rank the exit code and the last thing said, and the time it took after the start."""
+    script = str(Path(__file__).with_name("peers.py"))
+
+    def start(rank, port):
+        return subprocess.Popen(
+            [sys.executable, script, scenario, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    processes = [start(0, "0")]
+    try:
+        assert processes[0].stdout is not None
+        processes.append(start(1, processes[0].stdout.readline().strip()))
+        started = time.monotonic()
+        said = [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [p.returncode for p in processes], said, time.monotonic() - started
+
+
+@pytest.mark.parametrize("scenario", ["exchange", "raw_tags"])
+def test_messages_arrive_where_they_belong(scenario):
+    codes, said, _ = talk(scenario)
+    assert codes == [0, 0], said
+
+
+def test_ranks_must_agree():
+    codes, said, _ = talk("agree")
+    assert codes == [5, 5]
+    for text in said:
+        assert "the ranks do not have the same shape:" in text
+        assert "rank 0: shape 0" in text
+        assert "rank 1: shape 1" in text
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [
+        ("silent", "rank 1 (stage 1) did not answer within 1 s; waited for 0RB5<1 (receive of the gradient of microbatch 5 from stage 1)"),
+        (
+            "deaf",
+            "rank 1 (stage 1) did not answer within 1 s; waited for 0SF5>1 (send of microbatch 5 to stage 1), which carries %vf32 : f32[3,5]",
+        ),
+        ("gone", "rank 1 (stage 1) closed the connection"),
+        ("absent", "waited up to 1 s for 'roll' of rank 1"),
+    ],
+)
+def test_a_peer_that_does_not_answer(scenario, message):
+    codes, said, seconds = talk(scenario)
+    assert codes[0] == 6
+    assert f"PeerLost rank 0{', stage 0, action 0' if scenario != 'absent' else ''}" in said[0]
+    assert message in said[0]
+    assert seconds < 20
+
+
+def test_an_action_without_an_edge():
+    transport = Transport(0, (Edge(0, 1, "F", ()),), {0: 0, 1: 1}, 1)
+    assert transport.edge_of(Action("RF", 1, 0, peer=0)).dst == 1
+    with pytest.raises(VerifyError, match="no edge from stage 1 to stage 0 in phase F"):
+        transport.edge_of(Action("RF", 0, 0, peer=1))
