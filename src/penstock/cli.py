@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "-o", "--out", default="demo-out", metavar="DIR", help="folder for model, bundle, dumps and metrics (default: demo-out)"
     )
-    demo.add_argument("--steps", type=_positive, default=80, metavar="N", help="optimiser steps (default: 80)")
+    demo.add_argument("--steps", type=_positive, default=120, metavar="N", help="optimiser steps (default: 120)")
     demo.add_argument("--schedule", choices=_SCHEDULES, default="2bw", help="default: 2bw")
     demo.add_argument("--backend", choices=("tvm", "numpy"), default="tvm", help="default: tvm")
 

@@ -17,7 +17,7 @@ from penstock.terminal import Progress, say
 
 LAYERS, WIDTH, HEADS, VOCAB, POSITIONS = 6, 256, 4, 256, 64
 SEQUENCES, MICROBATCHES, STAGES = 2, 4, 2
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 3e-4
 
 
 def text_samples(count: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
