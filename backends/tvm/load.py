@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 _THREADS: list[int] = []
 
 
+def function_name(graph: str) -> str:
+    """The name in the library of a graph's function: `s0.F` becomes `s0_F`."""
+    return "".join(c if c.isalnum() else "_" for c in graph)
+
+
 def set_threads(threads: int) -> None:
     """Fix the number of threads of this process's TVM. It has to come before TVM is loaded, and cannot change afterwards."""
     if threads < 1:
@@ -49,11 +54,9 @@ class TvmProgram:
         set_threads(threads)
         # Only now: TVM reads the number of threads when it is loaded.
         import tvm
-        from tvm import relax
+        from tvm.runtime.vm import VirtualMachine
 
-        from .lower import function_name
-
-        self._machine: Any = relax.VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
+        self._machine: Any = VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
         self._functions = {g.name: self._machine[function_name(g.name)] for g in graphs}
         self._signatures: dict[str, Signature] = {g.name: signature(g) for g in graphs}
 
@@ -64,15 +67,15 @@ class TvmProgram:
         if len(args) != expected:
             raise VerifyError(f"takes {len(sig.ins)} inputs and {len(sig.slots)} slots, got {len(args)} tensors", where=f"graph {graph}")
         ready = [self._aligned(graph, sig, i, x) for i, x in enumerate(args)]
-        found = self._functions[graph](*ready)
-        return list(found) if isinstance(found, list | tuple) or hasattr(found, "__len__") else [found]
+        return list(self._functions[graph](*ready))
 
     @staticmethod
     def _aligned(graph: str, sig: Signature, i: int, x: torch.Tensor) -> torch.Tensor:
         if x.data_ptr() % ALIGNMENT == 0 and x.is_contiguous():
             return x
         if i < len(sig.ins):
-            return x.clone(memory_format=__import__("torch").contiguous_format)
+            # A fresh tensor is contiguous and, from torch's allocator, aligned.
+            return x.new_empty(x.shape).copy_(x)
         slot = sig.slots[i - len(sig.ins)]
         raise VerifyError(
             f"the buffer of @{slot.var} is not contiguous on a {ALIGNMENT}-byte boundary",

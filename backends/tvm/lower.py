@@ -27,8 +27,10 @@ from penstock.ir.graph import Graph, Op, Slot, Value, signature, slot_of
 from penstock.ir.types import TensorType, numpy_dtype
 
 from .kernels import Group, Kernel, NotOneKernel, generate
-from .kernels.body import EFFECTS
+from .kernels.body import EFFECTS, Body
+from .kernels.elementwise import emit_effect
 from .kernels.emit import TVM_DTYPES
+from .load import function_name
 from .target import Machine
 
 # Kernel names with this prefix: the value is computed where it is read.
@@ -208,9 +210,6 @@ def _kernels(graph: Graph, machine: Machine) -> list[tuple[Group, Kernel]]:
 
 
 def _effect_alone(group: Group, machine: Machine) -> Kernel:
-    from .kernels.body import Body
-    from .kernels.elementwise import emit_effect
-
     body = Body(group, machine)
     emit_effect(body, group.ops[0])
     return body.kernel()
@@ -251,8 +250,8 @@ def _ordered(graph: Graph, kernels: Sequence[tuple[Group, Kernel]]) -> list[tupl
     last_op = [max(position[id(op)] for op in group.ops) for group, _ in kernels]
     waiting = [len(a) for a in after]
     before: list[list[int]] = [[] for _ in kernels]
-    for k, earlier in enumerate(after):
-        for e in earlier:
+    for k, needed in enumerate(after):
+        for e in needed:
             before[e].append(k)
     ready = [(last_op[k], first_op[k], k) for k, n in enumerate(waiting) if n == 0]
     heapq.heapify(ready)
@@ -296,10 +295,6 @@ def relax_type(t: TensorType) -> Any:
     return relax.TensorType(t.dims, TVM_DTYPES[t.dtype])
 
 
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
-
-
 def _table(op: Op) -> Any:
     t = op.outs[0].type
     values = np.array(op.attrs["value"], numpy_dtype(t.dtype)).reshape(t.dims)
@@ -311,8 +306,8 @@ def emit_relax(builder: Any, lowered: Lowered, name: str) -> None:
     graph = lowered.graph
     sig = signature(graph)
     slot_types = _slot_types(graph)
-    params = [relax.Var(_identifier(v.name), relax_type(v.type)) for v in sig.ins]
-    slots = {s: relax.Var(_identifier(f"{s.var}_{s.slot or 'acc'}"), relax_type(slot_types[s])) for s in sig.slots}
+    params = [relax.Var(function_name(v.name), relax_type(v.type)) for v in sig.ins]
+    slots = {s: relax.Var(function_name(f"{s.var}_{s.slot or 'acc'}"), relax_type(slot_types[s])) for s in sig.slots}
     env: dict[Value, Any] = dict(zip(sig.ins, params, strict=True))
     for op in graph.ops:
         slot = slot_of(op)
@@ -365,7 +360,3 @@ def lower_graphs(graphs: Iterable[Graph], machine: Machine) -> tuple[Any, tuple[
     module = builder.get()
     assert isinstance(module, tvm.IRModule)
     return module, tuple(lowered)
-
-
-def function_name(graph: str) -> str:
-    return _identifier(graph)

@@ -91,6 +91,10 @@ class Body:
     def result(self, value: Value) -> Buffer:
         return self._view(("out", value), value, self._outs)
 
+    def slot(self, slot: Slot, value: Value) -> Buffer:
+        """The flat buffer of a slot that is updated in place; `value` has its type."""
+        return self._view(slot, value, self._slots)
+
     def is_stored(self, value: Value) -> bool:
         """Whether the value has memory of its own, outside this kernel."""
         return value not in self._producers and value not in self.group.inline
@@ -167,7 +171,7 @@ class Body:
                 assert slot is not None
                 self._check_alias(op.var, place)
                 position = linear(place, value.type.dims)
-                buffer = self._view(slot, value, self._slots)
+                buffer = self.slot(slot, value)
                 expr = self.at(value, place)
                 if op.kind == "accum":
                     expr = self.emit.bind(tirx.BufferLoad(buffer, [position]) + expr)
@@ -213,7 +217,8 @@ class Body:
         op = self._producers.get(value) or self.group.inline[value]
         if op.kind not in ("reshape", "transpose", "broadcast", "slice"):
             return None
-        return INDEXED[op.kind](self.functions, op, lambda k, i: self.address(op.ins[k], i), index)
+        found: tuple[Value, Expr] | None = INDEXED[op.kind](self.functions, op, lambda k, i: self.address(op.ins[k], i), index)
+        return found
 
     # ------------------------------------------------------------------------------ the function
 

@@ -15,9 +15,8 @@ from math import prod
 
 from tvm import tirx
 
-from penstock.ir.graph import Attr, Op
+from penstock.ir.graph import Attr, Op, Value
 from penstock.ir.ops import complete_attrs, ints
-from penstock.ir.types import FLOATS
 
 from .emit import Expr, cast, dtype_name, literal
 from .functions import Functions
@@ -33,6 +32,19 @@ _ZERO = tirx.IntImm("int32", 0)
 def zero() -> Expr:
     """Index 0; always the same object, so that indices can be compared by identity."""
     return _ZERO
+
+
+def number(attr: Attr) -> float:
+    """A number attribute."""
+    assert isinstance(attr, int | float), attr
+    return float(attr)
+
+
+def axis_of(op: Op, value: Value) -> int:
+    """The `axis` attribute of an operation, as a non-negative dimension of `value`."""
+    axis = complete_attrs(op)["axis"]
+    assert isinstance(axis, int), axis
+    return axis % value.type.rank
 
 
 def _number(x: Expr, value: float) -> Expr:
@@ -75,23 +87,23 @@ def _rsqrt(x: Expr) -> Expr:
 
 
 def _sgd(f: Functions, a: Attrs, w: Expr, g: Expr, lr: Expr) -> tuple[Expr, ...]:
-    decay = float(a["weight_decay"])
+    decay = number(a["weight_decay"])
     return (w - lr * (g + _number(w, decay) * w if decay else g),)
 
 
 def _momentum(f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, lr: Expr) -> tuple[Expr, ...]:
-    beta, decay = _number(w, float(a["beta"])), float(a["weight_decay"])
+    beta, decay = _number(w, number(a["beta"])), number(a["weight_decay"])
     g = f.bind(g + _number(w, decay) * w) if decay else g
     m = f.bind(beta * m + g)
     return (w - lr * (g + beta * m) if a["nesterov"] else w - lr * m), m
 
 
 def _adamw(f: Functions, a: Attrs, w: Expr, g: Expr, m: Expr, v: Expr, c1: Expr, c2: Expr, lr: Expr) -> tuple[Expr, ...]:
-    beta1, beta2, decay = float(a["beta1"]), float(a["beta2"]), float(a["weight_decay"])
+    beta1, beta2, decay = number(a["beta1"]), number(a["beta2"]), number(a["weight_decay"])
     m = f.bind(_number(w, beta1) * m + _number(w, 1 - beta1) * g)
     v = f.bind(_number(w, beta2) * v + _number(w, 1 - beta2) * g * g)
     kept = w - lr * _number(w, decay) * w if decay else w
-    return kept - lr * (m / c1) / (tirx.sqrt(v / c2) + _number(w, float(a["eps"]))), m, v
+    return kept - lr * (m / c1) / (tirx.sqrt(v / c2) + _number(w, number(a["eps"]))), m, v
 
 
 # kind -> (functions, attributes, operands) -> results
@@ -230,7 +242,7 @@ def _pad(f: Functions, op: Op, read: Read, index: Index) -> Expr:
 
 
 def _concat(f: Functions, op: Op, read: Read, index: Index) -> Expr:
-    axis = int(op.attrs["axis"]) % op.outs[0].type.rank
+    axis = axis_of(op, op.outs[0])
     parts: list[tuple[int, Expr]] = []
     start = 0
     for k, v in enumerate(op.ins):
@@ -246,8 +258,7 @@ def _concat(f: Functions, op: Op, read: Read, index: Index) -> Expr:
 
 
 def _iota(f: Functions, op: Op, read: Read, index: Index) -> Expr:
-    a = complete_attrs(op)
-    axis = int(a["axis"]) % op.outs[0].type.rank  # type: ignore[arg-type]
+    axis = axis_of(op, op.outs[0])
     return cast(index[axis], op.outs[0].type.dtype)
 
 
@@ -262,7 +273,7 @@ def table_row(at: Expr, rows: int) -> Expr:
 
 
 def _gather(f: Functions, op: Op, read: Read, index: Index) -> Expr:
-    axis = int(complete_attrs(op)["axis"]) % op.ins[0].type.rank  # type: ignore[arg-type]
+    axis = axis_of(op, op.ins[0])
     places = op.ins[1].type.rank
     at = table_row(read(1, index[axis : axis + places]), op.ins[0].type.dims[axis])
     return read(0, (*index[:axis], at, *index[axis + places :]))
@@ -271,7 +282,7 @@ def _gather(f: Functions, op: Op, read: Read, index: Index) -> Expr:
 def _batch_norm(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     x, channel = read(0, index), (index[1],)
     scale, bias, mean, variance = (read(k, channel) for k in (1, 2, 3, 4))
-    eps = _number(x, float(complete_attrs(op)["eps"]))  # type: ignore[arg-type]
+    eps = _number(x, number(complete_attrs(op)["eps"]))
     return (x - mean) / tirx.sqrt(variance + eps) * scale + bias
 
 
@@ -319,6 +330,3 @@ def element(f: Functions, op: Op, read: Read, index: Index) -> tuple[Expr, ...]:
 
 def has_element_rule(kind: str) -> bool:
     return kind in POINTWISE or kind in INDEXED
-
-
-SUPPORTED_FLOATS = tuple(d for d in FLOATS if d in ("f32", "f64"))

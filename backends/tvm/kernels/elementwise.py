@@ -7,14 +7,15 @@ Limit: a transposition of the last dimension reads lane by lane.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 from tvm import tirx
 
-from penstock.ir.graph import Op
+from penstock.ir.graph import Op, Value
 
 from .body import EFFECTS, Body, NotOneKernel, parallel_if
-from .elements import POINTWISE, Index, has_element_rule, zero
+from .elements import POINTWISE, Index, axis_of, has_element_rule, unravel, zero
 from .emit import PARALLEL, Expr
 
 # A block of a long vector loop: what one thread takes at a time.
@@ -88,9 +89,8 @@ def _point(body: Body, root: Op, index: Index) -> None:
         body.finish({v: (body.at(v, index), index) for v in root.outs})
 
 
-def emit_nest(body: Body, shape: tuple[int, ...], merged: int, point: object) -> None:
+def emit_nest(body: Body, shape: tuple[int, ...], merged: int, point: Callable[[Index], None]) -> None:
     """Loops over `shape`; dimensions from `merged` on are one run, whose position is given as the last coordinate."""
-    assert callable(point)
     outer, run = shape[:merged], prod(shape[merged:])
     emit, lanes = body.emit, body.lanes
     if run == 0 or prod(outer) == 0:
@@ -120,25 +120,20 @@ def emit_nest(body: Body, shape: tuple[int, ...], merged: int, point: object) ->
 
 
 def _unravel(body: Body, position: Expr, shape: tuple[int, ...]) -> Index:
-    from .elements import unravel
-
     return tuple(i if isinstance(i, tirx.IntImm) else body.emit.bind(i, "o") for i in unravel(position, shape))
 
 
 def emit_concat(body: Body) -> None:
     """A concatenation: every operand is copied to its place, in its own loops."""
     op = next(o for o in body.group.ops if o.kind == "concat")
-    axis = int(op.attrs["axis"]) % op.outs[0].type.rank  # type: ignore[call-overload]
+    axis = axis_of(op, op.outs[0])
     start = 0
     for value in op.ins:
         _copy_part(body, op, value, axis, start)
         start += value.type.dims[axis]
 
 
-def _copy_part(body: Body, op: Op, value: object, axis: int, start: int) -> None:
-    from penstock.ir.graph import Value
-
-    assert isinstance(value, Value)
+def _copy_part(body: Body, op: Op, value: Value, axis: int, start: int) -> None:
     dims = value.type.dims
 
     def point(index: Index) -> None:

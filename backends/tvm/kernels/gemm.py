@@ -28,7 +28,7 @@ from penstock.ir.types import ITEM_BYTES
 
 from .body import Body, parallel_if
 from .elements import Index, broadcast_index, unravel
-from .emit import PARALLEL, SERIAL, VECTOR, Buffer, Expr, literal
+from .emit import SERIAL, VECTOR, Buffer, Expr, literal
 
 _LONGEST_K = 4096
 _K_BLOCK = 2048
@@ -448,6 +448,3 @@ class _Tiles:
 
 def emit_product(body: Body, product: Product) -> None:
     _Tiles(body, product).run()
-
-
-__all__ = ["PARALLEL", "Product", "ceil_div", "emit_matmul", "emit_product", "tile_rows"]

@@ -12,17 +12,16 @@ from math import prod
 from tvm import tirx
 
 from penstock.ir.graph import Op, slot_of
-from penstock.ir.ops import complete_attrs
 
 from .body import Body, NotOneKernel, parallel_if
-from .elements import linear, table_row, unravel, zero
+from .elements import axis_of, linear, table_row, unravel
 from .emit import SERIAL, literal
 
 
 def emit_gather_grad(body: Body, op: Op) -> None:
     dy, indices = op.ins
     table = op.outs[0]
-    axis = int(complete_attrs(op)["axis"]) % table.type.rank  # type: ignore[arg-type]
+    axis = axis_of(op, table)
     shape, dtype = table.type.dims, table.type.dtype
     outer, inner = shape[:axis], shape[axis + 1 :]
     others = [o for o in body.group.ops if o is not op]
@@ -32,7 +31,7 @@ def emit_gather_grad(body: Body, op: Op) -> None:
     if others:
         slot = slot_of(others[0])
         assert slot is not None
-        target = body._view(slot, table, body._slots)
+        target = body.slot(slot, table)
     else:
         target = body.result(table)
         size = table.type.size
@@ -50,6 +49,3 @@ def emit_gather_grad(body: Body, op: Op) -> None:
                     position = linear((*lead, row, *rest), shape)
                     value = body.at(dy, (*lead, *at, *rest))
                     emit.store(target, tirx.BufferLoad(target, [position]) + value, position)
-
-
-__all__ = ["emit_gather_grad", "zero"]

@@ -17,10 +17,10 @@ from math import prod
 from tvm import tirx
 
 from penstock.ir.graph import Op, Value
-from penstock.ir.ops import complete_attrs, ints, reduced_axes
+from penstock.ir.ops import complete_attrs, reduced_axes
 
 from .body import Body, parallel_if
-from .elements import Index, unravel, zero
+from .elements import Index, axis_of, unravel, zero
 from .emit import SERIAL, VECTOR, Expr, literal
 from .rows import Combine, add
 
@@ -209,7 +209,7 @@ def emit_mse(body: Body, op: Op) -> None:
 
 def emit_layer_norm_grad_weight(body: Body, op: Op) -> None:
     dy, x, mean, rstd = op.ins
-    axis, shape, dtype = int(ints((complete_attrs(op)["axis"],))[0]) % x.type.rank, x.type.dims, x.type.dtype  # type: ignore[arg-type]
+    axis, shape, dtype = axis_of(op, x), x.type.dims, x.type.dtype
 
     def element(i: Index) -> list[Expr]:
         g = body.at(dy, i)

@@ -19,8 +19,8 @@ from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs
 
 from .body import Body, parallel_if
-from .elements import Index, table_row, unravel, zero
-from .emit import VECTOR, Expr, cast, literal
+from .elements import Index, axis_of, number, table_row, unravel, zero
+from .emit import VECTOR, Buffer, Expr, cast, literal
 
 Combine = Callable[[Expr, Expr], Expr]
 
@@ -41,7 +41,7 @@ class Rows:
         self._plain = all(body.is_stored(v) for v in values)
         self._lane: Expr = zero()
         self.row: Index = ()
-        self._tail: Index = ()
+        self.tail: Index = ()
 
     def each(self, one_row: Callable[[], None]) -> None:
         """Emit `one_row` inside the loops over rows."""
@@ -50,18 +50,18 @@ class Rows:
         with self.emit.loop(count, kind, "row") as o:
             self.row = tuple(self.emit.bind(i, "r") if not isinstance(i, tirx.IntImm) else i for i in unravel(o, self.outer))
             if not self.across:
-                self._tail = tuple(zero() for _ in self.inner)
+                self.tail = tuple(zero() for _ in self.inner)
                 with self.body.point():
                     one_row()
                 return
             for i, lane in self.emit.spans(prod(self.inner), self.lanes):
-                self._lane, self._tail = lane, unravel(i, self.inner)
+                self._lane, self.tail = lane, unravel(i, self.inner)
                 with self.body.point():
                     one_row()
 
     def index(self, position: Expr) -> Index:
         """The index of an element of this row."""
-        return (*self.row, *self.along(position), *self._tail)
+        return (*self.row, *self.along(position), *self.tail)
 
     def along(self, position: Expr) -> Index:
         """The coordinates within the axis. Stored tensors are indexed by one running coordinate, which needs no division."""
@@ -69,7 +69,7 @@ class Rows:
             return unravel(position, self.axis)
         return (*(zero(),) * (len(self.axis) - 1), position)
 
-    def scratch(self, dtype: str) -> Callable[[Expr], tuple[object, Expr]]:
+    def scratch(self, dtype: str) -> Callable[[Expr], tuple[Buffer, Expr]]:
         """Memory for one row (of every lane): gives buffer and place for a position."""
         width = self.body.lanes if self.across else 1
         buffer = self.emit.alloc(self.length * width, dtype, "row")
@@ -129,13 +129,9 @@ class Rows:
                 self.body.finish({v: (x, index) for v, x in element(c, index).items()})
 
 
-def _axis_of(op: Op, value: Value) -> int:
-    return int(complete_attrs(op)["axis"]) % value.type.rank  # type: ignore[arg-type]
-
-
 def emit_softmax(body: Body, op: Op) -> None:
     x, y = op.ins[0], op.outs[0]
-    axis, dtype = _axis_of(op, x), x.type.dtype
+    axis, dtype = axis_of(op, x), x.type.dtype
     rows = Rows(body, x.type.dims, axis, axis + 1, [x])
 
     def one_row() -> None:
@@ -150,7 +146,6 @@ def emit_softmax(body: Body, op: Op) -> None:
         def exponent(c: Expr) -> Expr:
             e = body.emit.bind(body.functions.exp(body.at(x, rows.index(c)) - top))
             if place is not None:
-                assert callable(place)
                 buffer, at = place(c)
                 body.emit.store(buffer, e, at)
             return e
@@ -161,7 +156,6 @@ def emit_softmax(body: Body, op: Op) -> None:
         def result(c: Expr, index: Index) -> dict[Value, Expr]:
             if place is None:
                 return {y: body.functions.exp(body.at(x, index) - top) * scale}
-            assert callable(place)
             buffer, at = place(c)
             return {y: tirx.BufferLoad(buffer, [at]) * scale}
 
@@ -172,7 +166,7 @@ def emit_softmax(body: Body, op: Op) -> None:
 
 def emit_softmax_grad(body: Body, op: Op) -> None:
     y, dy = op.ins
-    axis, dtype = _axis_of(op, y), y.type.dtype
+    axis, dtype = axis_of(op, y), y.type.dtype
     rows = Rows(body, y.type.dims, axis, axis + 1, op.ins)
 
     def one_row() -> None:
@@ -189,10 +183,10 @@ def emit_softmax_grad(body: Body, op: Op) -> None:
 def emit_layer_norm(body: Body, op: Op) -> None:
     x, scale, bias = op.ins
     y, mean_out, rstd_out = op.outs
-    axis, dtype = _axis_of(op, x), x.type.dtype
+    axis, dtype = axis_of(op, x), x.type.dtype
     rows = Rows(body, x.type.dims, axis, x.type.rank, [x, scale, bias])
     share = literal(1 / max(rows.length, 1), dtype)
-    eps = literal(float(complete_attrs(op)["eps"]), dtype)  # type: ignore[arg-type]
+    eps = literal(number(complete_attrs(op)["eps"]), dtype)
 
     def one_row() -> None:
         mean = body.emit.bind(rows.one(dtype, 0, add, lambda c: body.at(x, rows.index(c))) * share, "mean")
@@ -217,7 +211,7 @@ def emit_layer_norm(body: Body, op: Op) -> None:
 
 def emit_layer_norm_grad(body: Body, op: Op) -> None:
     dy, x, scale, mean, rstd = op.ins
-    axis, dtype = _axis_of(op, x), x.type.dtype
+    axis, dtype = axis_of(op, x), x.type.dtype
     rows = Rows(body, x.type.dims, axis, x.type.rank, [dy, x, scale])
     share = literal(1 / max(rows.length, 1), dtype)
 
@@ -277,7 +271,7 @@ def emit_cross_entropy(body: Body, op: Op) -> None:
 def emit_argmax(body: Body, op: Op) -> None:
     """Two passes: the largest, then the first position where it (or nan) stands."""
     x, y = op.ins[0], op.outs[0]
-    axis, dtype = _axis_of(op, x), x.type.dtype
+    axis, dtype = axis_of(op, x), x.type.dtype
     rows = Rows(body, x.type.dims, axis, axis + 1, [x])
     lowest = -math.inf if dtype in ("f32", "f64") else {"i64": -(2**63), "i32": -(2**31), "i8": -128, "u8": 0}[dtype]
 
@@ -292,19 +286,7 @@ def emit_argmax(body: Body, op: Op) -> None:
             return tirx.Select(hit, cast(c, "i32"), literal(rows.length, "i32"))
 
         first = rows.one("i32", rows.length, body.functions.smaller, candidate)
-        index = (*rows.row, *rows._tail)
+        index = (*rows.row, *rows.tail)
         body.finish({y: (cast(first, "i64"), index)})
 
     rows.each(one_row)
-
-
-__all__ = [
-    "Rows",
-    "add",
-    "emit_argmax",
-    "emit_cross_entropy",
-    "emit_layer_norm",
-    "emit_layer_norm_grad",
-    "emit_softmax",
-    "emit_softmax_grad",
-]
