@@ -1,0 +1,52 @@
+"""Every pass on a small module, its result kept as a file to read and to compare: goldens/NN_pass.ir is what the pass made of the file
+before it. `python tests/passes/test_goldens.py` writes the files again after a change that is meant; `git diff` then shows what changed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.ir.text import parse_module, print_module
+from penstock.passes.manager import Call, parse_pipeline, run_passes
+from penstock.passes.pipelines import PASSES, training_pipeline
+
+GOLDENS = Path(__file__).with_name("goldens")
+CALLS = training_pipeline({"kind": "adamw", "lr": 0.01}, {"stages": 2}, "2bw", 2)
+
+
+def files() -> list[Path]:
+    return [GOLDENS / f"{i:02d}_{call.name}.ir" for i, call in enumerate(CALLS, 1)]
+
+
+def run(call: Call, before: Path) -> str:
+    module = parse_module(before.read_text(encoding="utf-8"), str(before))
+    return print_module(run_passes(module, [call], PASSES))
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)), ids=[call.name for call in CALLS])
+def test_pass_makes_its_golden(number: int) -> None:
+    before = files()[number - 1] if number else GOLDENS / "input.ir"
+    after = files()[number]
+    assert after.read_text(encoding="utf-8") == f"// {CALLS[number]}\n" + run(CALLS[number], before)
+
+
+def test_there_are_no_other_goldens() -> None:
+    assert sorted(GOLDENS.glob("*.ir")) == sorted([*files(), GOLDENS / "input.ir"])
+
+
+def test_a_changed_golden_is_noticed(tmp_path: Path) -> None:
+    """Control: goldens are compared as text, so that one other version is a difference."""
+    (call,) = parse_pipeline("weight-versions", PASSES)
+    number = [c.name for c in CALLS].index("weight-versions")
+    text = files()[number - 1].read_text(encoding="utf-8").replace("schedule 2bw", "schedule 1f1b")
+    (tmp_path / "before.ir").write_text(text, encoding="utf-8")
+    assert files()[number].read_text(encoding="utf-8") != run(call, tmp_path / "before.ir")
+
+
+if __name__ == "__main__":
+    before = GOLDENS / "input.ir"
+    for call, after in zip(CALLS, files(), strict=True):
+        after.write_text(f"// {call}\n" + run(call, before), encoding="utf-8")
+        before = after
