@@ -14,7 +14,7 @@ import numpy as np
 import penstock as ps
 from penstock.models import write_mlp
 
-FEATURES, CLASSES, MICROBATCH, MICROBATCHES = 16, 4, 8, 4
+FEATURES, WIDTH, CLASSES, MICROBATCH, MICROBATCHES = 16, 512, 4, 16, 4
 
 
 def batches(count: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
@@ -27,8 +27,8 @@ def batches(count: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
 
 def main() -> None:
     out = Path(sys.argv[1] if len(sys.argv) > 1 else "train-mlp-out")
-    model = ps.from_onnx(write_mlp(out / "model.onnx", [FEATURES, 64, 64, CLASSES]), dims={"batch": MICROBATCH})
-    training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=3e-3), microbatches=MICROBATCHES)
+    model = ps.from_onnx(write_mlp(out / "model.onnx", [FEATURES, WIDTH, WIDTH, WIDTH, CLASSES]), dims={"batch": MICROBATCH})
+    training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3), microbatches=MICROBATCHES)
     plan = ps.plan(model, ps.Cluster.local(2), training, schedule="2bw")
     print(plan.to_json())
     bundle = ps.compile(plan, out / "bundle")

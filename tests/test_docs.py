@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from penstock.cli import _parser
+from penstock.ir.cluster import Cluster
 from penstock.ir.errors import PenstockError
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify import verify
@@ -127,3 +128,16 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
     assert len(losses) == 100
     assert sum(losses[-10:]) < sum(losses[:10])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda script: script.name)
+def test_examples_run(script: Path, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_the_example_cluster_is_valid() -> None:
+    cluster = Cluster.load(ROOT / "examples" / "two-unequal-cpus.toml")
+    assert [device.flops for device in cluster.devices] == [1.5e11, 5e10]
