@@ -81,6 +81,11 @@ class Job:
         self.trains = loss_stage(self.module) is not None
         self.steps_done = 0
         self.warnings: list[str] = []
+        hosts = sorted({entry.host for entry in bundle.manifest.ranks})
+        if len(hosts) > 1:
+            self.warnings.append(
+                f"the bundle was compiled for hosts {', '.join(hosts)}; all ranks run on this one (start it with torchrun on each)"
+            )
         place = None
         if resume is not None:
             place = checkpoints.find_checkpoint(resume)

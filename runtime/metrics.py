@@ -2,7 +2,8 @@
 
     {"step": 0, "loss": 4.1, "lr": 0.01, "samples": 16, "step_s": 0.02, "samples_per_s": 800.0, "grad_norm": null}
 
-`step_s` is the time since the step before (since the start of the run for the first one); `grad_norm` is null because nothing computes it yet. A
+`step_s` is the time since the step before (since the start of the run for the first one); `grad_norm` is null because nothing computes it yet;
+a loss that is not finite is written as the string "nan" or "inf", because JSON has no such numbers. A
 terminal gets one line that is written over, anything else a plain line every few seconds and one at the end.
 """
 

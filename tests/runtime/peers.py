@@ -97,7 +97,7 @@ def silent(rank, group):
     if rank == 0:
         transport.receive(Action("RB", 0, 5, peer=1))
     else:
-        time.sleep(4)
+        time.sleep(2.5)
 
 
 def deaf(rank, group):
@@ -107,7 +107,7 @@ def deaf(rank, group):
         transport.send(Action("SF", 0, 5, peer=1), content(MANY, 5, 0))
         transport.flush()
     else:
-        time.sleep(4)
+        time.sleep(2.5)
 
 
 def gone(rank, group):

@@ -65,6 +65,18 @@ def test_a_worker_that_hangs(bundle_of):
     assert "stage 1), which carries %h" in str(error)
 
 
+def test_a_worker_that_hangs_alone(bundle_of):
+    """No other rank waits for it, so the launcher has to notice."""
+    job = Job(bundle_of(1, "1f1b", 2), timeout=20)
+    (pid,) = job.workers.process_ids()
+    assert job.workers._patience > 2 * 20
+    job.workers._patience = 1
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(PeerLost, match="no rank got further for 1 s; rank 0 was at idle"):
+        job.parameters()
+    assert not is_running(pid)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_orphans_when_the_launcher_ends(bundle_of, tmp_path, number):
     script = (
