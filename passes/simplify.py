@@ -1,8 +1,8 @@
 """Make graphs smaller without changing what they compute: constant folding, identities, common subexpressions, dead code.
 
 In: any module. Out: the same meaning, and the same object when there is nothing to do. One walk over a graph in order folds operations
-whose operands are known, applies the rules of passes/identities.py, and merges operations that are equal (same kind, operands, attributes
-and annotations); then what nobody uses is dropped. Walks repeat until nothing changes.
+whose operands are known, applies the rules of passes/identities.py and passes/recognize.py, and merges operations that are equal (same
+kind, operands, attributes and annotations); then what nobody uses is dropped. Walks repeat until nothing changes.
 
 Kept: names of graph inputs, results and saved values (other graphs and the user know them by name), writes, accumulations and takes, in
 their order. A read is merged with an earlier read of the variable unless it was written or taken in between. What a forward graph saves
@@ -26,6 +26,7 @@ from ..ir.graph import Attr, Graph, Module, Namer, Op, Value, substitute
 from ..ir.numpy_ops import F64, Array, apply_op
 from ..ir.ops import OPS
 from .identities import IDENTITIES, Found
+from .recognize import PATTERNS
 
 _KNOWN_LIMIT = 1 << 16  # elements of an intermediate constant that are worth evaluating at compile time
 _ROUNDS = 50
@@ -116,7 +117,7 @@ class _Walk:
         if folded is not None:
             op = folded
         found: Found = None
-        for rule in IDENTITIES.get(op.kind, ()):
+        for rule in (*IDENTITIES.get(op.kind, ()), *PATTERNS.get(op.kind, ())):
             found = rule(self, op)
             if isinstance(found, Value) and not self._alias(op.outs, (found,)):
                 found = None
