@@ -83,6 +83,7 @@ class NumpyProgram:
         sig = self._signatures[graph]
         arrays = [x.numpy() for x in args]
         store = SlotStore(dict(zip(sig.slots, arrays[len(sig.ins) :], strict=True)))
-        results = run_graph(self._graphs[graph], arrays[: len(sig.ins)], store)
+        # Copied before the updates: a result may be what was read from a buffer that an update writes over.
+        results = [np.array(result, order="C") for result in run_graph(self._graphs[graph], arrays[: len(sig.ins)], store)]
         store.finish()
-        return [torch.from_numpy(np.array(result, order="C")) for result in results]
+        return [torch.from_numpy(result) for result in results]

@@ -62,12 +62,15 @@ class TvmProgram:
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run one graph; slots among the arguments are updated in place."""
+        import torch
+
         sig = self._signatures[graph]
         expected = len(sig.ins) + len(sig.slots)
         if len(args) != expected:
             raise VerifyError(f"takes {len(sig.ins)} inputs and {len(sig.slots)} slots, got {len(args)} tensors", where=f"graph {graph}")
         ready = [self._aligned(graph, sig, i, x) for i, x in enumerate(args)]
-        return list(self._functions[graph](*ready))
+        # Results come back as torch tensors if any argument was one.
+        return [x if isinstance(x, torch.Tensor) else torch.utils.dlpack.from_dlpack(x) for x in self._functions[graph](*ready)]
 
     @staticmethod
     def _aligned(graph: str, sig: Signature, i: int, x: torch.Tensor) -> torch.Tensor:

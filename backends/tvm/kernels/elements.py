@@ -323,7 +323,9 @@ def element(f: Functions, op: Op, read: Read, index: Index) -> tuple[Expr, ...]:
     if op.kind in INDEXED:
         return (INDEXED[op.kind](f, op, read, index),)
     attrs = complete_attrs(op)
-    operands = [read(k, broadcast_index(index, v.type.dims)) for k, v in enumerate(op.ins)]
+    # Without broadcasting the very same index: values are remembered by it.
+    shape = op.outs[0].type.shape
+    operands = [read(k, index if v.type.shape == shape else broadcast_index(index, v.type.dims)) for k, v in enumerate(op.ins)]
     result = POINTWISE[op.kind](f, attrs, *operands)
     return result if isinstance(result, tuple) else (result,)
 

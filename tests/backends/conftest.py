@@ -1,0 +1,21 @@
+"""Compiled stages of these tests are not kept, and run on one thread."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Makes tvm_cases.py importable: test folders are no packages.
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("TVM_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_cache() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_CACHE", "off")
+        yield

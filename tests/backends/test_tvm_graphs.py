@@ -1,0 +1,326 @@
+"""Whole stage graphs: fused groups, state in place, training steps of real models, the cache, and what loading refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tvm_cases import build, compare, difference, make_args, value
+
+import penstock as ps
+from penstock.backends.interface import backend_of, stage_graphs
+from penstock.backends.tvm.build import build_graphs
+from penstock.backends.tvm.kernels.elements import POINTWISE
+from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.target import machine_of
+from penstock.frontends.training import optimizer_of
+from penstock.ir.errors import PenstockError, UsageError, VerifyError
+from penstock.ir.graph import Graph, Module, Op, Value
+from penstock.ir.ops import make
+from penstock.ir.verify import check
+from penstock.models import write_cnn, write_gpt, write_mlp
+from penstock.passes.fuse import FuseOptions, fuse
+
+
+class Writer:
+    """Operations written one after the other."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+
+    def __call__(self, kind: str, *ins: Value, **attrs: object) -> Value:
+        self.ops.append(make(kind, ins, [f"v{len(self.ops)}"], "", **attrs))  # type: ignore[arg-type]
+        return self.ops[-1].outs[0]
+
+    def state(self, kind: str, var: str, given: Value) -> Value:
+        reads = kind in ("read", "take")
+        out = Value(f"v{len(self.ops)}", given.type)
+        self.ops.append(Op(kind, () if reads else (given,), (out,) if reads else (), {"var": var}))
+        return out
+
+    def graph(self, ins: Sequence[Value], outs: Sequence[Value], saved: Sequence[Value] = ()) -> Graph:
+        return Graph("s0.F", tuple(ins), tuple(outs), tuple(self.ops), tuple(saved))
+
+
+def fused(graph: Graph) -> Graph:
+    module = Module("m", graphs={graph.name: graph})
+    done = fuse(module, FuseOptions())
+    check(done.but(facts=("fused",)), ("fused",))
+    return done.graphs[graph.name]
+
+
+def kernels_of(graph: Graph) -> int:
+    return len(plan_kernels(graph, machine_of("host")).steps)
+
+
+def agrees(graph: Graph, folder: Path, shared: bool = True, seed: int = 0) -> list[str]:
+    program = build([graph], folder)
+    return compare(program, graph, make_args(graph, np.random.default_rng(seed), shared=shared), shared)
+
+
+# ------------------------------------------------------------------------------------------------ groups
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 64, 24), (33, 50, 48), (1, 20, 30), (5, 3, 4500)])
+def test_a_product_with_everything_behind_it_is_one_kernel(m: int, n: int, k: int, tmp_path: Path) -> None:
+    """Bias, saved pre-activation, gelu, residual, scaling: two results from one kernel."""
+    w = Writer()
+    x, weight, bias, rest = value("x", f"f32[{m},{k}]"), value("w", f"f32[{k},{n}]"), value("b", f"f32[{n}]"), value("r", f"f32[{m},{n}]")
+    u = w("add", w("matmul", x, weight), bias)
+    half = w("const", value=0.5, dtype="f32", shape=())
+    y = w("mul", w("add", w("gelu", u, approximate="tanh"), rest), half)
+    graph = fused(w.graph((x, weight, bias, rest), (y,), (u,)))
+    assert kernels_of(graph) == 1
+    assert not agrees(graph, tmp_path)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 64, 32), (33, 50, 48), (20, 33, 5000)])
+def test_a_gradient_is_added_to_its_variable_by_the_product_itself(m: int, n: int, k: int, tmp_path: Path) -> None:
+    w = Writer()
+    dy, x = value("dy", f"f32[{k},{n}]"), value("x", f"f32[{k},{m}]")
+    w.state("accum", "w.grad", w("matmul", x, dy, ta=True))
+    graph = fused(w.graph((dy, x), ()))
+    assert kernels_of(graph) == 1
+    assert not agrees(graph, tmp_path)
+
+
+def test_heads_are_split_and_merged_without_copies(tmp_path: Path) -> None:
+    """Attention over one projection: slices, reshapes and transpositions become addresses, also of what is stored."""
+    w = Writer()
+    x, weight = value("x", "f32[2,20,48]"), value("w", "f32[48,144]")
+    qkv = w("matmul", x, weight)
+
+    def head(i: int) -> Value:
+        part = w("slice", qkv, start=(0, 0, 48 * i), stop=(2, 20, 48 * (i + 1)), step=(1, 1, 1))
+        return w("transpose", w("reshape", part, shape=(2, 20, 3, 16)), perm=(0, 2, 1, 3))
+
+    q, k, v = head(0), head(1), head(2)
+    scores = w("softmax", w("mul", w("matmul", q, k, tb=True), w("const", value=0.25, dtype="f32", shape=())))
+    mixed = w("reshape", w("transpose", w("matmul", scores, v), perm=(0, 2, 1, 3)), shape=(2, 20, 48))
+    graph = fused(w.graph((x, weight), (mixed,)))
+    assert kernels_of(graph) == 4
+    assert not agrees(graph, tmp_path)
+    apart = replace(graph, ops=tuple(op.with_attrs(kernel=None) for op in graph.ops))
+    assert kernels_of(apart) == 16
+    assert not agrees(apart, tmp_path)
+
+
+def test_a_product_of_products_is_split(tmp_path: Path) -> None:
+    """A group that no generator can make into one kernel is made into several."""
+    w = Writer()
+    a = value("a", "f32[17,17]")
+    y = w("relu", w("matmul", w("softmax", w("matmul", a, a)), a))
+    graph = w.graph((a,), (y,))
+    graph = replace(graph, ops=tuple(op.with_attrs(kernel="k0") for op in graph.ops))
+    assert kernels_of(graph) == 4
+    assert not agrees(graph, tmp_path)
+
+
+def test_groups_that_wait_for_each_other_are_given_up(tmp_path: Path) -> None:
+    w = Writer()
+    a = value("a", "f32[5,20]")
+    b = w("exp", a)
+    c = w("sum", b, axes=(0,))
+    d = w("add", b, c)
+    graph = w.graph((a,), (d,))
+    kernels = ["k0", "k1", "k0"]
+    graph = replace(graph, ops=tuple(op.with_attrs(kernel=k) for op, k in zip(graph.ops, kernels, strict=True)))
+    assert kernels_of(graph) == 3
+    assert not agrees(graph, tmp_path)
+    assert kernels_of(fused(replace(graph, ops=tuple(op.with_attrs(kernel=None) for op in graph.ops)))) == 3
+
+
+def test_residual_and_norm_run_in_the_row_kernel(tmp_path: Path) -> None:
+    w = Writer()
+    dy, x, scale, stat = value("dy", "f32[6,40]"), value("x", "f32[6,40]"), value("s", "f32[40]"), value("m", "f32[6]")
+    dx = w("add", w("layer_norm_grad", dy, x, scale, stat, stat), dy)
+    graph = fused(w.graph((dy, x, scale, stat), (dx,)))
+    assert kernels_of(graph) == 1
+    assert not agrees(graph, tmp_path)
+
+
+def test_a_wrong_epilogue_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Writer()
+    x, bias = value("x", "f32[20,20]"), value("b", "f32[20]")
+    graph = fused(w.graph((x, bias), (w("sub", w("matmul", x, x), bias),)))
+    assert kernels_of(graph) == 1
+    monkeypatch.setitem(POINTWISE, "sub", lambda f, a, x, y: y - x)
+    assert agrees(graph, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ state
+
+
+@pytest.mark.parametrize("annotate", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+def test_updates_may_write_over_what_they_read(annotate: bool, shared: bool, tmp_path: Path) -> None:
+    """AdamW with one buffer for the latest and the next version, and with two; the gradient is left at zero."""
+    w = Writer()
+    t = value("t", "f32[9,37]")
+    p, m, v = (w.state("read", n, t) for n in ("w", "w.adam_m", "w.adam_v"))
+    g = w.state("take", "w.grad", t)
+    c = [w("const", value=x, dtype="f32", shape=()) for x in (0.1, 0.001, 0.01)]
+    op = make("adamw", [p, g, m, v, *c], ["w.new", "m.new", "v.new"], "", weight_decay=0.1)
+    w.ops.append(op)
+    for name, out in zip(("w", "w.adam_m", "w.adam_v"), op.outs, strict=True):
+        w.state("write", name, out)
+    graph = replace(w.graph((), ()), name="s0.U")
+    if annotate:
+        graph = fused(graph)
+        assert kernels_of(graph) == 1
+    assert not agrees(graph, tmp_path, shared)
+
+
+def test_what_was_read_stays_what_it_was(tmp_path: Path) -> None:
+    """The old value is used, and handed back, after the variable got a new one; a transposed copy of it is what is written."""
+    w = Writer()
+    t = value("t", "f32[20,20]")
+    old = w.state("read", "w", t)
+    w.state("write", "w", w("transpose", old, perm=(1, 0)))
+    late = w("exp", old)
+    for graph in (w.graph((), (late, old)), fused(w.graph((), (late, old)))):
+        assert not agrees(graph, tmp_path / str(id(graph)))
+
+
+def test_a_gradient_read_twice_is_zeroed_after_both(tmp_path: Path) -> None:
+    """As global-norm clipping does: the norm of all gradients comes before any update."""
+    w = Writer()
+    t = value("t", "f32[7,20]")
+    p, g = w.state("read", "w", t), w.state("take", "w.grad", t)
+    norm = w("sqrt", w("sum", w("mul", g, g), axes=(0, 1)))
+    lr = w("const", value=0.1, dtype="f32", shape=())
+    w.state("write", "w", w("sgd", p, w("div", g, norm), lr))
+    for graph in (w.graph((), (norm,)), fused(w.graph((), (norm,)))):
+        assert not agrees(graph, tmp_path / str(id(graph)))
+
+
+def test_two_gradients_of_one_variable_are_both_added(tmp_path: Path) -> None:
+    """A tied embedding: a lookup's gradient and a product's go to the same variable."""
+    w = Writer()
+    dy, places, x, dz = value("dy", "f32[6,24]"), value("i", "i64[6]"), value("x", "f32[6,24]"), value("dz", "f32[6,11]")
+    w.state("accum", "e.grad", w("gather_grad", dy, places, shape=(11, 24)))
+    w.state("accum", "e.grad", w("matmul", dz, x, ta=True))
+    graph = fused(w.graph((dy, places, x, dz), ()))
+    assert kernels_of(graph) == 2
+    assert not agrees(graph, tmp_path)
+
+
+def test_results_that_are_inputs_and_constants_come_back(tmp_path: Path) -> None:
+    w = Writer()
+    x = value("x", "f32[3]")
+    c = w("const", value=(1.0, 2.0, 3.0), dtype="f32", shape=(3,))
+    graph = w.graph((x,), (x, c, w("add", x, c)))
+    assert not agrees(graph, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def plan_of(folder: Path, which: str) -> Module:
+    if which == "gpt":
+        path = write_gpt(folder / "m.onnx", layers=1, width=48, heads=3, vocab=61, positions=20, seed=1)
+    elif which == "mlp":
+        path = write_mlp(folder / "m.onnx", [20, 48, 10], seed=1)
+    else:
+        path = write_cnn(folder / "m.onnx", seed=1)
+    optimizer = {"gpt": "adamw", "mlp": "sgd", "cnn": "momentum"}[which]
+    training = ps.Training(loss="cross_entropy", optimizer=optimizer_of(optimizer, lr=1e-2), microbatches=2)
+    return ps.plan(ps.from_onnx(path, dims={"batch": 3}), ps.Cluster.local(2), training, schedule="2bw").module
+
+
+@pytest.mark.parametrize("which", ["gpt", "mlp", "cnn"])
+def test_stages_of_models_agree_with_the_interpreter(which: str, tmp_path: Path) -> None:
+    module = plan_of(tmp_path, which)
+    backend = backend_of("tvm")
+    for stage in (0, 1):
+        (name,) = backend.compile_stage(module, stage, tmp_path)
+        program = backend.load_stage(module, stage, [tmp_path / name])
+        for graph in stage_graphs(module, stage):
+            args = make_args(graph, np.random.default_rng(stage))
+            assert not compare(program, graph, args)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ building and loading
+
+
+@pytest.fixture
+def small() -> Graph:
+    w = Writer()
+    x = value("x", "f32[4,20]")
+    return w.graph((x,), (w("exp", x),))
+
+
+def test_the_same_graph_gives_the_same_bytes_and_is_compiled_once(small: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build_graphs([small], tmp_path / "a" / "s.so")
+    second = build_graphs([small], tmp_path / "elsewhere" / "t.so")
+    assert first.sha256 == second.sha256
+    assert not first.cached
+    assert not second.cached
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    assert not build_graphs([small], tmp_path / "c.so").cached
+    hit = build_graphs([small], tmp_path / "d.so")
+    assert hit.cached
+    assert hit.sha256 == first.sha256
+    assert not build_graphs([small], tmp_path / "e.so", target="portable").cached
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "no hash"])
+def test_a_damaged_cache_entry_is_built_again(damage: str, small: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    good = build_graphs([small], tmp_path / "a.so")
+    (entry,) = (tmp_path / "cache" / "tvm").glob("*.so")
+    content = bytearray(entry.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+        entry.write_bytes(content)
+    elif damage == "truncate":
+        entry.write_bytes(content[: len(content) // 2])
+    elif damage == "remove":
+        entry.unlink()
+    else:
+        entry.with_suffix(".sha256").unlink()
+    again = build_graphs([small], tmp_path / "b.so")
+    assert not again.cached
+    assert again.sha256 == good.sha256
+    assert build_graphs([small], tmp_path / "c.so").cached
+
+
+def test_progress_and_dumps(small: Graph, tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    build_graphs([small], tmp_path / "a.so", progress=lambda *x: seen.append(x), dump_dir=tmp_path / "dump")
+    assert seen[0][0] == 0
+    assert seen[-1][0] == seen[-1][1]
+    assert "s0.F: 1 kernels" in (tmp_path / "dump" / "a.kernels.txt").read_text()
+    assert "def s0_F" in (tmp_path / "dump" / "a.relax.py").read_text()
+
+
+def test_arguments_are_checked(small: Graph, tmp_path: Path) -> None:
+    """Compiled code would end the process on an unaligned argument: inputs are copied, slots are refused."""
+    w = Writer()
+    g = value("g", "f32[20]")
+    w.state("accum", "w.grad", g)
+    accumulate = replace(w.graph((g,), ()), name="s0.B")
+    program = build([small, accumulate], tmp_path)
+    flat = torch.arange(200, dtype=torch.float32) / 100
+    crooked = flat[1:81].view(4, 20)
+    (found,) = program.call("s0.F", [crooked])
+    assert not difference(found, crooked.exp())
+    (found,) = program.call("s0.F", [flat[:80].view(20, 4).t()])
+    assert not difference(found, flat[:80].view(20, 4).t().exp())
+    with pytest.raises(VerifyError, match=r"buffer of @w.grad is not contiguous on a 64-byte boundary"):
+        program.call("s0.B", [flat[:20], flat[1:21]])
+    with pytest.raises(VerifyError, match="takes 1 inputs and 0 slots, got 2 tensors"):
+        program.call("s0.F", [crooked, crooked])
+
+
+def test_settings_that_cannot_be(small: Graph, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="unknown target CPU 'z80'"):
+        build_graphs([small], tmp_path / "a.so", target="z80")
+    with pytest.raises(UsageError, match="threads"):
+        backend_of("tvm").load_stage(Module("m"), 0, [tmp_path / "a.so"], threads=0)
+    with pytest.raises(PenstockError, match="has no graphs"):
+        backend_of("tvm").compile_stage(Module("m"), 3, tmp_path)

@@ -1,0 +1,117 @@
+"""Comparing compiled graphs with the NumPy interpreter: building, running, and the comparison itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock.backends.numpy_backend import NumpyProgram
+from penstock.backends.tvm.build import build_graphs
+from penstock.backends.tvm.load import TvmProgram
+from penstock.ir.graph import Attr, Graph, Op, Signature, Slot, Value, signature, slot_of
+from penstock.ir.ops import infer_op, make
+from penstock.ir.types import FLOATS, TensorType, numpy_dtype, parse_type
+
+# Largest error allowed, as a part of the largest value of the result.
+TOLERANCE = {"f32": 2e-5, "f64": 1e-12}
+
+
+def value(name: str, text: str) -> Value:
+    return Value(name, parse_type(text))
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One operation on operands of given types."""
+
+    kind: str
+    types: tuple[str, ...]
+    attrs: Mapping[str, Attr]
+    positive: bool = False
+
+    def graph(self, name: str) -> Graph:
+        ins = tuple(value(f"x{i}", t) for i, t in enumerate(self.types))
+        count = len(infer_op(Op(self.kind, ins, (), self.attrs), {}))
+        op = make(self.kind, ins, [f"y{i}" for i in range(count)], "", **self.attrs)
+        return Graph(name, ins, op.outs, (op,))
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(self.types)}{''.join(f', {k}={v}' for k, v in self.attrs.items())})"
+
+
+def random_array(rng: np.random.Generator, t: TensorType, positive: bool = False) -> np.ndarray:
+    if t.dtype == "bool":
+        return np.asarray(rng.random(t.dims) > 0.5)
+    if t.dtype in FLOATS:
+        drawn = np.asarray(rng.standard_normal(t.dims)).astype(numpy_dtype(t.dtype))
+        return np.abs(drawn) + drawn.dtype.type(0.1) if positive else drawn
+    return np.asarray(rng.integers(0, 5, t.dims)).astype(numpy_dtype(t.dtype))
+
+
+def to_torch(array: np.ndarray) -> torch.Tensor:
+    """A tensor of torch's own memory, which is aligned."""
+    return torch.tensor(array)
+
+
+def slot_types(graph: Graph) -> dict[Slot, TensorType]:
+    return {slot: (op.outs or op.ins)[0].type for op in graph.ops if (slot := slot_of(op)) is not None}
+
+
+def make_args(graph: Graph, rng: np.random.Generator, positive: bool = False, shared: bool = True) -> list[np.ndarray]:
+    """Random arguments; with `shared`, `latest` and `next` of a variable start out equal, as they will be one buffer."""
+    sig, types = signature(graph), slot_types(graph)
+    args = [random_array(rng, v.type, positive) for v in sig.ins]
+    by_var: dict[str, np.ndarray] = {}
+    for slot in sig.slots:
+        drawn = random_array(rng, types[slot], positive or slot.var.endswith("adam_v"))
+        args.append(by_var.setdefault(slot.var, drawn).copy() if shared else drawn)
+    return args
+
+
+def tensors_of(sig: Signature, arrays: Sequence[np.ndarray], shared: bool) -> list[torch.Tensor]:
+    tensors = [to_torch(a) for a in arrays]
+    if shared:
+        by_var: dict[str, torch.Tensor] = {}
+        for i, slot in enumerate(sig.slots, len(sig.ins)):
+            if slot.slot in ("latest", "next"):
+                tensors[i] = by_var.setdefault(slot.var, tensors[i])
+    return tensors
+
+
+def build(graphs: Sequence[Graph], folder: Path, target: str = "host") -> TvmProgram:
+    built = build_graphs(graphs, folder / "stage.so", target=target)
+    return TvmProgram(built.path, graphs)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """What is wrong with a result; empty if nothing is."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return f"{found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"
+    if not expected.dtype.is_floating_point:
+        wrong = int((found != expected).sum())
+        return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
+    a, b = found.numpy().astype(np.float64), expected.numpy().astype(np.float64)
+    if not np.array_equal(np.isnan(a), np.isnan(b)):
+        return "nan in different places"
+    if not np.array_equal(np.where(np.isinf(a), np.sign(a), 0), np.where(np.isinf(b), np.sign(b), 0)):
+        return "inf in different places"
+    finite = np.isfinite(b)
+    scale = np.abs(b[finite]).max(initial=0.0)
+    error = np.abs(a[finite] - b[finite]).max(initial=0.0)
+    limit = TOLERANCE["f64" if expected.dtype == torch.float64 else "f32"] * max(scale, 1e-30)
+    return f"error {error:.2e} at scale {scale:.2e}" if error > limit else ""
+
+
+def compare(program: TvmProgram, graph: Graph, arrays: Sequence[np.ndarray], shared: bool = True) -> list[str]:
+    """Run a graph compiled and interpreted; everything that differs, results and slots."""
+    sig = signature(graph)
+    ours, reference = tensors_of(sig, arrays, shared), tensors_of(sig, arrays, shared)
+    found = program.call(graph.name, ours)
+    expected = NumpyProgram([graph]).call(graph.name, reference)
+    pairs = [(f"%{v.name}", a, b) for v, a, b in zip(sig.results, found, expected, strict=True)]
+    pairs += [(f"@{s.var} {s.slot}", ours[i], reference[i]) for i, s in enumerate(sig.slots, len(sig.ins))]
+    return [f"{graph.name} {name}: {wrong}" for name, a, b in pairs if (wrong := difference(a, b))]
