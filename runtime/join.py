@@ -47,6 +47,7 @@ class Reports:
     def __init__(self, worker_rank: int, loss_rank: int, microbatches: int, rate: float | None, metrics: Metrics | None) -> None:
         self._rank, self._loss_rank, self._rate, self._metrics = worker_rank, loss_rank, rate, metrics
         self._size = 2 + microbatches
+        self.failure: RuntimeError | None = None
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def take(self, step: Step) -> None:
@@ -74,13 +75,17 @@ class Reports:
 
     def _listen(self, count: int) -> None:
         assert self._metrics is not None
-        for _ in range(count):
-            message = torch.empty(self._size, dtype=torch.float64)
-            work = dist.irecv(message, self._loss_rank, tag=_REPORT_TAG)
-            assert work is not None
-            work.wait(_STEP_TIMEOUT)
-            step, loss, *losses = message.tolist()
-            self._metrics.add(Step(int(step), loss, tuple(losses), self._rate, time.monotonic()))
+        try:
+            for _ in range(count):
+                message = torch.empty(self._size, dtype=torch.float64)
+                work = dist.irecv(message, self._loss_rank, tag=_REPORT_TAG)
+                assert work is not None
+                work.wait(_STEP_TIMEOUT)
+                step, loss, *losses = message.tolist()
+                self._metrics.add(Step(int(step), loss, tuple(losses), self._rate, time.monotonic()))
+        except RuntimeError as error:
+            # The pipeline meets the same failure, and says more about it; this is for the end of the chunk.
+            self.failure = error
 
 
 def run_rank(options: RunOptions) -> None:
@@ -129,8 +134,9 @@ def run_rank(options: RunOptions) -> None:
         reports.flush(options.timeout)
         if listener is not None:
             listener.join(options.timeout)
-            if listener.is_alive():
-                raise PeerLost(f"rank {loss_rank} did not report its losses within {options.timeout:g} s", where=f"rank {rank}")
+            if listener.is_alive() or reports.failure is not None:
+                what = f"rank {loss_rank} did not report its losses within {options.timeout:g} s"
+                raise PeerLost(what, where=f"rank {rank}") from reports.failure
         done += count
         if options.checkpoint is not None:
             worker.obey(Save(options.checkpoint, done))

@@ -271,8 +271,8 @@ class Transport:
     def _lost(self, action: Action, error: RuntimeError) -> PeerLost:
         assert action.peer is not None
         text = str(error).splitlines()[0] if str(error) else ""
-        # Gloo puts the place in its own source in front.
-        detail = text.partition("] ")[2] if text.startswith("[") else text
+        # Gloo puts the place in its own source in front, and advice behind.
+        detail = (text.partition("] ")[2] if text.startswith("[") else text).partition(". ")[0]
         if "imed out" in text or "timeout" in text:
             what, hint = f"did not answer within {self.seconds:g} s", "if it was only slow, give a longer --timeout"
         else:
