@@ -227,7 +227,7 @@ def _drop_unused_saves(graphs: dict[str, Graph]) -> None:
         if backward is None:
             continue
         used = {v for op in backward.ops for v in op.ins} | {*backward.outs, *backward.saved}
-        unused = {v for v in forward.saved if v in backward.ins and v not in used}
+        unused = set(forward.saved).intersection(backward.ins) - used
         if unused:
             graphs[backward.name] = Graph(
                 backward.name, tuple(v for v in backward.ins if v not in unused), backward.outs, backward.ops, backward.saved
