@@ -533,7 +533,7 @@ _row_of("mse", "reduce", 2, _mse, "mean of the squared difference", flops=_per_e
 
 # optimisers: (w, g, state..., scalars...) -> (w, state...)
 _row_of("sgd", "optimizer", 3, _optimizer(0, 1), "w - lr * (g + weight_decay * w), from (w, g, lr)", weight_decay=0.0, flops=_per_element(3))
-_row_of("momentum", "optimizer", 4, _optimizer(1, 1), "m = beta * m + g + weight_decay * w; w - lr * m (nesterov: w - lr * (g + beta * m)), from (w, g, m, lr)", beta=0.9, weight_decay=0.0, nesterov=False, flops=_per_element(5))
+_row_of("momentum", "optimizer", 4, _optimizer(1, 1), "g = g + weight_decay * w; m = beta * m + g; w - lr * m (nesterov: w - lr * (g + beta * m)), from (w, g, m, lr)", beta=0.9, weight_decay=0.0, nesterov=False, flops=_per_element(5))
 _row_of("adamw", "optimizer", 7, _optimizer(2, 3), "Adam with decoupled weight decay, from (w, g, m, v, c1, c2, lr), where c1 = 1 - beta1^t and c2 = 1 - beta2^t", beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, flops=_per_element(14))
 
 # state: the only operations with an effect
