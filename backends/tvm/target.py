@@ -50,7 +50,7 @@ def _machine(cpu: str) -> Machine:
         )
     target = tvm_target(cpu)
     if codegen.target_has_features(["avx512f"], target):
-        return Machine(cpu, 16, 8, 2)
+        return Machine(cpu, 16, 12, 2)
     if codegen.target_has_features(["avx2"], target):
         return Machine(cpu, 8, 6, 2)
     return Machine(cpu, 4, 4, 2)

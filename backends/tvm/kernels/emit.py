@@ -138,7 +138,7 @@ class Emitter:
             variable = tirx.Var(self.fresh(name), dtype)
             self.add(tirx.Bind(variable, value))
             return variable
-        buffer = tirx.decl_buffer((self._width,), dtype, name=self.fresh(name), scope="local")
+        buffer = tirx.decl_buffer((self._width,), dtype, name=self.fresh(name))
         (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
         self._names.add(buffer)
         self.add(tirx.BufferStore(buffer, value, [self.lane()]))
@@ -155,8 +155,9 @@ class Emitter:
     def store(self, buffer: Buffer, value: Expr, index: Expr) -> None:
         self.add(tirx.BufferStore(buffer, value, [index]))
 
-    def alloc(self, size: int, dtype: str, name: str, local: bool = False) -> Buffer:
-        """Scratch storage of this block: `local` stays in registers or on the stack, otherwise it comes from the thread's workspace."""
-        buffer = tirx.decl_buffer((size,), TVM_DTYPES[dtype], name=self.fresh(name), scope="local" if local else "global")
+    def alloc(self, size: int, dtype: str, name: str) -> Buffer:
+        """Scratch storage of this block: below 1024 bytes on the stack, from where LLVM moves it into registers if it can, else from the
+        thread's workspace. (In TVM's scope "local", of all things, everything would come from the workspace.)"""
+        buffer = tirx.decl_buffer((size,), TVM_DTYPES[dtype], name=self.fresh(name))
         (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
         return buffer

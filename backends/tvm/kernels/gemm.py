@@ -14,7 +14,8 @@ Long sums (k above 4096) are split into blocks of at most 2048, with partial sum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -311,90 +312,79 @@ class _Tiles:
         columns: int,
     ) -> None:
         emit, p, lanes = self.emit, self.p, self.lanes
-        with emit.loop(1):
-            if panel is not None:
-                spans = [(v * lanes, lanes) for v in range(ceil_div(columns, lanes))]
-            else:
-                spans = [(v * lanes, lanes) for v in range(columns // lanes)]
-                spans += [(c, 1) for c in range(columns // lanes * lanes, columns)]
-            width = ceil_div(columns, lanes) * lanes
-            acc = emit.alloc(height * width, self.dtype, "acc", local=True)
-            tail = columns - columns // lanes * lanes
-
-            def over(span: tuple[int, int], body: Callable[[Expr], None]) -> None:
-                offset, size = span
-                if size == 1:
-                    body(literal(offset, "i32"))
+        padded = panel is not None
+        if padded:
+            spans = [(v * lanes, lanes) for v in range(ceil_div(columns, lanes))]
+        else:
+            spans = [(v * lanes, lanes) for v in range(columns // lanes)]
+            spans += [(c, 1) for c in range(columns // lanes * lanes, columns)]
+        width = ceil_div(columns, lanes) * lanes
+        # One array per row: TVM keeps arrays below 1024 bytes on the stack, and only those become registers.
+        accs = [emit.alloc(width, self.dtype, "acc") for _ in range(height)]
+        for acc in accs:
+            for span in spans:
+                with self._over(span) as c:
+                    emit.store(acc, self.zero, c)
+        with emit.loop(k_size, SERIAL, "k") as k, self.body.point():
+            # The order matters: a row of B in registers, then row by row one value of A, so that few registers are live besides the sums.
+            line = emit.alloc(width, self.dtype, "b")
+            for span in spans:
+                with self._over(span) as c, self.body.point():
+                    other = tirx.BufferLoad(panel, [k * width + c]) if padded else p.b(lead, k_from + k, j + c)
+                    emit.store(line, other, c)
+            for r, acc in enumerate(accs):
+                if packed is not None:
+                    x = emit.bind(tirx.BufferLoad(packed, [(io * k_size + k) * self.rows + r]), "a")
                 else:
-                    with emit.loop(size, VECTOR, "ji") as ji:
-                        body(ji + offset)
-
-            for r in range(height):
+                    x = p.a(lead, start + at + r, k_from + k)
                 for span in spans:
-                    over(span, lambda c, r=r: emit.store(acc, self.zero, c + r * width))  # type: ignore[misc]
-            with emit.loop(k_size, SERIAL, "k") as k, self.body.point():
-                row = []
-                for r in range(height):
-                    if packed is not None:
-                        x = tirx.BufferLoad(packed, [(io * k_size + k) * self.rows + r])
-                        row.append(emit.bind(x, "a"))
-                    else:
-                        row.append(p.a(lead, start + at + r, k_from + k))
-                for r in range(height):
-                    for span in spans:
+                    with self._over(span) as c:
+                        emit.store(acc, tirx.BufferLoad(acc, [c]) + x * tirx.BufferLoad(line, [c]), c)
+        direct = [s for s in spans if s[0] + s[1] <= columns] if self.light and partial is None else []
+        for r, acc in enumerate(accs):
+            for span in direct:
+                with self._over(span) as c, self.body.point():
+                    self.body.finish({p.out: (tirx.BufferLoad(acc, [c]), p.place(lead, start + at + r, j + c))})
+        if len(direct) == len(spans):
+            return
+        tile = emit.alloc(height * width, self.dtype, "tile")
+        for r, acc in enumerate(accs):
+            for span in spans:
+                with self._over(span) as c:
+                    emit.store(tile, tirx.BufferLoad(acc, [c]), c + r * width)
+        done = len(direct) * lanes
+        if partial is not None:
+            self._over_tile(
+                height, columns, 0, lambda row, c: self._exchange(tile, partial, (at + row) * p.n + j + c, row * width + c, first)
+            )
+            if first is not None:
+                return
 
-                        def step(c: Expr, r: int = r) -> None:
-                            with self.body.point():
-                                other = tirx.BufferLoad(panel, [k * width + c]) if panel is not None else p.b(lead, k_from + k, j + c)
-                                emit.store(acc, tirx.BufferLoad(acc, [c + r * width]) + row[r] * other, c + r * width)
+        def finish(row: Expr, c: Expr) -> None:
+            self.body.finish({p.out: (tirx.BufferLoad(tile, [row * width + c]), p.place(lead, start + at + row, j + c))})
 
-                        over(span, step)
-            if partial is not None:
-                self._add_partial(acc, partial, at, height, width, spans, first, j, columns, tail, panel is not None)
-                if first is not None:
-                    return
-            self._finish(lead, start, at, height, acc, width, spans, j, columns, tail, panel is not None)
+        self._over_tile(height, columns, done, finish)
 
-    def _add_partial(
-        self,
-        acc: Buffer,
-        partial: Buffer,
-        at: Expr,
-        height: int,
-        width: int,
-        spans: list[tuple[int, int]],
-        first: object,
-        j: Expr,
-        columns: int,
-        tail: int,
-        padded: bool,
-    ) -> None:
-        """Sums of earlier k blocks: added to the accumulators; with `first` given the total goes back to memory."""
-        emit, n, lanes = self.emit, self.p.n, self.lanes
-        source, whole = acc, [s for s in spans if not (padded and s[0] + s[1] > columns)]
-        pieces: list[tuple[int, int]] = whole
-        if padded and tail:
-            # The padded vector of the last panel has no room in `partial`: it goes through memory, column by column.
-            source = emit.alloc(height * width, self.dtype, "tile")
-            for r in range(height):
-                for offset, _ in spans:
-                    with emit.loop(lanes, VECTOR, "ji") as ji:
-                        emit.store(source, tirx.BufferLoad(acc, [ji + (offset + r * width)]), ji + (offset + r * width))
-        for r in range(height):
-            for offset, size in pieces:
-                with emit.loop(size, VECTOR if size > 1 else SERIAL, "ji") as ji:
-                    self._exchange(source, partial, (at + r) * n + j + (offset + ji), ji + (offset + r * width), first)
-            if padded and tail:
-                with emit.loop(tail, SERIAL, "ji") as ji:
-                    offset = columns - tail
-                    self._exchange(source, partial, (at + r) * n + j + (offset + ji), ji + (offset + r * width), first)
-        if source is not acc and first is None:
-            for r in range(height):
-                for offset, _ in spans:
-                    with emit.loop(lanes, VECTOR, "ji") as ji:
-                        emit.store(acc, tirx.BufferLoad(source, [ji + (offset + r * width)]), ji + (offset + r * width))
+    @contextmanager
+    def _over(self, span: tuple[int, int]) -> Iterator[Expr]:
+        """The columns of a span: a vector, or one."""
+        offset, size = span
+        if size == 1:
+            yield literal(offset, "i32")
+            return
+        with self.emit.loop(size, VECTOR, "ji") as ji:
+            yield ji + offset if offset else ji
+
+    def _over_tile(self, height: int, columns: int, done: int, action: Callable[[Expr, Expr], None]) -> None:
+        """Loops over the elements of a tile in memory, from column `done` on."""
+        emit, lanes = self.emit, self.lanes
+        with emit.loop(height, SERIAL, "r") as row:
+            for c, _ in emit.spans(columns - done, lanes):
+                with self.body.point():
+                    action(row, c + done if done else c)
 
     def _exchange(self, tile: Buffer, partial: Buffer, position: Expr, local: Expr, first: object) -> None:
+        """Sums of earlier k blocks are added to the tile's, or, with `first` given, the total is left in `partial`."""
         value = tirx.BufferLoad(tile, [local])
         if first is True:
             self.emit.store(partial, value, position)
@@ -403,47 +393,6 @@ class _Tiles:
         else:
             # The first block finds no sum yet: what lies in memory there is not a number to be used, not even times 0.
             self.emit.store(partial, tirx.Select(first, value, value + tirx.BufferLoad(partial, [position])), position)
-
-    def _finish(
-        self,
-        lead: Index,
-        start: Expr,
-        at: Expr,
-        height: int,
-        acc: Buffer,
-        width: int,
-        spans: list[tuple[int, int]],
-        j: Expr,
-        columns: int,
-        tail: int,
-        padded: bool,
-    ) -> None:
-        emit, p, lanes = self.emit, self.p, self.lanes
-        whole = [s for s in spans if not (padded and s[0] + s[1] > columns)]
-        if self.light:
-            for r in range(height):
-                for offset, size in whole:
-                    with emit.loop(size, VECTOR if size > 1 else SERIAL, "ji") as ji, self.body.point():
-                        index = p.place(lead, start + at + r, j + (offset + ji))
-                        self.body.finish({p.out: (tirx.BufferLoad(acc, [ji + (offset + r * width)]), index)})
-            if not (padded and tail):
-                return
-        tile = emit.alloc(height * width, self.dtype, "tile")
-        for r in range(height):
-            for offset, size in spans:
-                with emit.loop(size, VECTOR if size > 1 else SERIAL, "ji") as ji:
-                    emit.store(tile, tirx.BufferLoad(acc, [ji + (offset + r * width)]), ji + (offset + r * width))
-        vectors = 0 if self.light else columns // lanes
-        with emit.loop(height, SERIAL, "r") as row:
-            if vectors:
-                with emit.loop(vectors, SERIAL, "v") as v, emit.loop(lanes, VECTOR, "ji") as ji, self.body.point():
-                    index = p.place(lead, start + at + row, j + v * lanes + ji)
-                    self.body.finish({p.out: (tirx.BufferLoad(tile, [row * width + v * lanes + ji]), index)})
-            if tail:
-                offset = columns - tail
-                with emit.loop(tail, SERIAL, "ji") as ji, self.body.point():
-                    index = p.place(lead, start + at + row, j + (offset + ji))
-                    self.body.finish({p.out: (tirx.BufferLoad(tile, [row * width + (offset + ji)]), index)})
 
 
 def emit_product(body: Body, product: Product) -> None:

@@ -77,7 +77,7 @@ def _columns(
 
     def block(o: Index, base: Expr, pieces: list[tuple[int, int]]) -> None:
         width = pieces[-1][0] + pieces[-1][1]
-        accs = [emit.alloc(width, dtype, "acc", local=True) for _ in steps]
+        accs = [emit.alloc(width, dtype, "acc") for _ in steps]
 
         def every(action: Callable[[Expr], None]) -> None:
             for offset, size in pieces:
@@ -137,8 +137,8 @@ def _rows(
     whole, rest = divmod(length, lanes)
     with emit.loop(prod(kept_shape), parallel_if(body.machine, prod(shape)), "o") as o, body.point():
         row = unravel(o, kept_shape)
-        totals = [emit.alloc(1, dtype, "total", local=True) for _ in steps]
-        accs = [emit.alloc(lanes, dtype, "acc", local=True) for _ in steps] if whole else []
+        totals = [emit.alloc(1, dtype, "total") for _ in steps]
+        accs = [emit.alloc(lanes, dtype, "acc") for _ in steps] if whole else []
         for total, (start, _) in zip(totals, steps, strict=True):
             emit.store(total, literal(start, dtype), zero())
         for acc, (start, _) in zip(accs, steps, strict=False):

@@ -81,7 +81,7 @@ class Rows:
         width = 1 if self.across else self.lanes
         starts = [literal(start, dtype) for start, _ in steps]
         if self.across:
-            places = [emit.alloc(self.body.lanes, dtype, "acc", local=True) for _ in steps]
+            places = [emit.alloc(self.body.lanes, dtype, "acc") for _ in steps]
             for place, start in zip(places, starts, strict=True):
                 emit.store(place, start, self._lane)
             with emit.loop(self.length, name="c") as c, self.body.point():
@@ -89,11 +89,11 @@ class Rows:
                     emit.store(place, combine(tirx.BufferLoad(place, [self._lane]), x), self._lane)
             return [emit.bind(tirx.BufferLoad(place, [self._lane])) for place in places]
         whole, rest = divmod(self.length, width)
-        totals = [emit.alloc(1, dtype, "total", local=True) for _ in steps]
+        totals = [emit.alloc(1, dtype, "total") for _ in steps]
         for total, start in zip(totals, starts, strict=True):
             emit.store(total, start, zero())
         if whole:
-            places = [emit.alloc(width, dtype, "acc", local=True) for _ in steps]
+            places = [emit.alloc(width, dtype, "acc") for _ in steps]
             for place, start in zip(places, starts, strict=True):
                 with emit.loop(width, VECTOR, "l") as lane:
                     emit.store(place, start, lane)
@@ -259,7 +259,7 @@ def emit_cross_entropy(body: Body, op: Op) -> None:
         emit.store(parts, lse - body.at(logits, (*rows.row, label)), position)
 
     rows.each(one_row)
-    sums = emit.alloc(1, dtype, "sum", local=True)
+    sums = emit.alloc(1, dtype, "sum")
     emit.store(sums, literal(0, dtype), zero())
     with emit.loop(count) as i:
         emit.store(sums, tirx.BufferLoad(sums, [zero()]) + tirx.BufferLoad(parts, [i]), zero())

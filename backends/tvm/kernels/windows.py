@@ -158,8 +158,8 @@ def emit_pool(body: Body, op: Op) -> None:
     def point(index: Index) -> None:
         with body.point():
             lane = emit.lane()
-            total = emit.alloc(emit.width(), dtype, "total", local=True)
-            number = emit.alloc(emit.width(), dtype, "count", local=True)
+            total = emit.alloc(emit.width(), dtype, "total")
+            number = emit.alloc(emit.width(), dtype, "count")
             emit.store(total, start, lane)
             emit.store(number, literal(0, dtype), lane)
             with ExitStack() as stack:
@@ -208,7 +208,7 @@ def emit_avg_pool_grad(body: Body, op: Op) -> None:
     def point(index: Index) -> None:
         with body.point():
             lane = emit.lane()
-            total = emit.alloc(emit.width(), dtype, "total", local=True)
+            total = emit.alloc(emit.width(), dtype, "total")
             emit.store(total, literal(0, dtype), lane)
             with ExitStack() as stack:
                 tap = tuple(stack.enter_context(emit.loop(k, SERIAL, "t")) for k in kernel)
@@ -244,7 +244,7 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
         with emit.loop(prod(outs), SERIAL, "o") as o, body.point():
             out = unravel(o, outs)
             top, gradient = body.at(y, (*lead, *out)), body.at(dy, (*lead, *out))
-            first = emit.alloc(1, "i32", "first", local=True)
+            first = emit.alloc(1, "i32", "first")
             emit.store(first, literal(-1, "i32"), zero())
             with ExitStack() as stack:
                 tap = tuple(stack.enter_context(emit.loop(k, SERIAL, "t")) for k in kernel)
