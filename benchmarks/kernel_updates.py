@@ -110,6 +110,10 @@ def _adamw(zero: bool) -> Work:
     return Work((made.graph,), made.ours, {"AdamW(fused=True)": made.theirs}, made.exact, moved=moved, reset=made.reset)
 
 
+def empty(x: Tensor) -> None:
+    x.zero_()
+
+
 def _embedding_gradient_added() -> Work:
     """The gradient of a lookup added to what the variable holds, as in a backward graph."""
     dy, indices, held = random(TOKENS, WIDTH), _labels(TOKENS, CLASSES), torch.zeros(CLASSES, WIDTH)
@@ -126,7 +130,7 @@ def _embedding_gradient_added() -> Work:
         return [torch.zeros(CLASSES, WIDTH, dtype=torch.float64).index_add_(0, indices, wide(dy))]
 
     forms = {"index_add_": lambda: [held.index_add_(0, indices, dy)]}
-    return Work((graph,), ours, forms, exact, moved=3 * bytes_of(dy), reset=lambda: held.zero_() and None)
+    return Work((graph,), ours, forms, exact, moved=3 * bytes_of(dy), reset=lambda: empty(held))
 
 
 row("embedding", f"gradient added, {TOKENS} of {CLASSES}x{WIDTH}", _embedding_gradient_added)

@@ -39,6 +39,8 @@ ONE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TVM_NUM_THREADS")
 TOLERANCE = 1e-5
 SLOW = 0.95
 WARMUP = 2
+# Processor time of the process over that of the measuring thread, from which on it is said that the comparison is not of one thread.
+OTHERS = 1.05
 # Quick rows are called more often than asked, until this many seconds are measured, at most so many times as often.
 LEAST_SECONDS, MOST_TIMES = 0.2, 20
 
@@ -129,6 +131,8 @@ def _settle(core: int | None) -> None:
     """One core, one thread in every library. Has to come before torch and TVM are loaded, which start threads."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if core is None else core})
     os.environ |= dict.fromkeys(ONE, "1")
+    # Compiled anew unless the caller names a cache: what is measured is the compiler as it is, and the time it takes.
+    os.environ.setdefault("PENSTOCK_CACHE", "off")
     import torch
 
     torch.set_num_threads(1)
@@ -179,11 +183,17 @@ def _measure(work: Work, program: StageProgram, outcome: Outcome, repeats: int) 
     for _, call in sides * WARMUP:
         call()
     used = 0.0
+    process, thread = time.process_time(), time.thread_time()
     for number in range(repeats * MOST_TIMES):
         if number >= repeats and used > LEAST_SECONDS:
             break
         for side, call in sides if number % 2 else sides[::-1]:
             used += _time(side, call)
+    process, thread = time.process_time() - process, time.thread_time() - thread
+    if process > OTHERS * thread + 0.01:
+        print(
+            f"warning: other threads computed too: {process:.3f} s in the process, {thread:.3f} s in the measured thread", file=sys.stderr
+        )
 
 
 def _time(side: Side, call: Callable[[], object]) -> float:

@@ -19,9 +19,8 @@ from turns import Shape, batches, serve
 import penstock as ps
 
 
-def main() -> None:
-    shape, model_file, schedule, warmup = Shape.from_json(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-    bundle = Path(sys.argv[5])
+def compile_model(shape: Shape, model_file: str, schedule: str, bundle: Path) -> dict[str, object]:
+    """Write the bundle; nothing of the model stays in this process."""
     cluster = ps.Cluster.local(2)
     cluster = replace(cluster, devices=tuple(replace(device, threads=1) for device in cluster.devices))
     optimizer = ps.AdamW(lr=shape.lr, weight_decay=shape.weight_decay)
@@ -29,7 +28,14 @@ def main() -> None:
     begin = time.perf_counter()
     plan = ps.plan(ps.from_onnx(model_file), cluster, training, schedule=schedule)
     ps.compile(plan, bundle)
-    about: dict[str, object] = {"compiled in s": round(time.perf_counter() - begin, 1)}
+    predicted = " + ".join(f"{row['peak'] / 2**20:.0f}" for row in plan.as_dict()["memory"].values())
+    return {"compiled in s": round(time.perf_counter() - begin, 1), "predicted peak of tensors, MiB": predicted}
+
+
+def main() -> None:
+    shape, model_file, schedule, warmup = Shape.from_json(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+    bundle = Path(sys.argv[5])
+    about = compile_model(shape, model_file, schedule, bundle)
     data = ({"tokens": tokens, "labels": labels} for tokens, labels in batches(shape))
     with ps.open(bundle, timeout=600) as job:
 
@@ -38,8 +44,6 @@ def main() -> None:
 
         about["losses"] = run(warmup)
         workers = {f"rank {command[command.index('--rank') + 1]}": pid for pid, command in descendants() if "--rank" in command}
-        predicted = [row["peak"] for row in plan.as_dict()["memory"].values()]
-        about["predicted peak of tensors, MiB"] = " + ".join(f"{peak / 2**20:.0f}" for peak in predicted)
         serve(dict(sorted(workers.items())), about, run)
 
 

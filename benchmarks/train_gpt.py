@@ -1,6 +1,6 @@
 """Train a GPT-2-small-shaped model on two cores: Penstock's pipeline against torch's pipeline and against torch in one process.
 
-    python benchmarks/train_gpt.py                                    GPT-2 small: minutes per round, about 20 GB of memory
+    python benchmarks/train_gpt.py                                    GPT-2 small, all contenders in memory at once
     python benchmarks/train_gpt.py --layers 2 --width 128 --heads 4 --vocab 4096 --positions 64          a minute in all
 
 Contenders (all float32, AdamW, untied head, the same first weights and the same batches, two cores):
