@@ -108,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--memory", action="store_true", help="print predicted peak memory per rank")
     inspect.add_argument("--params", action="store_true", help="list parameters, buffers and state with sizes")
     inspect.add_argument("--op", metavar="REGEX", help="print operations whose text matches")
+    inspect.add_argument("--kernels", action="store_true", help="list the kernels of every stage: operations, work, roofline time, share")
+    inspect.add_argument("--measure", action="store_true", help="with --kernels: compile each kernel by itself and time it on this machine")
+    inspect.add_argument("--source", metavar="NAME", help="print the source of one kernel, e.g. s0.F/k3")
     inspect.add_argument("--batches", type=_positive, default=3, metavar="N", help="batches to show with --schedule (default: 3)")
 
     diff = add("diff", "compare two IR files or bundles: removed lines, new lines, and the words that changed")

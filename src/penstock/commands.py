@@ -189,8 +189,35 @@ def inspect_command(arguments: Namespace) -> None:
         ]
         print(table(["variable", "role", "stage", "type", "versions", "size"], rows))
         shown = True
+    if arguments.kernels or arguments.measure or arguments.source:
+        _print_kernels(module, arguments)
+        shown = True
     if not shown:
         _print_summary(module)
+
+
+def _print_kernels(module: Module, arguments: Namespace) -> None:
+    from penstock import kernel_report
+
+    rows = kernel_report.kernel_rows(module)
+    if arguments.kernels or arguments.measure:
+        if arguments.measure:
+            backend, threads = _measured_with(arguments.file)
+            say(f"measuring {len(rows)} kernels on this machine, one by one, back end {backend}, threads: {threads}")
+            rows = kernel_report.measure_rows(rows, module, backend, threads, Progress("kernels"))
+        print(kernel_report.format_report(rows, module))
+    if arguments.source:
+        print(kernel_report.kernel_source(rows, arguments.source))
+
+
+def _measured_with(path: str) -> tuple[str, int]:
+    """The back end of a bundle, and the smallest number of threads any of its ranks has, as this process has one number of them only."""
+    if not Path(path).is_dir():
+        return "tvm", 1
+    from penstock.backends.bundle import open_bundle
+
+    manifest = open_bundle(path).manifest
+    return manifest.backend, min(rank.threads for rank in manifest.ranks)
 
 
 def _print_matching(module: Module, pattern: str) -> None:

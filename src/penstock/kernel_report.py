@@ -1,0 +1,437 @@
+"""What the kernels of a compiled module are, what they should cost, and what they do cost on this machine.
+
+In: a module with stage graphs and kernels chosen (`fuse`). Out: one row per distinct kernel of a stage: its operations and shapes, work, time by the
+roofline of the stage's device, measured time, and how often it runs. Kernels of one graph that differ in names only are one row with several
+names. Each kernel also stands as a graph of its own, which any back end can compile and run: what it reads from other kernels are inputs,
+what others read of it are results, and variables stay variables.
+
+    operations of a graph = operations in kernels + operations computed where they are read (or constant tables) + reads of variables
+    bytes of a kernel     = what it reads from memory, seen through layout changes, + what it stores; nothing in between
+    roofline              = max(flops / rate, bytes / bandwidth)
+    share                 = calls * time of the whole stage's, per batch: forward and backward run once per microbatch, the update once
+
+Measured is the median wall time of a kernel alone, called again and again with the same random operands, so what fits into a cache is found there:
+the sum over a stage is at most what the stage takes, up to noise. Operands are legal by construction: floats in [0.1, 1), indices in range.
+
+Limits: shows the choice in the IR; a back end may split a kernel that it cannot make in one, and is then measured with all its parts. A mesh counts
+as its first device. Sources are those for this machine's CPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.backends.interface import Progress, StageProgram, backend_of
+from penstock.ir.cluster import Device
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import ANNOTATIONS, Attr, Graph, Module, Op, Value, signature, slot_of
+from penstock.ir.ops import cost_of
+from penstock.ir.types import FLOATS, TensorType
+from penstock.passes.fuse import INLINE
+from penstock.terminal import size, table
+
+if TYPE_CHECKING:
+    import torch
+
+_LAYOUTS = ("reshape", "transpose", "broadcast", "slice")
+# A measurement ends after so many calls or so many seconds, whichever is later, but never goes past the last number of calls.
+_CALLS, _SECONDS, _MOST_CALLS = 5, 0.05, 500
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """Kernels of one stage graph that are alike: `names` in the graph, `body` is the first of them as a graph of its own."""
+
+    stage: int
+    graph: str
+    names: tuple[str, ...]
+    ops: tuple[Op, ...]
+    body: Graph
+    flops: float
+    moved: float
+    roofline_s: float
+    per: str
+    calls_per_batch: int
+    measured_s: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.roofline_s if self.measured_s is None else self.measured_s
+
+    @property
+    def batch_s(self) -> float:
+        """Time of all calls in one batch."""
+        return self.seconds * self.calls_per_batch
+
+    @property
+    def label(self) -> str:
+        return f"{self.graph}/{self.names[0]}"
+
+
+@dataclass(frozen=True)
+class Division:
+    """The operations of one graph by what becomes of them."""
+
+    kernels: Mapping[str, tuple[Op, ...]]
+    inline: tuple[Op, ...]
+    reads: tuple[Op, ...]
+
+
+# ------------------------------------------------------------------------------------------------ finding kernels
+
+
+def divide(graph: Graph) -> Division:
+    """Every operation exactly once. Operations without annotation are kernels of their own, named by their position."""
+    kernels: dict[str, list[Op]] = {}
+    inline, reads = [], []
+    for i, op in enumerate(graph.ops):
+        name = str(op.attrs.get("kernel", f"op{i}"))
+        if op.kind == "read":
+            reads.append(op)
+        elif name.startswith(INLINE) or _is_table(op):
+            inline.append(op)
+        else:
+            kernels.setdefault(name, []).append(op)
+    return Division({name: tuple(ops) for name, ops in kernels.items()}, tuple(inline), tuple(reads))
+
+
+def _is_table(op: Op) -> bool:
+    return op.kind == "const" and isinstance(op.attrs["value"], tuple)
+
+
+def kernel_rows(module: Module) -> list[KernelRow]:
+    """All distinct kernels, stage by stage, in the order of their first call."""
+    if "fused" not in module.facts:
+        raise UsageError("no kernels are chosen yet", where=f"@{module.name}", hint="run the pass `fuse`, or inspect a bundle")
+    microbatches = module.schedule.microbatches if module.schedule is not None else 1
+    rows: list[KernelRow] = []
+    for stage in module.stages:
+        device = _device_of(module, stage.place)
+        for kind in ("F", "B", "U"):
+            graph = module.stage_graph(stage.index, kind)
+            if graph is not None:
+                per, times = ("update", 1) if kind == "U" else ("microbatch", microbatches)
+                rows += _rows_of(graph, stage.index, device, per, times)
+    return rows
+
+
+def _device_of(module: Module, place: str) -> Device:
+    if module.cluster is None:
+        raise UsageError("the module names no devices", where=f"@{module.name}", hint="inspect a bundle, or a dump after `partition`")
+    name = next((mesh.devices[0] for mesh in module.meshes if mesh.name == place), place)
+    return next(device for device in module.cluster.devices if device.name == name)
+
+
+def _rows_of(graph: Graph, stage: int, device: Device, per: str, times: int) -> list[KernelRow]:
+    alike: dict[object, KernelRow] = {}
+    division = divide(graph)
+    bodies = _Bodies(graph, division)
+    for name, ops in division.kernels.items():
+        body = bodies.body(name)
+        key = _shape_of(body)
+        if key in alike:
+            row = alike[key]
+            alike[key] = replace(row, names=(*row.names, name), calls_per_batch=row.calls_per_batch + times)
+            continue
+        flops, moved = sum(cost_of(op).flops for op in ops), bytes_moved(body, ops)
+        roofline = max(flops / device.flops, moved / device.bandwidth)
+        alike[key] = KernelRow(stage, graph.name, (name,), ops, body, flops, moved, roofline, per, times)
+    return list(alike.values())
+
+
+class _Bodies:
+    """Cuts kernels out of a graph."""
+
+    def __init__(self, graph: Graph, division: Division) -> None:
+        self.graph, self.division = graph, division
+        self.position = {id(op): i for i, op in enumerate(graph.ops)}
+        self.copied = {v: op for op in (*division.inline, *division.reads) for v in op.outs}
+        unit = {id(op): name for name, ops in division.kernels.items() for op in ops}
+        # Which kernels read a value, be it through operations that are computed where they are read; "" is the outside.
+        self.readers: dict[Value, set[str]] = {v: {""} for v in graph.results}
+        for op in reversed(graph.ops):
+            if id(op) in unit:
+                through = {unit[id(op)]}
+            else:
+                through = {name for v in op.outs for name in self.readers.get(v, ())}
+            for v in op.ins:
+                self.readers.setdefault(v, set()).update(through)
+
+    def body(self, name: str) -> Graph:
+        ops = self.division.kernels[name]
+        made = {v for op in ops for v in op.outs}
+        found = {id(op): op for op in ops}
+        ins: dict[Value, None] = {}
+        stack = [v for op in reversed(ops) for v in reversed(op.ins)]
+        while stack:
+            v = stack.pop()
+            if v in made:
+                continue
+            maker = self.copied.get(v)
+            if maker is None:
+                ins[v] = None
+            elif id(maker) not in found:
+                found[id(maker)] = maker
+                stack += reversed(maker.ins)
+        outs = tuple(v for op in ops if op.kind != "take" for v in op.outs if self.readers.get(v, set()) - {name})
+        ordered = tuple(sorted(found.values(), key=lambda op: self.position[id(op)]))
+        return Graph(f"{self.graph.name}/{name}", tuple(ins), outs, ordered)
+
+
+def _shape_of(body: Graph) -> object:
+    """Equal for kernels that differ only in names of values, variables and places in the source."""
+    number: dict[Value, int] = {v: i for i, v in enumerate(body.ins)}
+    variables: dict[Attr, int] = {}
+    parts: list[object] = [tuple(str(v.type) for v in body.ins)]
+    for op in body.ops:
+        for v in op.outs:
+            number[v] = len(number)
+        attrs = {k: v for k, v in op.attrs.items() if k not in ANNOTATIONS and k != "var"}
+        slot = slot_of(op)
+        home = (variables.setdefault(slot.var, len(variables)), slot.slot) if slot is not None else None
+        types = tuple(str(v.type) for v in op.outs)
+        parts.append((op.kind, tuple(number[v] for v in op.ins), types, tuple(sorted(attrs.items())), home))
+    return tuple(parts), tuple(number[v] for v in body.outs)
+
+
+# ------------------------------------------------------------------------------------------------ what a kernel should cost
+
+
+def bytes_moved(body: Graph, ops: Iterable[Op]) -> float:
+    """Bytes that a kernel has to read and to write. Of a table, a lookup reads the rows that it wants, and its gradient changes those."""
+    makers = body.producers()
+    own = {v for op in ops if op.kind != "take" for v in op.outs}
+    wanted: dict[Value, dict[Value, float]] = {}
+    written = float(sum(v.type.nbytes for v in body.outs))
+    for op in ops:
+        for i, v in enumerate(op.ins):
+            if v in own:
+                continue
+            for source, count in _read(v, makers).items():
+                if op.kind == "gather" and i == 0:
+                    count = min(count, op.outs[0].type.nbytes)
+                # Read twice in the same form it is read once; in several forms, at most whole.
+                wanted.setdefault(source, {})[v] = count
+        if op.kind == "accum":
+            maker = makers.get(op.ins[0])
+            scattered = maker is not None and maker in tuple(ops) and maker.kind == "gather_grad"
+            written += 2 * (maker.ins[0].type.nbytes if scattered and maker is not None else op.ins[0].type.nbytes)
+        elif op.kind in ("write", "take"):
+            written += (op.ins or op.outs)[0].type.nbytes
+    return written + sum(min(float(source.type.nbytes), sum(forms.values())) for source, forms in wanted.items())
+
+
+def _read(value: Value, makers: Mapping[Value, Op]) -> dict[Value, float]:
+    """What reading a value once takes from memory: bytes by the value that has memory."""
+    op = makers.get(value)
+    if op is None or op.kind in ("read", "take") or _is_table(op):
+        return {value: float(value.type.nbytes)}
+    found: dict[Value, float] = {}
+    for v in op.ins:
+        for source, count in _read(v, makers).items():
+            limit = float(value.type.nbytes) if op.kind in _LAYOUTS else count
+            found[source] = found.get(source, 0.0) + min(count, limit)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ what a kernel does cost
+
+
+def measure_rows(
+    rows: Sequence[KernelRow], module: Module, backend: str, threads: int, progress: Progress | None = None
+) -> list[KernelRow]:
+    """The rows with measured times: each kernel is compiled by itself and called with random operands."""
+    report = progress or (lambda done, total, what: None)
+    maker = backend_of(backend)
+    graphs = {f"s{row.stage}.{i}": replace(row.body, name=f"s{row.stage}.{i}") for i, row in enumerate(rows)}
+    apart = module.but(graphs=graphs)
+    measured: dict[int, float] = {}
+    with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as folder:
+        for stage in sorted({row.stage for row in rows}):
+            report(len(measured), len(rows), f"compiling those of stage {stage}")
+            files = maker.compile_stage(apart, stage, Path(folder))
+            program = maker.load_stage(apart, stage, [Path(folder) / name for name in files], threads)
+            for i, row in enumerate(rows):
+                if row.stage == stage:
+                    report(len(measured), len(rows), row.label)
+                    measured[i] = _median_call(program, graphs[f"s{stage}.{i}"], module)
+    report(len(rows), len(rows), "measured")
+    return [replace(row, measured_s=measured[i]) for i, row in enumerate(rows)]
+
+
+def _median_call(program: StageProgram, graph: Graph, module: Module) -> float:
+    args = random_arguments(graph, module)
+    program.call(graph.name, args)
+    times: list[float] = []
+    while len(times) < _CALLS or (sum(times) < _SECONDS and len(times) < _MOST_CALLS):
+        begin = time.perf_counter()
+        kept = program.call(graph.name, args)
+        times.append(time.perf_counter() - begin)
+        del kept  # freeing results is not the kernel's time
+    return statistics.median(times)
+
+
+def random_arguments(graph: Graph, module: Module) -> list[torch.Tensor]:
+    """Tensors for a call. Floats are in [0.1, 1): variances, logarithms and divisors are legal. `latest` and `next` of a variable with one
+    version are one tensor, as at run time."""
+    import torch
+
+    source = torch.Generator().manual_seed(0)
+    limits = _index_limits(graph)
+    types = {slot: (op.outs or op.ins)[0].type for op in graph.ops if (slot := slot_of(op)) is not None}
+    limits_of_vars = {op.var: limits[op.outs[0]] for op in graph.ops if op.kind == "read" and op.outs[0] in limits}
+    sig = signature(graph)
+    args = [_random(v.type, limits.get(v), source) for v in sig.ins]
+    single: dict[str, Any] = {}
+    for slot in sig.slots:
+        drawn = _random(types[slot], limits_of_vars.get(slot.var), source)
+        if slot.slot and module.vars[slot.var].versions == 1:
+            drawn = single.setdefault(slot.var, drawn)
+        args.append(drawn)
+    return args
+
+
+def _random(t: TensorType, below: int | None, source: torch.Generator) -> torch.Tensor:
+    import torch
+
+    dtype = getattr(torch, {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(t.dtype, "int64"))
+    if t.dtype in FLOATS:
+        return torch.rand(t.dims, generator=source).mul_(0.9).add_(0.1).to(dtype)
+    high = 2 if t.dtype == "bool" else below if below is not None else 5
+    kinds = {"i64": torch.int64, "i32": torch.int32, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool}
+    return torch.randint(high, t.dims, generator=source).to(kinds[t.dtype])
+
+
+def _index_limits(graph: Graph) -> dict[Value, int]:
+    """How large values may be that are used as indices, traced back through whatever is done to them first."""
+    limits: dict[Value, int] = {}
+
+    def limit(value: Value, below: int) -> None:
+        limits[value] = min(below, limits.get(value, below))
+
+    for op in reversed(graph.ops):
+        axis = op.attrs.get("axis", 0)
+        assert isinstance(axis, int)
+        if op.kind == "gather":
+            limit(op.ins[1], op.ins[0].type.dims[axis])
+        elif op.kind == "gather_grad":
+            limit(op.ins[1], op.outs[0].type.dims[axis])
+        elif op.kind in ("cross_entropy", "cross_entropy_grad"):
+            limit(op.ins[1], op.ins[0].type.dims[-1])
+        elif op.outs and op.outs[0] in limits:
+            for v in op.ins:
+                if v.type.dtype not in (*FLOATS, "bool"):
+                    limit(v, limits[op.outs[0]])
+    return limits
+
+
+# ------------------------------------------------------------------------------------------------ sources
+
+
+def kernel_source(rows: Sequence[KernelRow], name: str) -> str:
+    """The TIR of a kernel, by `s0.F/k3`, or `k3` where only one graph has it."""
+    found = [row for row in rows if any(name in (n, f"{row.graph}/{n}") for n in row.names)]
+    if len(found) != 1:
+        which = f"{len(found)} graphs have a kernel {name!r}" if found else f"no kernel {name!r}"
+        labels = [f"{row.graph}/{n}" for row in (found or rows) for n in row.names if not found or n == name]
+        shown = ", ".join(labels[:8]) + (", ..." if len(labels) > 8 else "")
+        raise UsageError(which, where="--source", hint=f"there are {shown}" if labels else "the module has no kernels")
+    from penstock.backends.tvm.lower import plan_kernels
+    from penstock.backends.tvm.target import machine_of
+
+    (row,) = found
+    machine = machine_of("host")
+    steps = plan_kernels(row.body, machine).steps
+    parts = []
+    for number, step in enumerate(steps, 1):
+        of = f", part {number} of {len(steps)}" if len(steps) > 1 else ""
+        parts.append(f"# {row.graph}/{name.rpartition('/')[2]} for {machine.name}{of}: {' '.join(op.kind for op in step.group.ops)}")
+        parts.append(step.kernel.function.script())
+    return "\n".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------ printing
+
+
+def format_report(rows: Sequence[KernelRow], module: Module) -> str:
+    """A table for each stage, largest share first, then what each graph's operations became."""
+    lines: list[str] = []
+    for stage in module.stages:
+        own = sorted((row for row in rows if row.stage == stage.index), key=lambda row: -row.batch_s)
+        device = _device_of(module, stage.place)
+        total = sum(row.batch_s for row in own)
+        what = "measured" if any(row.measured_s is not None for row in own) else "roofline"
+        rates = f"{device.flops / 1e9:g} GFLOP/s, {device.bandwidth / 1e9:g} GB/s"
+        lines += [f"stage {stage.index} on {device.name} ({rates}): {total * 1e3:.3f} ms per batch, {what}", _table(own, total), ""]
+        for kind in ("F", "B", "U"):
+            graph = module.stage_graph(stage.index, kind)
+            if graph is not None:
+                lines.append(_division_line(graph, own))
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _table(rows: Sequence[KernelRow], total: float) -> str:
+    heads = ["graph", "kernel", "calls", "operations", "shapes", "MFLOP", "bytes", "roofline ms"]
+    measured = any(row.measured_s is not None for row in rows)
+    heads += ["measured ms", "of roofline"] if measured else []
+    cells: list[list[object]] = []
+    for row in rows:
+        line: list[object] = [row.graph, _names(row.names), f"{len(row.names)} per {row.per}", _kinds(row.ops), _shapes(row)]
+        line += [f"{row.flops / 1e6:.3f}", size(row.moved), f"{row.roofline_s * 1e3:.4f}"]
+        if measured:
+            line += [f"{row.seconds * 1e3:.4f}", f"{100 * row.roofline_s / row.seconds:.0f}%"]
+        cells.append([*line, f"{100 * row.batch_s / total:.1f}%" if total else "-"])
+    return table([*heads, "share"], cells)
+
+
+def _division_line(graph: Graph, rows: Sequence[KernelRow]) -> str:
+    division = divide(graph)
+    inside = sum(map(len, division.kernels.values()))
+    flops = sum(row.flops * len(row.names) for row in rows if row.graph == graph.name)
+    return (
+        f"{graph.name}: {len(graph.ops)} operations = {inside} in {len(division.kernels)} kernels + {len(division.inline)} without memory or "
+        f"in tables + {len(division.reads)} reads; {flops / 1e6:.3f} MFLOP"
+    )
+
+
+def _names(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} alike"
+
+
+def _kinds(ops: Sequence[Op]) -> str:
+    """Kinds in order; a kind that follows itself is counted."""
+    found: list[tuple[str, int]] = []
+    for op in ops:
+        if found and found[-1][0] == op.kind:
+            found[-1] = (op.kind, found[-1][1] + 1)
+        else:
+            found.append((op.kind, 1))
+    words = [kind if count == 1 else f"{count}*{kind}" for kind, count in found]
+    return " ".join(words if len(words) <= 6 else [*words[:4], f"+{len(words) - 4}"])
+
+
+def _shapes(row: KernelRow) -> str:
+    """Operand and result types of the operation with the most work."""
+    main = max(row.ops, key=lambda op: (cost_of(op).flops, cost_of(op).bytes))
+    ins, outs = (", ".join(str(v.type) for v in values[:3]) + (", ..." if len(values) > 3 else "") for values in (main.ins, main.outs))
+    return f"{ins} -> {outs}" if outs else ins
+
+
+__all__ = [
+    "Division",
+    "KernelRow",
+    "bytes_moved",
+    "divide",
+    "format_report",
+    "kernel_rows",
+    "kernel_source",
+    "measure_rows",
+    "random_arguments",
+]

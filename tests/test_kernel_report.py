@@ -1,0 +1,222 @@
+"""The report on kernels: it accounts for every operation once, its kernels put together compute what the graph computes, and it can be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.backends.bundle import open_bundle
+from penstock.backends.numpy_backend import NumpyProgram
+from penstock.cli import main
+from penstock.ir.graph import Graph, Module, Op, Slot, Value, signature
+from penstock.ir.ops import cost_of, make
+from penstock.ir.types import parse_type
+from penstock.kernel_report import KernelRow, _Bodies, bytes_moved, divide, kernel_rows, random_arguments
+from penstock.models import write_gpt
+
+GRAPHS = [f"s{stage}.{kind}" for stage in (0, 1) for kind in "FBU"]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kernels")
+    write_gpt(folder / "gpt.onnx", layers=2, width=16, heads=2, vocab=20, positions=6)
+    words = f"compile {folder}/gpt.onnx -o {folder}/bundle --devices 2 --dim batch=2 --loss cross_entropy --optimizer adamw --lr 0.01"
+    assert main([*words.split(), "--microbatches", "3", "--schedule", "2bw", "--backend", "numpy", "--split-at", "h.1.attn.residual"]) == 0
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def module(bundle: Path) -> Module:
+    return open_bundle(bundle).module
+
+
+def rows_of(module: Module, graph: str) -> list[KernelRow]:
+    return [row for row in kernel_rows(module) if row.graph == graph]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_every_operation_is_accounted_for_once(module: Module, name: str) -> None:
+    graph, rows = module.graphs[name], rows_of(module, name)
+    division = divide(graph)
+    named = [n for row in rows for n in row.names]
+    assert sorted(named) == sorted(division.kernels)
+    inside = sum(len(row.ops) * len(row.names) for row in rows)
+    assert inside + len(division.inline) + len(division.reads) == len(graph.ops)
+    expected = sum(cost_of(op).flops for op in graph.ops)
+    assert sum(row.flops * len(row.names) for row in rows) == pytest.approx(expected, rel=1e-12)
+    assert not any(cost_of(op).flops for op in division.inline)
+    # The control: an operation that is left out is missed.
+    less = replace(graph, ops=tuple(op for op in graph.ops if op.kind not in ("matmul", "adamw")))
+    assert sum(cost_of(op).flops for ops in divide(less).kernels.values() for op in ops) < 0.9 * expected
+
+
+def test_alike_kernels_differ_in_names_only(module: Module) -> None:
+    several = [row for row in kernel_rows(module) if len(row.names) > 1]
+    assert several, "two layers must share kernels"
+    for row in several:
+        division = divide(module.graphs[row.graph])
+        for name in row.names:
+            assert [op.kind for op in division.kernels[name]] == [op.kind for op in row.ops]
+            assert sum(cost_of(op).flops for op in division.kernels[name]) == row.flops
+
+
+def test_forward_and_backward_run_per_microbatch_and_updates_once(module: Module) -> None:
+    for row in kernel_rows(module):
+        assert row.calls_per_batch == len(row.names) * (1 if row.graph.endswith("U") else 3)
+
+
+# ------------------------------------------------------------------------------------------------ kernels put together
+
+
+def arguments(graph: Graph, module: Module) -> tuple[dict[Value, torch.Tensor], dict[Slot, torch.Tensor]]:
+    sig, args = signature(graph), random_arguments(graph, module)
+    return dict(zip(sig.ins, args, strict=False)), dict(zip(sig.slots, args[len(sig.ins) :], strict=True))
+
+
+def run_apart(bodies: list[Graph], values: Mapping[Value, torch.Tensor], slots: Mapping[Slot, torch.Tensor]) -> dict[Value, torch.Tensor]:
+    """Run kernels one by one, each as soon as its inputs are there."""
+    known, waiting = dict(values), list(bodies)
+    while waiting:
+        body = next(b for b in waiting if all(v in known for v in b.ins))
+        waiting.remove(body)
+        sig = signature(body)
+        found = NumpyProgram([body]).call(body.name, [*(known[v] for v in sig.ins), *(slots[s] for s in sig.slots)])
+        known |= dict(zip(sig.results, found, strict=True))
+    return known
+
+
+@pytest.mark.parametrize("name", [n for n in GRAPHS if n[-1] != "U"])
+def test_kernels_put_together_compute_the_graph(module: Module, name: str) -> None:
+    graph = module.graphs[name]
+    bodies = _Bodies(graph, divide(graph))
+    apart = [bodies.body(kernel) for kernel in divide(graph).kernels]
+    values, slots = arguments(graph, module)
+    kept = {slot: x.clone() for slot, x in slots.items()}
+    expected = NumpyProgram([graph]).call(name, [*values.values(), *kept.values()])
+    found = run_apart(apart, values, slots)
+    for value, tensor in zip(graph.results, expected, strict=True):
+        torch.testing.assert_close(found[value], tensor)
+    for slot, tensor in kept.items():
+        torch.testing.assert_close(slots[slot], tensor)
+    # The control: a kernel with one operation changed gives other results.
+    values, slots = arguments(graph, module)
+    at = next(i for i, body in enumerate(apart) if any(op.kind == "add" for op in body.ops))
+    wrong = tuple(Op("sub", op.ins, op.outs, op.attrs) if op.kind == "add" else op for op in apart[at].ops)
+    changed = run_apart([*apart[:at], replace(apart[at], ops=wrong), *apart[at + 1 :]], values, slots)
+    same = [torch.equal(changed[v], x) for v, x in zip(graph.results, expected, strict=True)]
+    same += [torch.equal(slots[s], x) for s, x in kept.items()]
+    assert not all(same)
+
+
+# ------------------------------------------------------------------------------------------------ bytes
+
+
+def kernel_of(*ops: Op, outs: tuple[Value, ...]) -> tuple[Graph, tuple[Op, ...]]:
+    made = {v for op in ops for v in op.outs}
+    ins = tuple(dict.fromkeys(v for op in ops for v in op.ins if v not in made))
+    main = tuple(op for op in ops if not str(op.attrs.get("kernel", "")).startswith("inline") and op.kind != "read")
+    return Graph("k", ins, outs, ops), main
+
+
+def test_bytes_by_hand() -> None:
+    x, y = Value("x", parse_type("f32[8,16]")), Value("y", parse_type("f32[16]"))
+    add = make("add", (x, y), ("s",))
+    double = make("mul", (add.outs[0], x), ("d",))
+    # x once although read twice, y, and the result; the sum stays in registers.
+    assert bytes_moved(*kernel_of(add, double, outs=double.outs)) == 4 * (128 + 16 + 128)
+    assert bytes_moved(*kernel_of(add, double, outs=(*add.outs, *double.outs))) == 4 * (128 + 16 + 128 + 128)
+    part = make("slice", (x,), ("p",), start=(0, 0), stop=(2, 16), step=(1, 1), kernel="inline0")
+    negated = make("neg", part.outs, ("n",))
+    assert bytes_moved(*kernel_of(part, negated, outs=negated.outs)) == 4 * (32 + 32)
+    wide = make("broadcast", (y,), ("b",), shape=(8, 16), kernel="inline0")
+    negated = make("neg", wide.outs, ("n",))
+    assert bytes_moved(*kernel_of(wide, negated, outs=negated.outs)) == 4 * (16 + 128)
+    added = Op("accum", double.outs, (), {"var": "g"})
+    assert bytes_moved(*kernel_of(add, double, added, outs=())) == 4 * (128 + 16 + 2 * 128)
+    indices = Value("i", parse_type("i64[3]"))
+    looked_up = make("gather", (x, indices), ("r",))
+    assert bytes_moved(*kernel_of(looked_up, outs=looked_up.outs)) == 4 * (48 + 48) + 8 * 3
+    scattered = make("gather_grad", (looked_up.outs[0], indices), ("t",), shape=(8, 16))
+    added = Op("accum", scattered.outs, (), {"var": "g"})
+    assert bytes_moved(*kernel_of(scattered, added, outs=())) == 4 * (48 + 2 * 48) + 8 * 3
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+def test_indices_are_in_range_and_slots_of_one_version_are_one_tensor(module: Module) -> None:
+    table, raw = Value("table", parse_type("f32[7,2]")), Value("raw", parse_type("i64[500]"))
+    cast = make("cast", (raw,), ("c",), dtype="i32")
+    graph = Graph("k", (table, raw), (), (cast, make("gather", (table, cast.outs[0]), ("r",))))
+    drawn = random_arguments(graph, module)[1]
+    assert (int(drawn.min()), int(drawn.max())) == (0, 6)
+    update = next(row.body for row in kernel_rows(module) if any(op.kind == "adamw" for op in row.ops))
+    by_var: dict[str, list[torch.Tensor]] = {}
+    for slot, x in zip(signature(update).slots, random_arguments(update, module)[len(update.ins) :], strict=True):
+        by_var.setdefault(slot.var, []).append(x)
+    pairs = {var: found[0] is found[1] for var, found in by_var.items() if len(found) == 2}
+    assert len(pairs) == 3
+    for var, single in pairs.items():
+        assert single == (module.vars[var].versions == 1)
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def test_inspect_lists_kernels_by_share(bundle: Path, module: Module, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(bundle), "--kernels"]) == 0
+    out = capsys.readouterr().out
+    first = out.split("stage 1 on")[0].splitlines()
+    shares = [float(line.split()[-1].rstrip("%")) for line in first if line.endswith("%")]
+    assert len(shares) == sum(row.stage == 0 for row in kernel_rows(module))
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
+    assert f"s1.B: {len(module.graphs['s1.B'].ops)} operations" in out
+    assert "measured" not in out
+
+
+@pytest.mark.parametrize("backend", ["numpy", "tvm"])
+def test_inspect_measures(backend: str, bundle: Path, module: Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = bundle
+    if backend == "tvm":
+        # An IR file is measured with the compiler.
+        target = tmp_path / "module.ir"
+        target.write_text((bundle / "module.ir").read_text())
+    assert main(["inspect", str(target), "--measure"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("measured ms") == 2
+    assert f"back end {backend}" in shown.err
+    lines = [line for line in shown.out.splitlines() if line.endswith("%")]
+    assert len(lines) == len(kernel_rows(module))
+    assert all(float(line.split()[-3]) > 0 for line in lines)
+
+
+def test_inspect_prints_the_source_of_one_kernel(bundle: Path, module: Module, capsys: pytest.CaptureFixture[str]) -> None:
+    row = next(row for row in kernel_rows(module) if any(op.kind == "layer_norm" for op in row.ops))
+    assert main(["inspect", str(bundle), "--source", row.label]) == 0
+    out = capsys.readouterr().out
+    assert "prim_func" in out
+    assert "layer_norm" in out.splitlines()[0]
+    assert main(["inspect", str(bundle), "--source", "s0.F/k999"]) == 2
+    assert "s0.F/k0" in capsys.readouterr().err
+    assert main(["inspect", str(bundle), "--source", "k0"]) == 2
+    assert "graphs have a kernel 'k0'" in capsys.readouterr().err
+
+
+def test_a_module_without_kernels_says_which_pass_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.ir"
+    path.write_text("module @m {\n}\n")
+    assert main(["inspect", str(path), "--kernels"]) == 2
+    assert "fuse" in capsys.readouterr().err
+
+
+def test_random_arguments_give_no_nan(module: Module) -> None:
+    for row in kernel_rows(module):
+        for tensor in NumpyProgram([row.body]).call(row.body.name, random_arguments(row.body, module)):
+            assert not np.isnan(tensor.double().numpy()).any(), row.label
