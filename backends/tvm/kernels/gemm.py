@@ -7,6 +7,7 @@ nothing but the order of a packing loop), and a function that places element (ba
       for column panel:       pack B [k, nj]
         for row tile:         accumulators [mi, nj] = sum over k of A column * B row;  then `Body.finish` for each vector
 
+With up to four rows and both operands contiguous along k there are no tiles: vectors run along k and are folded.
 Ragged sizes: the last rows get a tile of just that many rows; the last panel is padded with zeros to whole vectors, and its columns are
 finished one by one from a copy of the tile, because indexing accumulators by a variable would force them out of registers.
 Long sums (k above 4096) are split into blocks of at most 2048, with partial sums in memory, so that the packed A stays in cache.
@@ -52,6 +53,7 @@ class Product:
     place: Callable[[Index, Expr, Expr], Index]
     a_along_k: bool
     b_along_j: bool
+    b_along_k: bool = False
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -60,9 +62,9 @@ def ceil_div(a: int, b: int) -> int:
 
 def tile_rows(m: int, rows: int) -> int:
     """Rows of the tile: a divisor of m near the best size if there is one."""
-    if m <= rows + rows // 2:
+    if m <= rows + 1:
         return m
-    for d in (rows, rows - 1, rows - 2, rows + 2, rows + 1):
+    for d in (rows, rows - 1, rows - 2, rows + 1, rows - 3, rows - 4):
         if d >= 4 and m % d == 0:
             return d
     return rows
@@ -107,6 +109,7 @@ def emit_matmul(body: Body, op: Op) -> None:
         lambda b, i, j: (*b, i, j),
         _contiguous(body, lhs, lambda v: a_index(lead, fixed, v), k),
         _contiguous(body, rhs, lambda v: b_index(lead, fixed, v), n),
+        k > 1 and _contiguous(body, rhs, lambda v: b_index(lead, v, fixed), k),
     )
     if batch and prod(rhs_batch) == 1 and not attrs["ta"]:
         product = _tall(body, op, product, lhs, rhs, a_index, b_index)
@@ -140,7 +143,7 @@ def _tall(
         lead, row = split(i)
         return (*lead, row, j)
 
-    return Product(p.out, (), prod(shape), p.n, p.k, a, b, place, p.a_along_k, p.b_along_j)
+    return Product(p.out, (), prod(shape), p.n, p.k, a, b, place, p.a_along_k, p.b_along_j, p.b_along_k)
 
 
 # ---------------------------------------------------------------------------------------- the loops
@@ -157,6 +160,9 @@ class _Tiles:
         self.rows = tile_rows(p.m, machine.rows)
         budget = machine.rows * machine.vectors
         self.vectors = min(max(budget // self.rows, 1), 8) if self.rows < machine.rows else machine.vectors
+        if self.rows >= machine.rows and p.n == 2 * machine.vectors * self.lanes:
+            # As wide as the result: no second pass over A.
+            self.rows, self.vectors = tile_rows(p.m, machine.rows // 2), 2 * machine.vectors
         self.vectors = min(self.vectors, ceil_div(p.n, self.lanes))
         self.width = self.vectors * self.lanes
         self.k_blocks = ceil_div(p.k, _K_BLOCK) if p.k > _LONGEST_K else 1
@@ -395,5 +401,55 @@ class _Tiles:
             self.emit.store(partial, tirx.Select(first, value, value + tirx.BufferLoad(partial, [position])), position)
 
 
+_DOT_ROWS = 4
+_DOT_COLUMNS = 4
+
+
+def _emit_dots(body: Body, p: Product) -> None:
+    """Few rows and both operands contiguous along k: packing would cost more than the product, so vectors run along k and are folded."""
+    emit, dtype = body.emit, p.out.type.dtype
+    lanes = max(body.lanes * 4 // ITEM_BYTES[dtype], 1)
+    whole, rest = divmod(p.k, lanes)
+
+    def block(lead: Index, j: Expr, columns: int) -> None:
+        cells = [(i, c) for i in range(p.m) for c in range(columns)]
+        accs = {cell: emit.alloc(lanes, dtype, "acc") for cell in cells}
+        for acc in accs.values():
+            with emit.loop(lanes, VECTOR, "l") as lane:
+                emit.store(acc, literal(0, dtype), lane)
+        for k, lane in emit.spans(p.k, lanes, name="k"):
+            with body.point():
+                row = [p.a(lead, literal(i, "i32"), k) for i in range(p.m)]
+                for c in range(columns):
+                    other = p.b(lead, k, j + c)
+                    for i in range(p.m):
+                        acc = accs[i, c]
+                        emit.store(acc, tirx.BufferLoad(acc, [lane]) + row[i] * other, lane)
+        for (i, c), acc in accs.items():
+            half = lanes
+            while half > 1:
+                half //= 2
+                with emit.loop(half, VECTOR, "l") as lane:
+                    emit.store(acc, tirx.BufferLoad(acc, [lane]) + tirx.BufferLoad(acc, [lane + half]), lane)
+            with body.point():
+                body.finish({p.out: (tirx.BufferLoad(acc, [literal(0, "i32")]), p.place(lead, literal(i, "i32"), j + c))})
+
+    assert whole or rest
+    blocks, odd = divmod(p.n, _DOT_COLUMNS)
+    kind = parallel_if(body.machine, prod(p.batch) * p.m * p.n * p.k // 8)
+    with emit.loop(prod(p.batch), kind if prod(p.batch) > 1 else SERIAL, "b") as b:
+        lead = unravel(b, p.batch)
+        if blocks:
+            with emit.loop(blocks, kind if prod(p.batch) == 1 else SERIAL, "jo") as jo, body.point():
+                block(lead, jo * _DOT_COLUMNS, _DOT_COLUMNS)
+        if odd:
+            with body.point():
+                block(lead, literal(blocks * _DOT_COLUMNS, "i32"), odd)
+
+
 def emit_product(body: Body, product: Product) -> None:
-    _Tiles(body, product).run()
+    p = product
+    if p.m <= _DOT_ROWS and p.a_along_k and p.b_along_k and len(body.group.ops) <= _DOT_COLUMNS and p.k > 0:
+        _emit_dots(body, p)
+    else:
+        _Tiles(body, p).run()
