@@ -5,6 +5,7 @@
 #   make test         all tests but the slow ones            make test-slow    the slow ones
 #   make lint         formatting, lint and types             make format       put the files into the house format
 #   make bench        the benchmark on a small model         make bench-full   the benchmark at GPT-2-small size
+#   make bench-kernels  single kernels against torch
 #   make docs         write the generated parts of the documentation anew
 #   make clean        remove the environment and what the other targets left
 
@@ -20,7 +21,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # One thread per process unless a program asks for more: stages set their threads themselves, and tests run side by side with them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-slow lint format docs bench bench-full clean environment
+.PHONY: demo test test-slow lint format docs bench bench-full bench-kernels clean environment
 .DEFAULT_GOAL := test
 
 environment: $(VENV)/ready
@@ -57,6 +58,9 @@ docs: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/train_gpt.py --layers 2 --width 128 --heads 4 --vocab 4096 --positions 64 --steps 4 --rounds 5
+
+bench-kernels: $(VENV)/ready
+	$(BIN)/python benchmarks/kernels.py
 
 bench-full: $(VENV)/ready
 	$(BIN)/python benchmarks/train_gpt.py --json benchmarks/train_gpt.json
