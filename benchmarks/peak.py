@@ -1,7 +1,7 @@
-"""What one core of this machine can do at most: multiply-adds in registers, and copying memory.
+"""What one core of this machine can do at most: multiply-adds in registers, and streaming memory.
 
 In: nothing but the machine. Out: floating-point operations per second in float32, and bytes per second read plus written. The first is a loop of
-independent multiply-adds on vectors that never leave registers, compiled for this CPU; the second is torch's copy of a tensor larger than
+independent multiply-adds on vectors that never leave registers, compiled for this CPU; the second is torch streaming a tensor larger than
 any cache. Both are the best of several tries, by processor time of the thread. Without a compiler the first is None, and the caller takes the
 best rate of a matrix product that it has seen.
 """
@@ -77,12 +77,18 @@ def register_loop() -> RegisterLoop | None:
 
 
 def memory_rate() -> float:
-    """Bytes read plus written per second when a tensor is copied."""
+    """Bytes read plus written per second, the best of copying, scaling in place and summing a large tensor. A copy alone would be too low a bound:
+    the lines that it writes are read first."""
     source = torch.ones(COPIED)
     target = torch.empty_like(source).copy_(source)
+    streams = (
+        (2 * source.nbytes, lambda: target.copy_(source)),
+        (2 * source.nbytes, lambda: target.mul_(1.0)),
+        (source.nbytes, lambda: source.sum()),
+    )
     best = 0.0
-    for _ in range(TRIES):
+    for moved, run in streams * TRIES:
         begin = time.thread_time()
-        target.copy_(source)
-        best = max(best, 2 * source.nbytes / (time.thread_time() - begin))
+        run()
+        best = max(best, moved / (time.thread_time() - begin))
     return best
