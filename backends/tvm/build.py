@@ -1,9 +1,10 @@
 """From the graphs of a stage to one shared library, through a cache keyed by content.
 
-In: the stage's graphs, a target. Out: a relocatable .so that the loader needs nothing else for. The cache key is the sha256 of the lowered
-module's text, the target, and the versions of TVM and LLVM; an entry holds the library and the hash of its bytes, is written under a temporary name
-and renamed, so that readers never see half of it, and is rebuilt when the hash does not fit. Folder: $PENSTOCK_CACHE, else
-$XDG_CACHE_HOME/penstock, else ~/.cache/penstock; PENSTOCK_CACHE=off turns it off.
+In: the stage's graphs, a target. Out: a relocatable .so that the loader needs nothing else for. The cache key is the sha256 of the graphs'
+text, the target, the versions of TVM and LLVM, and the source of this back end, so that a hit needs no lowering and a change of a
+kernel generator is never missed. An entry holds the library and the hash of its bytes, is written under a temporary name and renamed, so
+that readers never see half of it, and is rebuilt when the hash does not fit. Folder: $PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else
+~/.cache/penstock; PENSTOCK_CACHE=off turns it off.
 
 The same inputs give the same bytes: names come from the graphs, and the link is done with no build id, path or time in it.
 """
@@ -16,7 +17,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,11 @@ from tvm.target import codegen
 
 from penstock.ir.errors import PenstockError
 from penstock.ir.graph import Graph
+from penstock.ir.text import print_graph
 
 from ..interface import Progress
 from .lower import Lowered, lower_graphs
 from .target import Machine, machine_of, tvm_target
-
-# Raised when generated code changes in a way the module's text does not show.
-_FORMAT = 1
 
 
 class BuildError(PenstockError):
@@ -45,7 +45,6 @@ class Built:
     path: Path
     sha256: str
     cached: bool
-    kernels: int
     seconds: float
 
 
@@ -60,19 +59,29 @@ def cache_folder() -> Path | None:
     return (Path(base) if base else Path.home() / ".cache") / "penstock"
 
 
-def content_key(module: Any, machine: Machine) -> str:
-    """The name of a lowered module's library in the cache."""
-    digest = hashlib.sha256()
-    for part in (
-        str(_FORMAT),
-        tvm.__version__,
-        str(codegen.llvm_version_major()),
-        str(tvm_target(machine.name)),
-        module.script(show_meta=True),
-    ):
+def content_key(graphs: Sequence[Graph], machine: Machine) -> str:
+    """The name of a stage's library in the cache."""
+    digest = hashlib.sha256(source_fingerprint())
+    versions = (tvm.__version__, str(codegen.llvm_version_major()), str(tvm_target(machine.name)))
+    texts = ("\n".join(print_graph(_without_locations(graph))) for graph in graphs)
+    for part in (*versions, *texts):
         digest.update(part.encode())
         digest.update(b"\0")
     return digest.hexdigest()
+
+
+def _without_locations(graph: Graph) -> Graph:
+    """Where an operation came from does not change the code."""
+    return replace(graph, ops=tuple(replace(op, loc="") for op in graph.ops))
+
+
+@cache
+def source_fingerprint() -> bytes:
+    """A hash over the source files that turn graphs into code."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.relative_to(Path(__file__).parent).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.digest()
 
 
 def _sha256(path: Path) -> str:
@@ -146,20 +155,21 @@ def build_graphs(
     machine = machine_of(target)
     where = ", ".join(g.name for g in graphs)
     report = progress or (lambda done, total, what: None)
-    report(0, 3, f"lowering {where}")
-    module, lowered = lower_graphs(graphs, machine)
-    if dump_dir is not None:
-        _dump(dump_dir, module, lowered, out.stem)
-    count = sum(isinstance(f, tvm.tirx.PrimFunc) for _, f in module.functions_items())
-    key, cache = content_key(module, machine), Cache(cache_folder())
     out.parent.mkdir(parents=True, exist_ok=True)
-    report(1, 3, f"compiling {count} kernels of {where}")
-    cached = cache.fetch(key, out)
-    if not cached:
-        _compile(module, machine, out, where)
-        cache.keep(key, out)
-    report(3, 3, f"compiled {where}")
-    return Built(out, _sha256(out), cached, count, time.monotonic() - started)
+    report(0, 3, f"lowering {where}")
+    key, libraries = content_key(graphs, machine), Cache(cache_folder())
+    cached = libraries.fetch(key, out)
+    if not cached or dump_dir is not None:
+        module, lowered = lower_graphs(graphs, machine)
+        if dump_dir is not None:
+            _dump(dump_dir, module, lowered, out.stem)
+        if not cached:
+            count = sum(isinstance(f, tvm.tirx.PrimFunc) for _, f in module.functions_items())
+            report(1, 3, f"compiling {count} kernels of {where}")
+            _compile(module, machine, out, where)
+            libraries.keep(key, out)
+    report(3, 3, f"{'found' if cached else 'compiled'} {where}")
+    return Built(out, _sha256(out), cached, time.monotonic() - started)
 
 
 def _compile(module: Any, machine: Machine, out: Path, where: str) -> None:

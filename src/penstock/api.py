@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.ir.cluster import Cluster
+from penstock.ir.cluster import Cluster, usable_cores
 from penstock.ir.graph import Attr, Module
 
 if TYPE_CHECKING:
@@ -125,17 +127,19 @@ def compile(
     stages = [stage.index for stage in plan.module.stages]
     dumps = Path(dump_dir) if dump_dir is not None else None
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
-        files = {}
-        for stage in stages:
+        shared = _SharedProgress(progress, len(stages))
+
+        def build(stage: int) -> list[Path]:
             folder = Path(scratch) / str(stage)
             folder.mkdir()
+            return [
+                folder / name
+                for name in maker.compile_stage(plan.module, stage, folder, target=target, progress=shared.of(stage), dump_dir=dumps)
+            ]
 
-            def report(done: int, total: int, what: str, stage: int = stage) -> None:
-                if progress is not None:
-                    progress(stage * total + done, len(stages) * total, f"stage {stage}: {what}")
-
-            names = maker.compile_stage(plan.module, stage, folder, target=target, progress=report, dump_dir=dumps)
-            files[stage] = [folder / name for name in names]
+        # The code generators are native code that lets other threads run; a few stages at a time bound the memory.
+        with ThreadPoolExecutor(min(len(stages), usable_cores())) as pool:
+            files = dict(zip(stages, pool.map(build, stages), strict=True))
         bundle = write_bundle(
             out,
             plan.module,
@@ -147,3 +151,21 @@ def compile(
             reference=plan.reference,
         )
     return bundle.path
+
+
+class _SharedProgress:
+    """One progress line for stages that are compiled at the same time."""
+
+    def __init__(self, report: ProgressHook | None, stages: int) -> None:
+        self._report, self._stages = report, stages
+        self._lock = threading.Lock()
+        self._parts: dict[int, tuple[int, int]] = {}
+
+    def of(self, stage: int) -> ProgressHook:
+        def report(done: int, total: int, what: str) -> None:
+            with self._lock:
+                self._parts[stage] = (done, total)
+                if self._report is not None:
+                    self._report(sum(d for d, _ in self._parts.values()), self._stages * total, f"stage {stage}: {what}")
+
+        return report

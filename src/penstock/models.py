@@ -1,7 +1,7 @@
 """Small model files of known shape, written straight as ONNX: for the demo, the tests and the benchmarks.
 
 In: sizes and a seed. Out: a valid ONNX file at `path` (opset 20) whose weights depend on the seed alone. `batch=None` leaves the batch
-size open as the symbolic dimension `batch`. Weights beyond 1.5 GB go to a file beside the model, as protobuf ends at 2 GB.
+size open as the symbolic dimension `batch`. Weights beyond 256 MB go to a file beside the model, which importers map instead of copying.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import onnx
 
 OPSET = 20
-_EXTERNAL_FROM = 1_500_000_000
+_EXTERNAL_FROM = 256_000_000
 _DTYPES = {"f32": np.float32, "f64": np.float64, "f16": np.float16}
 
 Batch = int | str
