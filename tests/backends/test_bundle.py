@@ -130,7 +130,9 @@ def test_every_damaged_file_is_refused_by_name(write, tmp_path, damage, monkeypa
             (copy / name).unlink()
         else:
             data[len(data) // 2] ^= 1
-            (copy / name).write_bytes({"truncate": data[: len(data) - 1 if len(data) % 2 else len(data) // 2], "flip": data, "empty": b""}[damage])
+            (copy / name).write_bytes(
+                {"truncate": data[: len(data) - 1 if len(data) % 2 else len(data) // 2], "flip": data, "empty": b""}[damage]
+            )
         with pytest.raises(VerifyError) as caught:
             open_bundle(copy)
         assert name in str(caught.value)
