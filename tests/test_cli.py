@@ -249,6 +249,12 @@ def test_passes_and_ops_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layer_norm_grad" in out
 
 
+def test_a_variable_names_the_dump_folder(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_DUMP", str(tmp_path / "d"))
+    assert call("plan", built / "gpt.onnx", "--dim", "batch=2") == 0
+    assert (tmp_path / "d" / "passes.tsv").exists()
+
+
 def test_flags_take_underscores_too(built: Path, tmp_path: Path) -> None:
     assert call("plan", built / "gpt.onnx", "--dim", "batch=2", "--dump_ir", tmp_path / "d") == 0
     assert (tmp_path / "d" / "passes.tsv").exists()
@@ -273,6 +279,11 @@ def test_a_forward_bundle_infers(tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
     with ps.open(tmp_path / "b") as job:
         found = job.infer({"x": x})["y"]
+    np.savez(tmp_path / "x.npz", x=x)
+    assert call("infer", tmp_path / "b", "--input", tmp_path / "x.npz", "--output", tmp_path / "y.npz") == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npz")["y"], found)
+    np.savez(tmp_path / "z.npz", z=x)
+    assert call("infer", tmp_path / "b", "--input", tmp_path / "z.npz", "--output", tmp_path / "y.npz") == 2
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
     expected = np.concatenate([session.run(None, {"x": x[i : i + 2]})[0] for i in (0, 2, 4)])
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -101,6 +101,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--trace", metavar="FILE", help="write a Chrome trace of every action")
 
+    infer = add("infer", "run an inference bundle on arrays, and write its outputs")
+    infer.add_argument("bundle", metavar="BUNDLE")
+    infer.add_argument("--input", required=True, metavar="X.npz", help="one array per input, any number of samples along the first axis")
+    infer.add_argument("--output", required=True, metavar="Y.npz", help="one array per output")
+    infer.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="give up when a peer keeps a rank waiting this long (default: 60)"
+    )
+
     inspect = add("inspect", "look into a bundle or an IR file")
     inspect.add_argument("file", metavar="BUNDLE|FILE.ir")
     inspect.add_argument("--graph", metavar="NAME", help="print one graph, e.g. s0.F")
@@ -170,4 +178,9 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split-at", action="append", default=[], metavar="NODE", help="start a new stage at this node or value instead of searching"
     )
-    parser.add_argument("--dump-ir", metavar="DIR", help="dump the module after every pass that changes it")
+    parser.add_argument(
+        "--dump-ir",
+        metavar="DIR",
+        default=os.environ.get("PENSTOCK_DUMP"),
+        help="dump the module after every pass that changes it (default: $PENSTOCK_DUMP, else no dump)",
+    )

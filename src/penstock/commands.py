@@ -142,6 +142,24 @@ def run_command(arguments: Namespace) -> None:
     )
 
 
+def infer_command(arguments: Namespace) -> None:
+    import numpy as np
+
+    from penstock.runtime.data import read_npz
+    from penstock.runtime.job import open as open_job
+
+    inputs = read_npz(Path(arguments.input))
+    with open_job(arguments.bundle, timeout=arguments.timeout) as job:
+        outputs = job.infer(inputs)
+    try:
+        with Path(arguments.output).open("wb") as file:
+            np.savez(file, **outputs)
+    except OSError as error:
+        raise UsageError(f"cannot write the outputs: {error}", where=arguments.output) from error
+    for name, array in outputs.items():
+        say(f"{name}: {array.dtype} {list(array.shape)}")
+
+
 def demo_command(arguments: Namespace) -> int:
     from penstock.demo import run_demo
 
