@@ -15,6 +15,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,10 @@ from penstock.ir.text import print_graph
 from ..interface import Progress
 from .lower import Lowered, lower_graphs
 from .target import Machine, machine_of, tvm_target
+
+
+# TVM builds Relax functions on one stack for the whole process: stages may be linked side by side, but not lowered.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class BuildError(PenstockError):
@@ -160,28 +165,41 @@ def build_graphs(
     key, libraries = content_key(graphs, machine), Cache(cache_folder())
     cached = libraries.fetch(key, out)
     if not cached or dump_dir is not None:
-        module, lowered = lower_graphs(graphs, machine)
-        if dump_dir is not None:
-            _dump(dump_dir, module, lowered, out.stem)
+        with _ONE_AT_A_TIME:
+            module, lowered = lower_graphs(graphs, machine)
+            if dump_dir is not None:
+                _dump(dump_dir, module, lowered, out.stem)
+            if not cached:
+                count = sum(isinstance(f, tvm.tirx.PrimFunc) for _, f in module.functions_items())
+                report(1, 3, f"compiling {count} kernels of {where}")
+                executable = _compile(module, machine, where)
         if not cached:
-            count = sum(isinstance(f, tvm.tirx.PrimFunc) for _, f in module.functions_items())
-            report(1, 3, f"compiling {count} kernels of {where}")
-            _compile(module, machine, out, where)
+            report(2, 3, f"linking {where}")
+            _link(executable, out, where)
             libraries.keep(key, out)
     report(3, 3, f"{'found' if cached else 'compiled'} {where}")
     return Built(out, _sha256(out), cached, time.monotonic() - started)
 
 
-def _compile(module: Any, machine: Machine, out: Path, where: str) -> None:
+def _compile(module: Any, machine: Machine, where: str) -> Any:
     try:
-        executable = tvm.compile(module, target=tvm_target(machine.name), relax_pipeline="default_build")
+        return tvm.compile(module, target=tvm_target(machine.name), relax_pipeline="default_build")
+    except RuntimeError as error:
+        raise _failed(error, where) from error
+
+
+def _link(executable: Any, out: Path, where: str) -> None:
+    try:
         with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
             part = Path(scratch) / "stage.so"
             executable.export_library(str(part), workspace_dir=scratch, options=["-Wl,--build-id=none"])
             part.replace(out)
     except RuntimeError as error:
-        raise BuildError(
-            f"TVM could not compile the stage: {str(error).strip().splitlines()[-1]}",
-            where=where,
-            hint="g++ must be on the PATH; `--dump-ir` shows the kernels",
-        ) from error
+        raise _failed(error, where) from error
+
+
+def _failed(error: RuntimeError, where: str) -> BuildError:
+    last = str(error).strip().splitlines()[-1]
+    return BuildError(
+        f"TVM could not compile the stage: {last}", where=where, hint="g++ must be on the PATH; `--dump-ir` shows the kernels"
+    )

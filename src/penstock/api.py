@@ -137,7 +137,7 @@ def compile(
                 for name in maker.compile_stage(plan.module, stage, folder, target=target, progress=shared.of(stage), dump_dir=dumps)
             ]
 
-        # The code generators are native code that lets other threads run; a few stages at a time bound the memory.
+        # The linker of one stage runs beside the compiler of the next; a few stages at a time bound the memory.
         with ThreadPoolExecutor(min(len(stages), usable_cores())) as pool:
             files = dict(zip(stages, pool.map(build, stages), strict=True))
         bundle = write_bundle(
