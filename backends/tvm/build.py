@@ -34,7 +34,6 @@ from ..interface import Progress
 from .lower import Lowered, lower_graphs
 from .target import Machine, machine_of, tvm_target
 
-
 # TVM builds Relax functions on one stack for the whole process: stages may be linked side by side, but not lowered.
 _ONE_AT_A_TIME = threading.Lock()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -324,3 +325,15 @@ def test_settings_that_cannot_be(small: Graph, tmp_path: Path) -> None:
         backend_of("tvm").load_stage(Module("m"), 0, [tmp_path / "a.so"], threads=0)
     with pytest.raises(PenstockError, match="has no graphs"):
         backend_of("tvm").compile_stage(Module("m"), 3, tmp_path)
+
+
+def test_stages_built_by_several_threads_are_those_built_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TVM's block builder has one stack per process: building side by side must not mix stages up."""
+    monkeypatch.setenv("PENSTOCK_CACHE", "off")
+    x = value("x", "f32[4,8]")
+    graphs = [Graph(f"s{i}.F", (x,), op.outs, (op,)) for i in range(4) for op in [make("softmax" if i % 2 else "tanh", (x,), [f"y{i}"])]]
+    alone = [build_graphs([g], tmp_path / f"alone{i}.so").sha256 for i, g in enumerate(graphs)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda i: build_graphs([graphs[i]], tmp_path / f"together{i}.so").sha256, range(4)))
+    assert together == alone
+    assert len(set(alone)) == 4
