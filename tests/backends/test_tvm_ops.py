@@ -11,8 +11,8 @@ from tvm_cases import OpCase, build, compare, difference, make_args, value
 
 from penstock.backends.tvm.kernels import MAIN
 from penstock.backends.tvm.kernels.elements import INDEXED, POINTWISE
-from penstock.ir.graph import Graph
-from penstock.ir.ops import OPS, make
+from penstock.ir.graph import Graph, Op
+from penstock.ir.ops import OPS, infer_op, make
 
 CASES: list[OpCase] = []
 
@@ -128,6 +128,47 @@ case("conv_grad_input", "f32[2,6,9,11]", "f32[6,4,3,3]", shape=(2, 4, 9, 11), pa
 case("conv_grad_input", "f32[2,6,3,6]", "f32[6,2,3,3]", shape=(2, 4, 9, 11), groups=2, strides=(2, 2), dilations=(2, 1), pads=(0, 1, 0, 1))
 case("conv_grad_weight", "f32[2,4,9,11]", "f32[2,6,9,11]", shape=(6, 4, 3, 3), pads=(1, 1, 1, 1))
 case("conv_grad_weight", "f32[2,4,9,11]", "f32[2,6,3,6]", shape=(6, 2, 3, 3), groups=2, strides=(2, 2), dilations=(2, 1), pads=(0, 1, 0, 1))
+
+
+def convolution(
+    x: tuple[int, ...], filters: int, kernel: tuple[int, ...], groups: int = 1, dtype: str = "f32", **window: tuple[int, ...]
+) -> None:
+    """A convolution and both its gradients."""
+
+    def text(dims: tuple[int, ...]) -> str:
+        return f"{dtype}[{','.join(map(str, dims))}]"
+
+    w = (filters, x[1] // groups, *kernel)
+    attrs = {**window, "groups": groups}
+    out = infer_op(Op("conv", (value("x", text(x)), value("w", text(w))), (), attrs), {})[0].dims
+    case("conv", text(x), text(w), **attrs)
+    case("conv_grad_input", text(out), text(w), shape=x, **attrs)
+    case("conv_grad_weight", text(x), text(out), shape=w, **attrs)
+
+
+# Channels fill lanes, one panel and several, the last one partly; odd sizes; tiles of one row and of several.
+convolution((2, 5, 13, 17), 40, (3, 3), pads=(1, 1, 1, 1))
+convolution((2, 16, 7, 7), 64, (3, 3), pads=(1, 1, 1, 1))
+convolution((1, 3, 33, 31), 32, (7, 7), strides=(2, 2), pads=(3, 3, 3, 3))
+convolution((2, 6, 14, 15), 24, (2, 3), strides=(3, 3), pads=(2, 0, 1, 1))
+convolution((2, 18, 12, 19), 33, (3, 5), strides=(2, 1), pads=(0, 4, 2, 0), dilations=(1, 2))
+convolution((2, 9, 16, 16), 17, (3, 3), strides=(2, 2), pads=(2, 2, 2, 2), dilations=(2, 2))
+convolution((2, 12, 14, 14), 36, (3, 3), strides=(3, 2), pads=(1, 1, 1, 1), dilations=(2, 3))
+# Windows that leave rows and columns unread, and border that no window reads.
+convolution((2, 16, 10, 11), 32, (1, 1), strides=(3, 3))
+convolution((2, 16, 10, 11), 32, (2, 2), strides=(4, 5), pads=(3, 3, 3, 3))
+# Groups, depthwise, and few output channels.
+convolution((2, 64, 9, 10), 48, (3, 3), groups=2, pads=(1, 1, 1, 1))
+convolution((2, 20, 9, 40), 20, (3, 3), groups=20, pads=(1, 1, 1, 1))
+convolution((2, 20, 11, 37), 40, (5, 5), groups=20, strides=(2, 2), pads=(2, 2, 2, 2))
+convolution((2, 8, 11, 11), 8, (3, 3), groups=8, strides=(3, 3), dilations=(2, 2), pads=(0, 1, 2, 3))
+convolution((2, 16, 20, 50), 3, (3, 3), pads=(1, 1, 1, 1))
+# No border to copy, no taps but one, one and three spatial dimensions, other element types.
+convolution((2, 48, 8, 9), 64, (1, 1))
+convolution((3, 32, 17), 32, (4,), strides=(2,), pads=(1, 2))
+convolution((2, 4, 5, 6, 7), 6, (3, 2, 3), strides=(1, 2, 1), pads=(1, 0, 1, 1, 1, 1))
+convolution((1, 8, 9, 9), 24, (3, 3), dtype="f64", pads=(1, 1, 1, 1))
+
 WINDOW = {"window": (3, 3), "strides": (2, 2), "pads": (1, 1, 1, 1)}
 case("max_pool", "f32[2,3,9,11]", **WINDOW)
 case("max_pool", "f32[2,3,8,20]", window=(2, 2), strides=(2, 2))

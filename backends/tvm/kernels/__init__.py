@@ -1,7 +1,7 @@
 """Kernel generators: each turns one group of operations into one TIR function with loops chosen by formula, not by tuning.
 
 emit, functions, elements, body     the tools: statements, elementary functions, meaning of one element, parameters and fusion
-elementwise, gemm, rows, reduce, lookup, windows     one file per family of main operations
+elementwise, gemm, conv, rows, reduce, lookup, windows     one file per family of main operations
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from penstock.ir.graph import Op
 
 from ..target import Machine
-from . import elementwise, gemm, lookup, reduce, rows, windows
+from . import conv, elementwise, gemm, lookup, reduce, rows, windows
 from .body import Body, Group, Kernel, NotOneKernel
 
 # Operations that bring loops of their own; a group has at most one of them.
 MAIN: dict[str, Callable[[Body, Op], None]] = {
     "matmul": gemm.emit_matmul,
-    "conv": windows.emit_conv,
-    "conv_grad_input": windows.emit_conv_grad_input,
+    "conv": conv.emit_conv,
+    "conv_grad_input": conv.emit_conv_grad_input,
     "conv_grad_weight": windows.emit_conv_grad_weight,
     "max_pool": windows.emit_pool,
     "max_pool_grad": windows.emit_max_pool_grad,

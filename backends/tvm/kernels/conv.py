@@ -1,0 +1,187 @@
+"""Convolutions and their gradients: which formulation computes one.
+
+In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, padding and groups. Out: the loops of one of
+
+  * a direct correlation (conv_tiles.py): convolutions, and gradients for the input, which are correlations of the output's gradient with the
+    flipped weight. With stride s they fall apart into s phases per dimension, each with the taps that meet its positions:
+        dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r] over the taps r for which this divides without remainder,
+    and in a phase, h = first mod stride, these taps are every (stride / gcd(stride, dilation))-th;
+  * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, and element types other than f32 and f64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, prod
+
+from penstock.ir.graph import Op, Value
+from penstock.ir.ops import Window, complete_attrs, window_of
+
+from . import windows
+from .body import EFFECTS, Body
+from .conv_tiles import Correlation, Pair, Phase, emit_correlation
+from .elements import Index
+from .emit import Buffer, Expr
+from .gemm import ceil_div
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A window over two spatial dimensions; of one spatial dimension it is the second."""
+
+    kernel: Pair
+    strides: Pair
+    low: Pair
+    dilations: Pair
+    flat: bool
+
+    def place(self, n: Expr, channel: Expr, h: Expr, w: Expr) -> Index:
+        return (n, channel, w) if self.flat else (n, channel, h, w)
+
+    def sizes(self, value: Value) -> Pair:
+        return (1, value.type.dims[2]) if self.flat else value.type.dims[2:4]  # type: ignore[return-value]
+
+
+def _geometry(w: Window) -> Geometry | None:
+    if len(w.kernel) == 2:
+        return Geometry(w.kernel, w.strides, w.low, w.dilations, False)  # type: ignore[arg-type]
+    if len(w.kernel) == 1:
+        return Geometry((1, w.kernel[0]), (1, w.strides[0]), (0, w.low[0]), (1, w.dilations[0]), True)
+    return None
+
+
+def _is_direct(op: Op, geometry: Geometry | None) -> bool:
+    values = (*op.ins, *op.outs)
+    return geometry is not None and op.outs[0].type.dtype in ("f32", "f64") and all(prod(v.type.dims) for v in values)
+
+
+def _stored(body: Body, value: Value) -> Buffer | None:
+    """The buffer of a value that lies in memory, where nothing is to be computed in reading it."""
+    changed = {op.var for op in body.group.ops if op.kind in EFFECTS}
+    return body.operand(value) if body.is_stored(value) and body.group.homes.get(value) not in changed else None
+
+
+def emit_conv(body: Body, op: Op) -> None:
+    x, w, y = op.ins[0], op.ins[1], op.outs[0]
+    attrs = complete_attrs(op)
+    window = window_of(attrs, w.type.dims[2:])
+    geometry = _geometry(window)
+    groups = int(attrs["groups"])  # type: ignore[arg-type]
+    if not _is_direct(op, geometry) or (prod(window.kernel) == 1 and groups == 1):
+        windows.emit_conv(body, op)
+        return
+    assert geometry is not None
+    g = geometry
+    filters = y.type.dims[1] // groups
+    spatial, sizes = g.sizes(y), g.sizes(x)
+    padded = tuple((o - 1) * s + (k - 1) * d + 1 for o, s, k, d in zip(spatial, g.strides, g.kernel, g.dilations, strict=True))
+
+    def weight(group: Expr, o: Expr, c: Expr, r: Expr, s: Expr) -> Expr:
+        return body.at(w, (group * filters + o, c, s) if g.flat else (group * filters + o, c, r, s))
+
+    phase = Phase((0, 0), spatial, (0, 0), g.kernel, lambda r, s: (r, s))
+    emit_correlation(
+        body,
+        Correlation(
+            out=y,
+            images=y.type.dims[0],
+            groups=groups,
+            filters=filters,
+            channels=w.type.dims[1],
+            sizes=sizes,
+            low=g.low,
+            padded=padded,  # type: ignore[arg-type]
+            strides=g.strides,
+            dilations=g.dilations,
+            step=(1, 1),
+            spatial=spatial,
+            phases=(phase,),
+            source=lambda n, c, h, v: body.at(x, g.place(n, c, h, v)),
+            weight=weight,
+            place=g.place,
+            plain=_stored(body, x),
+            stored=_stored(body, w),
+            filters_first=True,
+            kernel=g.kernel,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One dimension of one phase: its positions, its taps last to first, and where its first window starts in the source."""
+
+    first: int
+    count: int
+    taps: tuple[int, ...]
+    start: int
+
+
+def _lines(size: int, kernel: int, stride: int, low: int, dilation: int) -> list[_Line]:
+    found = []
+    apart = stride // gcd(stride, dilation)
+    for first in range(min(stride, size)):
+        taps = [r for r in range(min(apart, kernel)) if (first + low - r * dilation) % stride == 0]
+        taps = list(range(taps[0], kernel, apart)) if taps else []
+        start = (first + low - taps[-1] * dilation) // stride if taps else 0
+        found.append(_Line(first, ceil_div(size - first, stride), tuple(reversed(taps)), start))
+    return found
+
+
+def emit_conv_grad_input(body: Body, op: Op) -> None:
+    dy, w, dx = op.ins[0], op.ins[1], op.outs[0]
+    attrs = complete_attrs(op)
+    geometry = _geometry(window_of(attrs, w.type.dims[2:]))
+    groups = int(attrs["groups"])  # type: ignore[arg-type]
+    if not _is_direct(op, geometry) or (geometry is not None and geometry.kernel == geometry.strides == (1, 1) and groups == 1):
+        windows.emit_conv_grad_input(body, op)
+        return
+    assert geometry is not None
+    g = geometry
+    channels = dy.type.dims[1] // groups
+    spatial, sizes = g.sizes(dx), g.sizes(dy)
+    step = tuple(s // gcd(s, d) for s, d in zip(g.strides, g.dilations, strict=True))
+    dilations = tuple(d // gcd(s, d) for s, d in zip(g.strides, g.dilations, strict=True))
+    rows, columns = (_lines(n, k, s, low, d) for n, k, s, low, d in zip(spatial, g.kernel, g.strides, g.low, g.dilations, strict=True))
+    low = tuple(max((-line.start for line in lines if line.taps), default=0) for lines in (rows, columns))
+    padded = tuple(
+        max((line.start + (line.count - 1) + (len(line.taps) - 1) * d + 1 + edge for line in lines if line.taps), default=1)
+        for lines, d, edge in zip((rows, columns), dilations, low, strict=True)
+    )
+
+    def phase(a: _Line, b: _Line) -> Phase:
+        def tap(r: Expr, s: Expr) -> tuple[Expr, Expr]:
+            return a.taps[0] - r * step[0], b.taps[0] - s * step[1]
+
+        taps = (len(a.taps), len(b.taps)) if a.taps and b.taps else (0, 0)
+        shift = (a.start + low[0], b.start + low[1]) if all(taps) else (0, 0)
+        return Phase((a.first, b.first), (a.count, b.count), shift, taps, tap)
+
+    def weight(group: Expr, o: Expr, c: Expr, r: Expr, s: Expr) -> Expr:
+        return body.at(w, (group * channels + c, o, s) if g.flat else (group * channels + c, o, r, s))
+
+    emit_correlation(
+        body,
+        Correlation(
+            out=dx,
+            images=dx.type.dims[0],
+            groups=groups,
+            filters=w.type.dims[1],
+            channels=channels,
+            sizes=sizes,
+            low=low,  # type: ignore[arg-type]
+            padded=padded,  # type: ignore[arg-type]
+            strides=(1, 1),
+            dilations=dilations,  # type: ignore[arg-type]
+            step=g.strides,
+            spatial=spatial,
+            phases=tuple(phase(a, b) for a in rows for b in columns),
+            source=lambda n, c, h, v: body.at(dy, g.place(n, c, h, v)),
+            weight=weight,
+            place=g.place,
+            plain=_stored(body, dy),
+            stored=_stored(body, w),
+            filters_first=False,
+            kernel=g.kernel,
+        ),
+    )
