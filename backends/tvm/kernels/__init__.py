@@ -19,7 +19,7 @@ MAIN: dict[str, Callable[[Body, Op], None]] = {
     "matmul": gemm.emit_matmul,
     "conv": conv.emit_conv,
     "conv_grad_input": conv.emit_conv_grad_input,
-    "conv_grad_weight": windows.emit_conv_grad_weight,
+    "conv_grad_weight": conv.emit_conv_grad_weight,
     "max_pool": windows.emit_pool,
     "max_pool_grad": windows.emit_max_pool_grad,
     "avg_pool": windows.emit_pool,

@@ -6,7 +6,9 @@ In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, paddi
     flipped weight. With stride s they fall apart into s phases per dimension, each with the taps that meet its positions:
         dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r] over the taps r for which this divides without remainder,
     and in a phase, h = first mod stride, these taps are every (stride / gcd(stride, dilation))-th;
-  * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, and element types other than f32 and f64.
+  * sums over positions (conv_weight.py): gradients for the weight;
+  * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, convolutions with one tap and
+    stride 1, depthwise gradients for the weight, and element types other than f32 and f64.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from penstock.ir.ops import Window, complete_attrs, window_of
 from . import windows
 from .body import EFFECTS, Body
 from .conv_tiles import Correlation, Pair, Phase, emit_correlation
+from .conv_weight import WeightGradient, emit_weight_gradient, is_suited
 from .elements import Index
 from .emit import Buffer, Expr
 from .gemm import ceil_div
@@ -185,3 +188,24 @@ def emit_conv_grad_input(body: Body, op: Op) -> None:
             kernel=g.kernel,
         ),
     )
+
+
+def emit_conv_grad_weight(body: Body, op: Op) -> None:
+    x, dy, dw = op.ins[0], op.ins[1], op.outs[0]
+    attrs = complete_attrs(op)
+    geometry = _geometry(window_of(attrs, dw.type.dims[2:]))
+    groups = int(attrs["groups"])  # type: ignore[arg-type]
+    if _is_direct(op, geometry) and body.is_stored(x) and body.is_stored(dy):
+        assert geometry is not None
+        g = geometry
+        spatial = g.sizes(dy)
+        source, gradient = _stored(body, x), _stored(body, dy)
+        padded = tuple((o - 1) * s + (k - 1) * d + 1 for o, s, k, d in zip(spatial, g.strides, g.kernel, g.dilations, strict=True))
+        if source is not None and gradient is not None:
+            shape = (dy.type.dims[0], groups, dy.type.dims[1] // groups, dw.type.dims[1])
+            rest = (g.sizes(x), spatial, g.kernel, g.strides, g.dilations, g.low, padded)
+            wanted = WeightGradient(dw, *shape, *rest, source, gradient, g.place)  # type: ignore[arg-type]
+            if is_suited(body, wanted):
+                emit_weight_gradient(body, wanted)
+                return
+    windows.emit_conv_grad_weight(body, op)

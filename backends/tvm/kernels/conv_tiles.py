@@ -96,6 +96,12 @@ def emit_correlation(body: Body, c: Correlation) -> None:
         _Panels(body, c, lanes).run()
 
 
+def most_rows(body: Body, vectors: int) -> int:
+    """Rows of a tile so that its sums, a row of vectors and one factor fit the registers."""
+    registers = 32 if body.machine.rows >= 12 else 16
+    return min((registers - 1 - vectors) // vectors, 14)
+
+
 def _tile_of(counts: Pair, most: int) -> Pair:
     """Rows and columns of a tile of output positions: whole rows if several fit, else equal parts of one."""
     rows, columns = counts
@@ -188,8 +194,7 @@ class _Panels:
         self.body, self.c, self.emit, self.lanes = body, c, body.emit, lanes
         self.vectors = min(body.machine.vectors, ceil_div(c.filters, lanes))
         self.width = self.vectors * lanes
-        registers = 32 if body.machine.rows >= 12 else 16
-        self.most = min((registers - 1 - self.vectors) // self.vectors, 14)
+        self.most = most_rows(body, self.vectors)
         self.panels = ceil_div(c.filters, self.width)
         self.tap_count = sum(prod(p.taps) for p in c.phases)
         self.panel_size = c.channels * self.tap_count * self.width
@@ -246,9 +251,9 @@ class _Panels:
 
     # ------------------------------------------------------------------------------ weights
 
-    def _targets(self) -> dict[int, int]:
-        """For every tap of the kernel the row of packed weights for channel 0, and how far it is to the next channel: (row, taps) coded apart."""
-        found = {}
+    def _targets(self) -> dict[int, tuple[int, int, int]]:
+        """For every tap of the kernel: the first row of its phase in the packed weights, the rows of a channel there, and its row among them."""
+        found: dict[int, tuple[int, int, int]] = {}
         start = 0
         for phase in self.c.phases:
             for r in range(phase.taps[0]):
@@ -256,7 +261,7 @@ class _Panels:
                     a, b = phase.tap(r, s)
                     found[int(a) * self.c.kernel[1] + int(b)] = (start, prod(phase.taps), r * phase.taps[1] + s)
             start += self.c.channels * prod(phase.taps)
-        return found  # type: ignore[return-value]
+        return found
 
     def _pack(self, packed: Buffer, base: Expr, panel: Expr) -> None:
         c, emit, lanes = self.c, self.emit, self.lanes
@@ -269,9 +274,8 @@ class _Panels:
             row = emit.bind((group * c.filters + first) * length, "row")
             for v in range(self.vectors):
                 with emit.loop(length // lanes, SERIAL, "k") as k:
-                    block = transpose_block(
-                        emit, c.dtype, lanes, lanes, lambda i, v=v, k=k: (c.stored, row + (v * lanes + i) * length + k * lanes)
-                    )
+                    starts = [row + (v * lanes + i) * length + k * lanes for i in range(lanes)]
+                    block = transpose_block(emit, c.dtype, lanes, lanes, c.stored, starts)
                     for i, vector in enumerate(block):
                         emit.add(tirx.BufferStore(packed, vector, [tirx.Ramp(base + (k * lanes + i) * self.width + v * lanes, 1, lanes)]))
             done = length // lanes * lanes
@@ -291,8 +295,9 @@ class _Panels:
             with emit.loop(channels_done, SERIAL, "c") as channel:
                 row = emit.bind(((group * c.channels + channel) * c.filters + first) * taps, "row")
                 for v in range(self.vectors):
-                    block = transpose_block(emit, c.dtype, lanes, taps, lambda i, v=v: (c.stored, row + (v * lanes + i) * taps))
-                    for t, (start, count, place) in targets.items():  # type: ignore[misc]
+                    starts = [row + (v * lanes + i) * taps for i in range(lanes)]
+                    block = transpose_block(emit, c.dtype, lanes, taps, c.stored, starts)
+                    for t, (start, count, place) in targets.items():
                         at = base + (start + channel * count + place) * self.width + v * lanes
                         emit.add(tirx.BufferStore(packed, block[t], [tirx.Ramp(at, 1, lanes)]))
         start = 0
@@ -340,8 +345,8 @@ class _Panels:
             if height == 0 or phase.counts[1] == 0:
                 start += c.channels * prod(phase.taps)
                 continue
-            for h, th in _parts(emit, height, _tile_of((height, phase.counts[1]), self.most)[0], "h"):
-                for w, tw in _parts(emit, phase.counts[1], _tile_of((height, phase.counts[1]), self.most)[1], "w"):
+            for h, th in cover(emit, height, _tile_of((height, phase.counts[1]), self.most)[0], "h"):
+                for w, tw in cover(emit, phase.counts[1], _tile_of((height, phase.counts[1]), self.most)[1], "w"):
                     with self.body.point():
                         self._tile(image, panel, packed, weights, phase, start, unit, h, w, th, tw, sums)
             start += c.channels * prod(phase.taps)
@@ -404,7 +409,8 @@ class _Panels:
         def block(p: Expr, height: int) -> None:
             for v in range(self.vectors):
                 turned = emit.alloc(lanes * lanes, c.dtype, "turned")
-                vectors = transpose_block(emit, c.dtype, lanes, lanes, lambda i: (sums, (p + min(i, height - 1)) * self.width + v * lanes))
+                starts = [(p + min(i, height - 1)) * self.width + v * lanes for i in range(lanes)]
+                vectors = transpose_block(emit, c.dtype, lanes, lanes, sums, starts)
                 for i, vector in enumerate(vectors):
                     emit.add(tirx.BufferStore(turned, vector, [tirx.Ramp(i * lanes, 1, lanes)]))
                 valid = min(lanes, c.filters - v * lanes) if self.panels == 1 else lanes
@@ -433,7 +439,7 @@ class _Panels:
                 block(literal(whole * lanes, "i32"), rest)
 
 
-def _parts(emit: Emitter, extent: int, size: int, name: str) -> Iterator[tuple[Expr, int]]:
+def cover(emit: Emitter, extent: int, size: int, name: str) -> Iterator[tuple[Expr, int]]:
     """Cover an extent in parts of one size and a smaller last one: yields the first element and the size."""
     whole, rest = divmod(extent, size)
     if whole:
@@ -487,7 +493,7 @@ class _Lines:
             self.source.alloc(False)
             self.source.copy(n)
             with emit.loop(c.groups, SERIAL, "g") as g, self.body.point():
-                for unit, rows in _parts(emit, c.spatial[0], c.step[0] * self.height, "h"):
+                for unit, rows in cover(emit, c.spatial[0], c.step[0] * self.height, "h"):
                     with self.body.point():
                         top = tirx.floordiv(unit, c.step[0]) if not isinstance(unit, tirx.IntImm) else unit // c.step[0]
                         self._strip(n, g, packed, starts, top, unit, rows)
@@ -501,8 +507,8 @@ class _Lines:
             if height == 0 or phase.counts[1] == 0:
                 continue
             columns = ceil_div(phase.counts[1], lanes)
-            for v, vectors in _parts(emit, columns, min(self.vectors, columns), "v"):
-                for h, th in _parts(emit, height, self.height, "h"):
+            for v, vectors in cover(emit, columns, min(self.vectors, columns), "v"):
+                for h, th in cover(emit, height, self.height, "h"):
                     with self.body.point():
                         self._tile(image, group, packed, start, phase, unit, h, v * lanes, th, vectors, sums, rows, wide)
         with emit.loop(c.filters, SERIAL, "o") as o, emit.loop(rows, SERIAL, "h") as h:

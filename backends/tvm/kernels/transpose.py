@@ -6,31 +6,35 @@ pairs of rows; `pieces` covers an extent with vectors, and what is left with sho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tvm import tirx
 
-from .emit import SERIAL, TVM_DTYPES, VECTOR, Buffer, Emitter, Expr
+from .emit import SERIAL, VECTOR, Buffer, Emitter, Expr
 
 
-def transpose_block(emit: Emitter, dtype: str, lanes: int, columns: int, row: Callable[[int], tuple[Buffer, Expr]]) -> list[Expr]:
-    """The first `columns` columns of a block of `lanes` rows of `lanes` elements; `row(i)` says where row i starts."""
+def transpose_block(emit: Emitter, dtype: str, lanes: int, columns: int, source: Buffer, starts: Sequence[Expr]) -> list[Expr]:
+    """The first `columns` columns of a block of rows of `lanes` elements of `source`, which start at `starts`, as many."""
 
-    def named(value: Expr) -> Expr:
-        buffer = tirx.decl_buffer((lanes,), TVM_DTYPES[dtype], name=emit.fresh("v"))
-        emit.add(tirx.AllocBuffer(buffer))
-        emit.add(tirx.BufferStore(buffer, value, [tirx.Ramp(0, 1, lanes)]))
-        return tirx.BufferLoad(buffer, [tirx.Ramp(0, 1, lanes)])
+    # Two arrays per round: one would not be below 1024 bytes, and one per row makes the compiler slow.
+    half = max(lanes // 2, 1)
+
+    def keep(values: list[Expr]) -> list[Expr]:
+        kept = []
+        for i, value in enumerate(values):
+            if i % half == 0:
+                buffer = emit.alloc(half * lanes, dtype, "v")
+            place = tirx.Ramp(i % half * lanes, 1, lanes)
+            emit.add(tirx.BufferStore(buffer, value, [place]))
+            kept.append(tirx.BufferLoad(buffer, [place]))
+        return kept
 
     def pick(a: Expr, b: Expr, lanes_of: list[int]) -> Expr:
         indices: list[Any] = [tirx.IntImm("int32", k) for k in lanes_of]
-        return named(tirx.Shuffle([a, b], indices))
+        return tirx.Shuffle([a, b], indices)
 
-    current = []
-    for i in range(lanes):
-        buffer, start = row(i)
-        current.append(named(tirx.BufferLoad(buffer, [tirx.Ramp(start, 1, lanes)])))
+    current = keep([tirx.BufferLoad(source, [tirx.Ramp(start, 1, lanes)]) for start in starts])
     step = lanes // 2
     while step:
         exchanged = list(current)
@@ -39,7 +43,7 @@ def transpose_block(emit: Emitter, dtype: str, lanes: int, columns: int, row: Ca
                 a, b = current[i], current[i | step]
                 exchanged[i] = pick(a, b, [j if not j & step else lanes + (j ^ step) for j in range(lanes)])
                 exchanged[i | step] = pick(a, b, [j | step if not j & step else lanes + j for j in range(lanes)])
-        current = exchanged
+        current = keep(exchanged)
         step //= 2
     return current[:columns]
 
