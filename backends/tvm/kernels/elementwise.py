@@ -90,7 +90,8 @@ def _point(body: Body, root: Op, index: Index) -> None:
 
 
 def emit_nest(body: Body, shape: tuple[int, ...], merged: int, point: Callable[[Index], None]) -> None:
-    """Loops over `shape`; dimensions from `merged` on are one run, whose position is given as the last coordinate."""
+    """Loops over `shape`; dimensions from `merged` on are one run, whose position is given as the coordinate of the last dimension of the
+    run that is not 1: coordinates of dimensions of size 1 are never looked at."""
     outer, run = shape[:merged], prod(shape[merged:])
     emit, lanes = body.emit, body.lanes
     if run == 0 or prod(outer) == 0:
@@ -98,8 +99,9 @@ def emit_nest(body: Body, shape: tuple[int, ...], merged: int, point: Callable[[
     total = prod(outer) * run
 
     def index_of(lead: tuple[Expr, ...], position: Expr) -> Index:
-        inner = len(shape) - merged
-        return (*lead, *(zero(),) * (inner - 1), position) if inner else lead
+        inner = shape[merged:]
+        at = max((i for i, n in enumerate(inner) if n != 1), default=len(inner) - 1)
+        return (*lead, *(position if i == at else zero() for i in range(len(inner))))
 
     if prod(outer) == 1:
         block = _BLOCK * lanes
