@@ -165,6 +165,8 @@ convolution((2, 8, 11, 11), 8, (3, 3), groups=8, strides=(3, 3), dilations=(2, 2
 convolution((2, 16, 20, 50), 3, (3, 3), pads=(1, 1, 1, 1))
 # No border to copy, no taps but one, one and three spatial dimensions, other element types.
 convolution((2, 48, 8, 9), 64, (1, 1))
+convolution((2, 24, 17, 19), 30, (1, 1))
+convolution((1, 1100, 16, 17), 20, (1, 1), groups=2)
 convolution((3, 32, 17), 32, (4,), strides=(2,), pads=(1, 2))
 convolution((2, 4, 5, 6, 7), 6, (3, 2, 3), strides=(1, 2, 1), pads=(1, 0, 1, 1, 1, 1))
 convolution((1, 8, 9, 9), 24, (3, 3), dtype="f64", pads=(1, 1, 1, 1))

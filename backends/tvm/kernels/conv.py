@@ -6,13 +6,15 @@ In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, paddi
     flipped weight. With stride s they fall apart into s phases per dimension, each with the taps that meet its positions:
         dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r] over the taps r for which this divides without remainder,
     and in a phase, h = first mod stride, these taps are every (stride / gcd(stride, dilation))-th;
+  * a product per image (conv_points.py): one tap, every position once, and not a small image;
   * sums over positions (conv_weight.py): gradients for the weight;
-  * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, convolutions with one tap and
-    stride 1, depthwise gradients for the weight, and element types other than f32 and f64.
+  * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, convolutions that take
+    some positions with one tap, depthwise gradients for the weight, and element types other than f32 and f64.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd, prod
 
@@ -21,11 +23,15 @@ from penstock.ir.ops import Window, complete_attrs, window_of
 
 from . import windows
 from .body import EFFECTS, Body
+from .conv_points import PointProduct, emit_points
 from .conv_tiles import Correlation, Pair, Phase, emit_correlation
 from .conv_weight import WeightGradient, emit_weight_gradient, is_suited
-from .elements import Index
+from .elements import Index, unravel, zero
 from .emit import Buffer, Expr
 from .gemm import ceil_div
+
+# A smaller image leaves lanes empty behind its last whole vector, and has no long runs to pack.
+_LEAST_POSITIONS = 256
 
 
 @dataclass(frozen=True)
@@ -64,19 +70,59 @@ def _stored(body: Body, value: Value) -> Buffer | None:
     return body.operand(value) if body.is_stored(value) and body.group.homes.get(value) not in changed else None
 
 
+def _zeros(g: Geometry) -> Index:
+    return (zero(),) if g.flat else (zero(), zero())
+
+
+def _is_pointwise(g: Geometry, sizes: Pair, spatial: Pair) -> bool:
+    """One tap, every position once, and enough positions for lanes. Small images are better off with channels in lanes."""
+    return g.kernel == g.strides == (1, 1) and sizes == spatial and not any(g.low) and prod(sizes) >= _LEAST_POSITIONS
+
+
+def _emit_pointwise(
+    body: Body, out: Value, source: Value, groups: int, channels: int, g: Geometry, weight: Callable[[Expr, Expr, Expr], Expr]
+) -> None:
+    spatial = g.sizes(out)
+
+    def place(n: Expr, channel: Expr, p: Expr) -> Index:
+        return g.place(n, channel, *(unravel(p, spatial) if not g.flat else (zero(), p)))
+
+    emit_points(
+        body,
+        PointProduct(
+            out=out,
+            images=out.type.dims[0],
+            groups=groups,
+            filters=out.type.dims[1] // groups,
+            channels=channels,
+            positions=prod(spatial),
+            source=lambda n, channel, p: body.at(source, place(n, channel, p)),
+            weight=weight,
+            place=place,
+        ),
+    )
+
+
 def emit_conv(body: Body, op: Op) -> None:
     x, w, y = op.ins[0], op.ins[1], op.outs[0]
     attrs = complete_attrs(op)
     window = window_of(attrs, w.type.dims[2:])
     geometry = _geometry(window)
     groups = int(attrs["groups"])  # type: ignore[arg-type]
-    if not _is_direct(op, geometry) or (prod(window.kernel) == 1 and groups == 1):
+    if not _is_direct(op, geometry):
         windows.emit_conv(body, op)
         return
     assert geometry is not None
     g = geometry
     filters = y.type.dims[1] // groups
     spatial, sizes = g.sizes(y), g.sizes(x)
+    if _is_pointwise(g, sizes, spatial):
+        _emit_pointwise(body, y, x, groups, w.type.dims[1], g, lambda group, o, c: body.at(w, (group * filters + o, c, *_zeros(g))))
+        return
+    if g.kernel == (1, 1) and groups == 1 and not any(g.low):
+        # Nothing to be had from neighbouring windows: packing gathers what is read.
+        windows.emit_conv(body, op)
+        return
     padded = tuple((o - 1) * s + (k - 1) * d + 1 for o, s, k, d in zip(spatial, g.strides, g.kernel, g.dilations, strict=True))
 
     def weight(group: Expr, o: Expr, c: Expr, r: Expr, s: Expr) -> Expr:
@@ -136,13 +182,16 @@ def emit_conv_grad_input(body: Body, op: Op) -> None:
     attrs = complete_attrs(op)
     geometry = _geometry(window_of(attrs, w.type.dims[2:]))
     groups = int(attrs["groups"])  # type: ignore[arg-type]
-    if not _is_direct(op, geometry) or (geometry is not None and geometry.kernel == geometry.strides == (1, 1) and groups == 1):
+    if not _is_direct(op, geometry):
         windows.emit_conv_grad_input(body, op)
         return
     assert geometry is not None
     g = geometry
     channels = dy.type.dims[1] // groups
     spatial, sizes = g.sizes(dx), g.sizes(dy)
+    if _is_pointwise(g, sizes, spatial):
+        _emit_pointwise(body, dx, dy, groups, channels, g, lambda group, o, c: body.at(w, (group * channels + c, o, *_zeros(g))))
+        return
     step = tuple(s // gcd(s, d) for s, d in zip(g.strides, g.dilations, strict=True))
     dilations = tuple(d // gcd(s, d) for s, d in zip(g.strides, g.dilations, strict=True))
     rows, columns = (_lines(n, k, s, low, d) for n, k, s, low, d in zip(spatial, g.kernel, g.strides, g.low, g.dilations, strict=True))

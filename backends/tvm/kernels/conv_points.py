@@ -1,0 +1,145 @@
+"""Convolutions of one tap and stride 1, and their gradients for the input: per image and group a product with neighbouring positions in lanes.
+
+In: out[n, g, o, p] = sum over c of weight[g, o, c] * source[n, g, c, p]. Out: loops
+
+    for image and group, block of positions:
+      pack the block    [panel][channel][positions in lanes], so that the block is read in long runs and lies together in cache
+      for tile of outputs, panel: accumulators [outputs, lanes]; then `Body.finish` on vectors of neighbouring positions
+
+Weights are read where they are, one element at a time. Limit: small images leave lanes empty; conv_tiles.py has positions of several rows there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from penstock.ir.graph import Value
+from penstock.ir.types import ITEM_BYTES
+
+from .body import Body, parallel_if
+from .conv_tiles import cover, most_rows
+from .elements import Index
+from .emit import SERIAL, VECTOR, Buffer, Expr, literal
+from .gemm import ceil_div
+from .transpose import pieces
+
+# Elements of a block of positions: they stay in the second-level cache while all outputs are computed.
+_BLOCK = 98304
+
+
+@dataclass(frozen=True)
+class PointProduct:
+    out: Value
+    images: int
+    groups: int
+    filters: int
+    channels: int
+    positions: int
+    source: Callable[[Expr, Expr, Expr], Expr]
+    weight: Callable[[Expr, Expr, Expr], Expr]
+    place: Callable[[Expr, Expr, Expr], Index]
+
+
+def emit_points(body: Body, p: PointProduct) -> None:
+    _Points(body, p).run()
+
+
+class _Points:
+    def __init__(self, body: Body, p: PointProduct) -> None:
+        self.body, self.p, self.emit = body, p, body.emit
+        self.dtype = p.out.type.dtype
+        self.lanes = max(body.lanes * 4 // ITEM_BYTES[self.dtype], 1)
+        self.vectors = min(body.machine.vectors, ceil_div(p.positions, self.lanes))
+        self.width = self.vectors * self.lanes
+        self.most = most_rows(body, self.vectors)
+        self.rows = ceil_div(p.filters, ceil_div(p.filters, self.most))
+        self.block = max(min(_BLOCK // p.channels // self.width, ceil_div(p.positions, self.width)), 1) * self.width
+        # Little to do behind the sums: do it on the registers, in unrolled code.
+        self.light = len(body.group.ops) <= 2
+
+    def run(self) -> None:
+        p, emit = self.p, self.emit
+        work = parallel_if(self.body.machine, p.out.type.size * p.channels // 8)
+        many = p.images * p.groups > 1
+        with emit.loop(p.images * p.groups, work if many else SERIAL, "b") as b, self.body.point():
+            image, group = b, literal(0, "i32")
+            if p.groups > 1:
+                image, group = emit.bind(tirx.floordiv(b, p.groups), "n"), emit.bind(tirx.floormod(b, p.groups), "g")
+            whole, rest = divmod(p.positions, self.block)
+            if whole:
+                with emit.loop(whole, SERIAL if many else work, "pb") as q, self.body.point():
+                    self._block(image, group, q * self.block if whole > 1 else literal(0, "i32"), self.block)
+            if rest:
+                with self.body.point():
+                    self._block(image, group, literal(whole * self.block, "i32"), rest)
+
+    def _block(self, image: Expr, group: Expr, start: Expr, count: int) -> None:
+        p, emit = self.p, self.emit
+        panels = ceil_div(count, self.width)
+        size = p.channels * self.width
+        packed = emit.alloc(panels * size, self.dtype, "bp")
+        with emit.loop(p.channels, SERIAL, "c") as c:
+            whole, rest = divmod(count, self.width)
+            with emit.loop(whole, SERIAL, "pp") as q:
+                for v in range(self.vectors if whole else 0):
+                    with emit.loop(self.lanes, VECTOR, "l") as lane, self.body.point():
+                        at = lane + v * self.lanes
+                        emit.store(
+                            packed, p.source(image, group * p.channels + c, start + q * self.width + at), q * size + c * self.width + at
+                        )
+            if rest:
+                at = emit.bind(whole * size + c * self.width, "at")
+                for i, _ in pieces(emit, rest, self.lanes):
+                    with self.body.point():
+                        emit.store(packed, p.source(image, group * p.channels + c, start + (whole * self.width) + i), at + i)
+                for i in range(rest, ceil_div(rest, self.lanes) * self.lanes):
+                    emit.store(packed, literal(0, self.dtype), at + i)
+        for o, rows in cover(emit, p.filters, self.rows, "o"):
+            whole, rest = divmod(count, self.width)
+            if whole:
+                with emit.loop(whole, SERIAL, "pp") as q, self.body.point():
+                    self._tile(image, group, o, rows, packed, q * size, start + q * self.width, self.width)
+            if rest:
+                with self.body.point():
+                    self._tile(image, group, o, rows, packed, literal(whole * size, "i32"), start + whole * self.width, rest)
+
+    def _tile(self, image: Expr, group: Expr, o: Expr, rows: int, packed: Buffer, base: Expr, start: Expr, count: int) -> None:
+        p, emit, lanes = self.p, self.emit, self.lanes
+        spans = range(0, ceil_div(count, lanes) * lanes, lanes)
+        width = len(spans) * lanes
+        accs = [emit.alloc(width, self.dtype, "acc") for _ in range(rows)]
+        for acc in accs:
+            for v in spans:
+                with emit.loop(lanes, VECTOR, "l") as lane:
+                    emit.store(acc, literal(0, self.dtype), lane + v)
+        with emit.loop(p.channels, SERIAL, "c") as c, self.body.point():
+            line = emit.alloc(width, self.dtype, "b")
+            for v in spans:
+                with emit.loop(lanes, VECTOR, "l") as lane:
+                    emit.store(line, tirx.BufferLoad(packed, [base + c * self.width + (lane + v)]), lane + v)
+            for i, acc in enumerate(accs):
+                a = p.weight(group, o + i, c)
+                for v in spans:
+                    with emit.loop(lanes, VECTOR, "l") as lane:
+                        column = lane + v
+                        emit.store(acc, tirx.BufferLoad(acc, [column]) + a * tirx.BufferLoad(line, [column]), column)
+        if self.light and count % lanes == 0:
+            for i, acc in enumerate(accs):
+                for v in spans:
+                    with emit.loop(lanes, VECTOR, "l") as lane, self.body.point():
+                        index = p.place(image, group * p.filters + o + i, start + (lane + v))
+                        self.body.finish({p.out: (tirx.BufferLoad(acc, [lane + v]), index)})
+            return
+        tile = emit.alloc(rows * width, self.dtype, "tile")
+        for i, acc in enumerate(accs):
+            for v in spans:
+                with emit.loop(lanes, VECTOR, "l") as lane:
+                    emit.store(tile, tirx.BufferLoad(acc, [lane + v]), i * width + (lane + v))
+        with emit.loop(rows, SERIAL, "r") as r:
+            channel = emit.bind(group * p.filters + o + r, "o")
+            for i, _ in pieces(emit, count, lanes):
+                with self.body.point():
+                    self.body.finish({p.out: (tirx.BufferLoad(tile, [r * width + i]), p.place(image, channel, start + i))})
