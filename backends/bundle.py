@@ -143,7 +143,7 @@ def write_bundle(
     `stage_files` are the files that the backend made for each stage; `weights` has an array for every variable with `init file`.
     """
     out = Path(os.path.abspath(out_dir))
-    _check_replaceable(out)
+    check_replaceable(out)
     stages = [stage.index for stage in module.stages]
     _check_weights(module, stages, weights)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -235,8 +235,12 @@ def _rank_entry(module: Module, rank: int, place: str, stage: int, files: Iterab
     return RankEntry(rank, host, place, stage, threads, tuple(files))
 
 
-def _check_replaceable(out: Path) -> None:
+def check_replaceable(out: Path) -> None:
+    """Refuse a place where no bundle may be written: before the work, and again at its end."""
     if not os.path.lexists(out):
+        parent = next(folder for folder in Path(os.path.abspath(out)).parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise UsageError(f"cannot be made: {parent} is no directory that may be written to", where=str(out), hint="give another name")
         return
     if out.is_symlink() or not out.is_dir():
         raise UsageError("is in the way: it is not a directory", where=str(out), hint="give another name")

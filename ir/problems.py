@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .errors import VerifyError
+from .errors import DoesNotFit, VerifyError
 from .graph import Graph
 from .schedule import Action
 
@@ -21,20 +21,23 @@ class Problem:
     what: str
     excerpt: str = ""
     hint: str = ""
+    # The module is right, but a device is too small for it.
+    memory: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.where}: {self.what}"] + ([self.excerpt] if self.excerpt else []) + ([f"  hint: {self.hint}"] if self.hint else [])
         return "\n".join(parts)
 
 
-def to_error(name: str, problems: Sequence[Problem]) -> VerifyError:
-    """One error for all problems of module `name`."""
+def to_error(name: str, problems: Sequence[Problem]) -> VerifyError | DoesNotFit:
+    """One error for all problems of module `name`: DoesNotFit when memory is all there is against it."""
+    kind = DoesNotFit if all(problem.memory for problem in problems) else VerifyError
     if len(problems) == 1:
         (only,) = problems
-        return VerifyError(only.what + (f"\n{only.excerpt}" if only.excerpt else ""), where=f"@{name} {only.where}", hint=only.hint)
+        return kind(only.what + (f"\n{only.excerpt}" if only.excerpt else ""), where=f"@{name} {only.where}", hint=only.hint)
     more = " (the first ones)" if len(problems) == LIMIT else ""
     listed = "\n".join(f"{i}. {problem}" for i, problem in enumerate(problems, 1))
-    return VerifyError(f"{len(problems)} problems{more}\n{listed}", where=f"@{name}")
+    return kind(f"{len(problems)} problems{more}\n{listed}", where=f"@{name}")
 
 
 def window(lines: Iterable[str], at: int) -> str:

@@ -407,4 +407,6 @@ def _check_budget(module: Module) -> Iterator[Problem]:
         if limit is not None and total > limit:
             listed = " + ".join(f"rank {rank} {n}" for rank, n in parts)
             what = f"needs {total} bytes at the worst moment ({listed}), it has {limit}"
-            yield Problem(f"device {name}", what, hint="more stages, fewer microbatches in flight or smaller microbatches need less")
+            yield Problem(
+                f"device {name}", what, hint="more stages, fewer microbatches in flight or smaller microbatches need less", memory=True
+            )

@@ -52,7 +52,7 @@ def partition(module: Module, options: PartitionOptions) -> Module:
     if len(chain) < count:
         raise UsageError(f"{count} stages need at least {count} operations, the model has {len(chain)}", hint="ask for fewer stages")
     costs = _Costs(module, chain, devices, cluster)
-    cuts = _given_cuts(chain, options.split_at) if options.split_at else _best_cuts(costs, count)
+    cuts = _given_cuts(costs, options.split_at) if options.split_at else _best_cuts(costs, count)
     stage_of = {id(op): s for s, (a, b) in enumerate(pairwise([*cuts, len(chain)])) for op in chain[a:b]}
     return _annotate(module.but(cluster=cluster), stage_of, devices, costs, cuts)
 
@@ -116,6 +116,11 @@ class _Costs:
         for a, b in pairwise(devices):
             link = cluster.link(a.name, b.name)
             self.transfer.append(np.where(crossing > 0, crossing / link.bandwidth + trips * link.latency, 0.0))
+
+    def parted_by(self, cut: int) -> list[str]:
+        """Parameters that are read on both sides of a cut."""
+        sides = [{name for op in ops for v in op.ins for name in self.params.get(v, ())} for ops in (self.chain[:cut], self.chain[cut:])]
+        return sorted(f"@{name}" for name in sides[0] & sides[1])
 
     def of_range(self, stage: int, first: int, last: int) -> tuple[float, float]:
         """Compute and transfer seconds of one stage that runs operations first .. last-1."""
@@ -190,15 +195,26 @@ def _best_cuts(costs: _Costs, count: int) -> list[int]:
     return [0, *reversed(cuts[1:])]
 
 
-def _given_cuts(chain: Sequence[Op], split_at: Iterable[str]) -> list[int]:
+def _given_cuts(costs: _Costs, split_at: Iterable[str]) -> list[int]:
+    chain = costs.chain
     position = {name: i for i, op in reversed(list(enumerate(chain))) for name in (op.loc, *(v.name for v in op.outs))}
     unknown = [name for name in split_at if name not in position]
     if unknown:
-        raise UsageError(f"no value or node named {', '.join(map(repr, unknown))} to split at", hint="`penstock inspect` lists them")
-    cuts = [0, *sorted(position[name] for name in split_at)]
-    if any(a == b for a, b in pairwise(cuts)):
-        raise UsageError("two split points name the same operation, or the first operation of the model")
-    return cuts
+        raise UsageError(
+            f"no value or node named {', '.join(map(repr, unknown))} to split at",
+            hint="`penstock inspect dumps/*_autodiff.ir --op .` lists them",
+        )
+    problems, starts = [], {0: "the first operation of the model"}
+    for name in split_at:
+        cut = position[name]
+        if cut in starts:
+            problems.append(f"{name!r} names the same operation as {starts[cut]}")
+        elif not costs.allowed[cut]:
+            problems.append(f"{name!r} would part operations that read the same parameter: {', '.join(costs.parted_by(cut))}")
+        starts.setdefault(cut, repr(name))
+    if problems:
+        raise UsageError("cannot split there:" + "".join(f"\n  - {p}" for p in problems))
+    return sorted(starts)
 
 
 # ------------------------------------------------------------------------------------------------ writing it down

@@ -196,7 +196,15 @@ def test_an_illegal_schedule_is_refused_with_the_checkers_words(built: Path, tmp
         (["compile", "{t}/none.onnx", "-o", "{t}/b"], "none.onnx"),
         (["plan", "{m}", "--dim", "batch=2", "--loss", "hinge"], "hinge"),
         (["plan", "{m}", "--dim", "batch=2", "--loss", "mse", "--optimizer", "rmsprop"], "rmsprop"),
-        (["plan", "{m}", "--dim", "batch=2", "--optimizer", "sgd"], "no loss"),
+        (["plan", "{m}", "--dim", "batch=2", "--optimizer", "sgd", "--schedule", "2bw"], "--optimizer, --schedule without a loss"),
+        (["plan", "{m}", "--dim", "batch=\u00b2"], "expected NAME=INT"),
+        (["plan", "{m}", "--dim", "batch=99999999999999999999"], "expected NAME=INT"),
+        (["run", "{m}", "--steps", "x"], "expected a whole number"),
+        (["compile", "{m}", "-o", "{m}", "--dim", "batch=2"], "in the way"),
+        (["opt", "{d}/01_simplify.ir", "-p", "decompose", "-o", "{t}"], "directory"),
+        (["inspect", "{d}/01_simplify.ir", "--memory"], "no schedule yet"),
+        (["inspect", "{d}/01_simplify.ir", "--schedule"], "no schedule yet"),
+        (["verify", "{d}/../bundle", "--dim", "batch=2"], "built in"),
         (["plan", "{m}", "--dim", "batch=2", "--devices", "2", "--split-at", "nowhere"], "nowhere"),
         (["inspect", "{t}/none"], "none"),
         (["opt", "{m}", "-p", "simplify"], "cannot read"),
@@ -207,11 +215,28 @@ def test_an_illegal_schedule_is_refused_with_the_checkers_words(built: Path, tmp
 def test_usage_errors_exit_with_2_and_say_what_is_wrong(
     built: Path, tmp_path: Path, words: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = call(*(w.format(m=built / "gpt.onnx", t=tmp_path) for w in words))
+    code = call(*(w.format(m=built / "gpt.onnx", t=tmp_path, d=built / "d") for w in words))
     message = capsys.readouterr().err
     assert "Traceback" not in message
     assert part in message
-    assert code == (5 if words[0] == "run" else 2)
+    assert code == (5 if part == "manifest" else 2)
+
+
+def test_a_plan_that_does_not_fit_exits_with_4(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.toml").write_text('[[device]]\nname = "cpu:0"\nmemory = 20000\n')
+    words = ["plan", built / "gpt.onnx", "--dim", "batch=2", "--loss", "cross_entropy", "--lr", "0.1"]
+    assert call(*words, "--cluster", tmp_path / "c.toml") == 4
+    assert "it has 20000" in capsys.readouterr().err
+    assert call(*words) == 0
+
+
+def test_outputs_that_are_all_nan_do_not_verify() -> None:
+    from penstock.checks import relative_error
+
+    nothing = np.full(3, np.nan)
+    assert relative_error(nothing, nothing) == float("inf")
+    assert relative_error(np.array([1.0, np.nan]), np.array([1.0, np.nan])) == 0.0
+    assert relative_error(np.array([1.0, 2.0]), np.array([1.0, np.nan])) == float("inf")
 
 
 def test_plan_prints_a_table_and_json(built: Path, capsys: pytest.CaptureFixture[str]) -> None:

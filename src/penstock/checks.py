@@ -25,13 +25,13 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Largest difference over largest magnitude; infinite when shapes or non-finite elements differ."""
+    """Largest difference over largest magnitude; infinite when shapes or non-finite elements differ, or when nothing is finite."""
     a, b = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
         return float("inf")
     finite = np.isfinite(b)
     if not finite.any():
-        return 0.0
+        return 0.0 if not finite.size else float("inf")
     scale = float(np.abs(b[finite]).max())
     return float(np.abs(a[finite] - b[finite]).max()) / (scale or 1.0)
 
@@ -42,7 +42,9 @@ def synthetic_batch(module: Module, microbatches: int, seed: int, batch: int = 0
 
     samples = SyntheticSamples(module, seed)
     parts = range(batch * microbatches, (batch + 1) * microbatches)
-    return {v.name: np.concatenate([samples.microbatch(mb, v.name) for mb in parts]) for v in module.inputs}
+    pieces = {v.name: [samples.microbatch(mb, v.name) for mb in parts] for v in module.inputs}
+    # A scalar input is given whole to every microbatch.
+    return {name: np.concatenate(arrays) if arrays[0].ndim else arrays[0] for name, arrays in pieces.items()}
 
 
 def _report(rows: list[tuple[str, float]], tolerance: float) -> int:
@@ -130,7 +132,7 @@ def _verify_training(bundle: Bundle, reference: Module, weights: Arrays, steps: 
     with open_job(bundle.path) as job:
         found = [loss for step in job.steps(batches) for loss in step.losses]
     rows = [
-        (f"step {i // schedule.microbatches} microbatch {i % schedule.microbatches} loss {b:.6f}", abs(a - b) / abs(b))
+        (f"step {i // schedule.microbatches} microbatch {i % schedule.microbatches} loss {b:.6f}", relative_error(np.array(a), np.array(b)))
         for i, (a, b) in enumerate(zip(found, expected, strict=True))
     ]
     return _report(rows, tolerance)

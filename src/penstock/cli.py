@@ -29,13 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"penstock: error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            # Whoever read our output has gone; give the interpreter nothing left to flush.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        if os.environ.get("PENSTOCK_TRACEBACK"):
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"penstock: error: {place}{error.strerror or error}", file=sys.stderr)
+        return UsageError.exit_code
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # Whoever read our output has gone; give the interpreter nothing left to flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def _dashes(word: str) -> str:
@@ -143,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--steps", type=_positive, default=4, metavar="N", help="optimiser steps for a training bundle (default: 4)")
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="for the random inputs (default: 0)")
     verify.add_argument("--tolerance", type=float, default=1e-5, metavar="X", help="largest relative error that passes (default: 1e-5)")
-    verify.add_argument("--backend", choices=("tvm", "numpy"), default="tvm", help="what to check a model with (default: tvm)")
+    verify.add_argument("--backend", choices=("tvm", "numpy"), help="what to check a model with (default: tvm)")
     return parser
 
 
@@ -151,10 +157,9 @@ _SCHEDULES = ("1f1b", "gpipe", "2bw")
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return int(text)
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,7 +178,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--lr", type=float, metavar="X", help="learning rate")
     training.add_argument("--weight-decay", type=float, metavar="X")
     training.add_argument("--microbatches", type=_positive, metavar="M", help="microbatches per batch (default: 1)")
-    training.add_argument("--schedule", choices=_SCHEDULES, default="1f1b", help="default: 1f1b, which equals plain training")
+    training.add_argument("--schedule", choices=_SCHEDULES, help="default: 1f1b, which equals plain training")
     parser.add_argument("--stages", type=_positive, default=0, metavar="N", help="pipeline stages (default: one per device)")
     parser.add_argument(
         "--split-at", action="append", default=[], metavar="NODE", help="start a new stage at this node or value instead of searching"

@@ -34,7 +34,9 @@ def plan_command(arguments: Namespace) -> None:
 
 def compile_command(arguments: Namespace) -> None:
     from penstock import api
+    from penstock.backends.bundle import check_replaceable
 
+    check_replaceable(Path(arguments.out))
     found = _plan(arguments)
     progress = Progress("compile")
     path = api.compile(
@@ -50,19 +52,17 @@ def _plan(arguments: Namespace) -> Plan:
     from penstock import api
     from penstock.passes.manager import Dump
 
+    training = _training(arguments)
+    cluster = Cluster.load(arguments.cluster) if arguments.cluster else Cluster.local(arguments.devices or arguments.stages or 1)
     model = api.from_onnx(arguments.model, dims=_dims(arguments.dim), frozen=arguments.frozen)
     for line in model.imported.report:
         say(line)
-    training = _training(arguments)
-    if training is None and arguments.microbatches is None and arguments.optimizer is not None:
-        raise UsageError("an optimizer is given, but no loss to train on", hint="add --loss, or --train with a loss")
-    cluster = Cluster.load(arguments.cluster) if arguments.cluster else Cluster.local(arguments.devices or arguments.stages or 1)
     dump = Dump(arguments.dump_ir) if arguments.dump_ir else None
     return api.plan(
         model,
         cluster,
         training,
-        schedule=arguments.schedule,
+        schedule=arguments.schedule or "1f1b",
         stages=arguments.stages,
         split_at=arguments.split_at,
         microbatches=arguments.microbatches or 1,
@@ -75,8 +75,8 @@ def _dims(words: Iterable[str]) -> dict[str, int]:
     dims: dict[str, int] = {}
     for word in words:
         name, equals, number = word.partition("=")
-        if not equals or not number.isdigit() or int(number) < 1:
-            raise UsageError(f"bad --dim {word!r}, expected NAME=INT with a positive number, e.g. --dim batch=4")
+        if not equals or not (number.isascii() and number.isdecimal()) or not 1 <= int(number) < 2**31:
+            raise UsageError(f"bad --dim {word!r}, expected NAME=INT with a number from 1 to {2**31 - 1}, e.g. --dim batch=4")
         dims[name] = int(number)
     return dims
 
@@ -87,15 +87,24 @@ def _training(arguments: Namespace) -> Training | None:
 
     settings = load_training(arguments.train) if arguments.train else None
     if settings is None and arguments.loss is None:
+        flags = {
+            "--optimizer": arguments.optimizer,
+            "--lr": arguments.lr,
+            "--weight-decay": arguments.weight_decay,
+            "--schedule": arguments.schedule,
+        }
+        given = [flag for flag, value in flags.items() if value is not None]
+        if given:
+            raise UsageError(f"{', '.join(given)} without a loss to train on", hint="add --loss, or --train with a file that names one")
         return None
     optimizer = settings.optimizer if settings is not None else None
     if arguments.optimizer or arguments.lr is not None or arguments.weight_decay is not None:
-        given = {"lr": arguments.lr, "weight_decay": arguments.weight_decay}
-        given = {k: v for k, v in given.items() if v is not None}
+        asked = {"lr": arguments.lr, "weight_decay": arguments.weight_decay}
+        changes = {k: v for k, v in asked.items() if v is not None}
         if arguments.optimizer or optimizer is None:
-            optimizer = optimizer_of(arguments.optimizer or "sgd", **given)
+            optimizer = optimizer_of(arguments.optimizer or "sgd", **changes)
         else:
-            optimizer = replace(optimizer, **given)
+            optimizer = replace(optimizer, **changes)
     settings = settings or Training(loss=arguments.loss)
     if optimizer is not None:
         settings = replace(settings, optimizer=optimizer)
@@ -153,7 +162,7 @@ def infer_command(arguments: Namespace) -> None:
         outputs = job.infer(inputs)
     try:
         with Path(arguments.output).open("wb") as file:
-            np.savez(file, **outputs)
+            np.savez(file, **outputs)  # type: ignore[arg-type]
     except OSError as error:
         raise UsageError(f"cannot write the outputs: {error}", where=arguments.output) from error
     for name, array in outputs.items():
@@ -263,6 +272,8 @@ def _print_schedule(module: Module, batches: int) -> None:
 def _print_memory(module: Module) -> None:
     from penstock.passes.lifetimes import memory_table
 
+    if module.schedule is None:
+        raise UsageError("the module has no schedule yet", hint="inspect a dump after the pass `lifetimes`, or a bundle")
     memory = memory_table(module)
     columns = list(next(iter(memory.values())))
     print(table(["rank", *columns], [[rank, *(size(row[c]) for c in columns)] for rank, row in memory.items()]))
@@ -271,7 +282,7 @@ def _print_memory(module: Module) -> None:
 def _print_summary(module: Module) -> None:
     params = [v for v in module.vars.values() if v.role == PARAM]
     count = sum(v.type.size for v in params)
-    print(f"module {module.name}: {len(params)} parameters tensors with {count:,} elements, facts: {', '.join(module.facts) or 'none'}")
+    print(f"module {module.name}: {len(params)} parameter tensors with {count:,} elements, facts: {', '.join(module.facts) or 'none'}")
     for value in module.inputs:
         print(f"input {value.name}: {value.type}")
     for name in module.outputs:
@@ -373,6 +384,8 @@ def verify_command(arguments: Namespace) -> int:
     from penstock.checks import verify_bundle, verify_model
 
     if Path(arguments.file).is_dir():
+        if arguments.dim or arguments.backend:
+            raise UsageError("--dim and --backend are for models; a bundle has both built in")
         return verify_bundle(arguments.file, steps=arguments.steps, seed=arguments.seed, tolerance=arguments.tolerance)
     return verify_model(
         arguments.file, dims=_dims(arguments.dim), seed=arguments.seed, tolerance=arguments.tolerance, backend=arguments.backend

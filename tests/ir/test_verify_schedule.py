@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.ir.cluster import Cluster, Device
-from penstock.ir.errors import VerifyError
+from penstock.ir.errors import DoesNotFit, VerifyError
 from penstock.ir.graph import Edge
 from penstock.ir.schedule import Action, Program, Schedule
 from penstock.ir.verify import check, verify
@@ -42,7 +42,7 @@ def edited(module, rank, *pairs):
 
 
 def message(module, *facts):
-    with pytest.raises(VerifyError) as caught:
+    with pytest.raises((VerifyError, DoesNotFit)) as caught:
         check(module, facts) if facts else verify(module)
     return str(caught.value)
 
@@ -219,6 +219,6 @@ def test_memory_over_the_budget_of_a_device_is_told(two):
 def _fits(module):
     try:
         verify(module)
-    except VerifyError:
+    except DoesNotFit:
         return False
     return True

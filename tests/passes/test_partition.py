@@ -169,6 +169,16 @@ def test_given_split_points_win() -> None:
         partition(module, PartitionOptions(split_at=("nowhere",)))
 
 
+def test_split_points_that_cannot_be_are_explained() -> None:
+    module = differentiate(chain_model([8, 16, 16, 16, 8], [], tied=True))
+    with pytest.raises(UsageError) as caught:
+        partition(module, PartitionOptions(split_at=("layer0", "a1", "layer3", "h3")))
+    message = str(caught.value)
+    assert "'layer0' names the same operation as the first operation of the model" in message
+    assert "'a1' would part operations that read the same parameter: @shared" in message
+    assert "'h3' names the same operation as 'layer3'" in message
+
+
 def test_slow_devices_get_less() -> None:
     module = differentiate(chain_model([32] * 9, [])).but(cluster=cluster_of([1e7, 4e7]))
     found = list(stages_of(partition(module, PartitionOptions()), "F").values())
