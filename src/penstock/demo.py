@@ -5,9 +5,12 @@ trained on the text that comes with the package; the loss must fall. Leaves mode
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import time
 from importlib import resources
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 
@@ -66,8 +69,10 @@ def run_demo(out: Path, *, steps: int, schedule: str, backend: str) -> int:
     print(
         f"loss {before:.3f} -> {after:.3f} (means of the first and last {tail} of {len(losses)} steps), {time.monotonic() - started:.0f} s in all"
     )
-    print(f"model {path}\nbundle {bundle}\ndumps {dumps}\nmetrics {metrics}\ncheckpoint {out / 'checkpoint'}")
-    say(f"look around: penstock inspect {bundle} --schedule; penstock diff {dumps}/*_schedule.ir {dumps}/*_weight-versions.ir")
+    print(f"model {path}\nbundle {out / 'bundle'}\ndumps {dumps}\nmetrics {metrics}\ncheckpoint {out / 'checkpoint'}")
+    command = "penstock" if shutil.which("penstock") else f"{quote(sys.executable)} -m penstock"
+    before_versions, after_versions = (quote(str(next(dumps.glob(f"*_{name}.ir")))) for name in ("schedule", "weight-versions"))
+    say(f"look around:\n  {command} inspect {quote(str(out / 'bundle'))} --schedule\n  {command} diff {before_versions} {after_versions}")
     if not after < before:
         raise VerifyError(f"the loss did not fall: {before:.3f} at the start, {after:.3f} at the end", hint="run more --steps")
     return 0
