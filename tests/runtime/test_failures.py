@@ -80,7 +80,9 @@ def test_a_worker_that_hangs_alone(bundle_of):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_orphans_when_the_launcher_ends(bundle_of, tmp_path, number):
     script = (
-        "import sys\nfrom pathlib import Path\nfrom penstock.runtime.job import Job\nfrom penstock.backends.bundle import open_bundle\n"
+        # Whoever started the tests in the background may have left the interrupt ignored, which children inherit.
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from pathlib import Path\nfrom penstock.runtime.job import Job\nfrom penstock.backends.bundle import open_bundle\n"
         "with Job(open_bundle(sys.argv[1]), timeout=60) as job:\n"
         "    Path(sys.argv[2]).write_text(' '.join(map(str, job.workers.process_ids())))\n"
         "    Path(sys.argv[2]).rename(sys.argv[2] + '.done')\n"
