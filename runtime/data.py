@@ -5,6 +5,10 @@ t·B .. t·B+B-1, wrapping round at the end; with `shuffle` the samples of every
 So what a microbatch sees is a function of its number alone, the same on every rank and after a resume. b is the greatest common divisor of
 the inputs' first dimensions; an input with r times as many rows has r rows per sample. A scalar input is given whole to every microbatch.
 
+Integers that the module indexes a table with, or takes for classes, must lie in its range: a batch is checked whole before it is handed over,
+a file microbatch by microbatch as it is read, so that no update sees a value out of range. An input that is only used after arithmetic, or
+of which a slice is used, is not checked.
+
 Arrays of an uncompressed .npz are mapped, not read. Synthetic data: normal floats; integers below the smallest number of rows or classes that
 the module uses them for; both seeded with (seed, input, microbatch).
 """
@@ -61,8 +65,15 @@ def check_batch(module: Module, batch: Mapping[str, np.ndarray], where: str = "b
     assert module.schedule is not None
     problems = _name_problems(module, batch.keys())
     for value in module.inputs:
-        if value.name in batch:
-            problems += _type_problems(value, np.asarray(batch[value.name]), batch_shape(value, module.schedule.microbatches))
+        if value.name not in batch:
+            continue
+        array = np.asarray(batch[value.name])
+        wrong = _type_problems(value, array, batch_shape(value, module.schedule.microbatches))
+        if not wrong and (found := first_outside(array, integer_range(module, value.name))) is not None:
+            row, text = found
+            per_sample = value.type.dims[0] // microbatch_size(module) if value.type.rank else 1
+            wrong.append(f"{value.name}: sample {row // per_sample} has {text}")
+        problems += wrong
     if problems:
         raise UsageError("does not fit the model:" + "".join(f"\n  - {p}" for p in problems), where=where)
 
@@ -104,6 +115,7 @@ class FileSamples:
         self._types = {value.name: value.type for value in module.inputs}
         self._rows, self._shuffle, self._seed = microbatch_size(module), shuffle, seed
         self._order: tuple[int, np.ndarray] | None = None
+        self._path, self._ranges = path, {name: integer_range(module, name) for name in names}
         arrays = read_npz(path)
         problems = _name_problems(module, arrays.keys())
         counts: dict[str, float] = {}
@@ -123,6 +135,16 @@ class FileSamples:
         self._arrays = {name: arrays[name] for name in names}
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
+        """One microbatch of an input. UsageError for a value out of range."""
+        array = self._read(mb, name)
+        if (found := first_outside(array, self._ranges[name])) is not None:
+            row, text = found
+            dims = self._types[name].dims
+            place = self._index(mb * self._rows + row // (dims[0] // self._rows)) if dims else 0
+            raise UsageError(f"{name}: sample {place} has {text}", where=str(self._path))
+        return array
+
+    def _read(self, mb: int, name: str) -> np.ndarray:
         array, dims = self._arrays[name], self._types[name].dims
         if not dims:
             return array
@@ -197,31 +219,65 @@ class SyntheticSamples:
         return generator.integers(0, limit, type.dims).astype(numpy_dtype(type.dtype))
 
 
+Range = tuple[int, int]
+
+
 def integer_limit(module: Module, name: str) -> int:
     """What an integer input must stay below: the rows of what it indexes, the classes it labels; 2 when the module says nothing."""
-    limits: set[int] = set()
-    for graph in module.graphs.values():
-        _collect_limits(graph, name, limits)
-    return min(limits, default=2)
+    return min((high for _, high in _uses(module, name, sliced=True)), default=2)
 
 
-def _collect_limits(graph: Graph, name: str, limits: set[int]) -> None:
-    # Names are the same in all graphs of a module; layout changes and casts hand the numbers on.
-    carriers = {name}
+def integer_range(module: Module, name: str) -> Range | None:
+    """The range [low, high) that every value of an integer input must lie in; None when the module says nothing."""
+    ranges = _uses(module, name, sliced=False)
+    return (max(low for low, _ in ranges), min(high for _, high in ranges)) if ranges else None
+
+
+def first_outside(array: np.ndarray, bounds: Range | None) -> tuple[int, str] | None:
+    """The row and a description of the first value out of range."""
+    if bounds is None or not array.size or not np.issubdtype(array.dtype, np.integer):
+        return None
+    low, high = bounds
+    if low <= int(array.min()) and int(array.max()) < high:
+        return None
+    # Compared as Python integers would be: -1 has no place in an unsigned type.
+    limits = np.iinfo(array.dtype)
+    bad = (array < max(low, limits.min)) | (array > min(high - 1, limits.max))
+    place = np.unravel_index(int(bad.argmax()), array.shape)
+    return int(place[0]) if place else 0, f"the value {int(array[place])}, the model takes {low} to {high - 1}"
+
+
+def _uses(module: Module, name: str, *, sliced: bool) -> set[Range]:
+    """The ranges of everything that an input indexes or labels. `sliced` follows slices too, of which only some values are used."""
+    ranges: set[Range] = set()
+    # Values that go from one graph to another keep their names; other names may mean something else in each graph.
+    shared, known = {name}, 0
+    while len(shared) > known:
+        known = len(shared)
+        for graph in module.graphs.values():
+            carriers = shared & {value.name for value in graph.ins}
+            _follow(graph, carriers, ranges, sliced)
+            shared |= carriers & {value.name for value in graph.outs}
+    return ranges
+
+
+def _follow(graph: Graph, carriers: set[str], ranges: set[Range], sliced: bool) -> None:
+    # Layout changes and casts hand the numbers on.
     for op in graph.ops:
         if not any(value.name in carriers for value in op.ins):
             continue
-        if op.kind == "cast" or definition(op.kind).family == "layout":
+        if op.kind == "cast" or (definition(op.kind).family == "layout" and (sliced or op.kind != "slice")):
             carriers |= {value.name for value in op.outs}
         else:
-            limits |= _limit_of(op, carriers)
+            ranges |= _range_of(op, carriers)
 
 
-def _limit_of(op: Op, carriers: set[str]) -> set[int]:
+def _range_of(op: Op, carriers: set[str]) -> set[Range]:
     if op.kind == "gather" and op.ins[1].name in carriers:
-        return {op.ins[0].type.dims[int(complete_attrs(op)["axis"])]}  # type: ignore[arg-type]
+        rows = op.ins[0].type.dims[int(complete_attrs(op)["axis"])]  # type: ignore[arg-type]
+        return {(-rows, rows)}
     if op.kind in ("cross_entropy", "cross_entropy_grad") and op.ins[1].name in carriers:
-        return {op.ins[0].type.dims[-1]}
+        return {(0, op.ins[0].type.dims[-1])}
     return set()
 
 

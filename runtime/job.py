@@ -236,8 +236,8 @@ class Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # After an error the pipeline may be full: nothing can be stopped in good order.
-        if kind is None or (not self._busy and issubclass(kind, UsageError)):
+        # After an error the pipeline may be full: nothing can be stopped in good order. Workers that reported one have been ended.
+        if kind is None or (not self._busy and not self.workers.ended and issubclass(kind, UsageError)):
             self.close()
         else:
             self.abort()

@@ -197,6 +197,11 @@ class Workers:
             log.close()
         self._board.close()
 
+    @property
+    def ended(self) -> bool:
+        """Whether there is nobody left to talk to."""
+        return self._closed
+
     def process_ids(self) -> list[int]:
         return [process.pid for process in self._processes]
 

@@ -8,7 +8,17 @@ import pytest
 from penstock.ir.errors import UsageError
 from penstock.ir.text import parse_module
 from penstock.runtime.control import DataSpec
-from penstock.runtime.data import FileSamples, SyntheticSamples, check_batch, check_data, integer_limit, open_data, read_npz
+from penstock.runtime.data import (
+    FileSamples,
+    SyntheticSamples,
+    check_batch,
+    check_data,
+    first_outside,
+    integer_limit,
+    integer_range,
+    open_data,
+    read_npz,
+)
 
 from .conftest import CLASSES, ROWS, WIDTH, classifier
 
@@ -19,7 +29,7 @@ def module():
 
 
 def samples_of(count):
-    return {"x": np.arange(count * WIDTH, dtype=np.float32).reshape(count, WIDTH), "labels": np.arange(count, dtype=np.int64)}
+    return {"x": np.arange(count * WIDTH, dtype=np.float32).reshape(count, WIDTH), "labels": np.arange(count, dtype=np.int64) % CLASSES}
 
 
 @pytest.fixture
@@ -59,20 +69,20 @@ def test_plain_arrays_are_mapped(save):
 def test_shuffling_is_a_permutation_per_epoch_and_a_function_of_the_place(module, save):
     path, count = save(samples_of(10)), 10
 
-    def labels(seed, shuffle=True, names=("labels",)):
+    def places(seed, shuffle=True, names=("x",)):
         found = FileSamples(module, path, names, shuffle=shuffle, seed=seed)
-        return np.concatenate([found.microbatch(mb, "labels") for mb in range(5)])
+        return np.concatenate([found.microbatch(mb, "x")[:, 0] // WIDTH for mb in range(5)])
 
-    first = labels(0)
-    np.testing.assert_array_equal(first, labels(0, names=("x", "labels")))
+    first = places(0)
+    np.testing.assert_array_equal(first, places(0, names=("x", "labels")))
     assert sorted(first[:count]) == sorted(first[count:]) == list(range(count))
     assert list(first[:count]) != list(first[count:])
-    assert list(first) != list(labels(1))
-    assert list(first) != list(labels(0, shuffle=False))
+    assert list(first) != list(places(1))
+    assert list(first) != list(places(0, shuffle=False))
     # Any place can be asked for first: that is what resuming does.
     again = FileSamples(module, path, ["labels", "x"], shuffle=True, seed=0)
-    np.testing.assert_array_equal(again.microbatch(4, "labels"), first[16:20])
-    np.testing.assert_array_equal(again.microbatch(1, "labels"), first[4:8])
+    np.testing.assert_array_equal(again.microbatch(4, "labels"), first[16:20] % CLASSES)
+    np.testing.assert_array_equal(again.microbatch(1, "labels"), first[4:8] % CLASSES)
     np.testing.assert_array_equal(again.microbatch(1, "x")[:, 0], first[4:8] * WIDTH)
 
 
@@ -157,6 +167,85 @@ def test_limits_of_integers_are_found_through_layout_changes():
         "tokens.ir",
     )
     assert [integer_limit(module, v.name) for v in module.inputs] == [11, 4, 2]
+    # Negative indices count from the end, negative labels mean nothing.
+    assert [integer_range(module, v.name) for v in module.inputs] == [(-11, 11), (0, 4), None]
+
+
+def test_limits_are_found_in_a_later_stage_and_not_behind_a_slice():
+    module = parse_module(
+        """module @stages {
+  device cpu:0
+  device cpu:1
+  stage 0 on cpu:0
+  stage 1 on cpu:1
+  input %ids : i64[2,3]
+  input %part : i64[4]
+  output %rows
+  var @table : f32[11,4] stage 1 buffer
+  graph @s0.F(%ids : i64[2,3]) {
+    %flat : i64[6] = reshape(%ids, shape=[6])
+    return %flat
+  }
+  graph @s1.F(%flat : i64[6], %part : i64[4]) {
+    %t : f32[11,4] = read(@table)
+    %rows : f32[6,4] = gather(%t, %flat)
+    %two : i64[2] = slice(%part, starts=[0], stops=[2])
+    %more : f32[2,4] = gather(%t, %two)
+    return %rows, %more
+  }
+}
+""",
+        "stages.ir",
+    )
+    assert [integer_range(module, v.name) for v in module.inputs] == [(-11, 11), None]
+    assert [integer_limit(module, v.name) for v in module.inputs] == [11, 11]
+
+
+@pytest.mark.parametrize("value", [-1, CLASSES, 7, -100, 10**8])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_labels_out_of_range_are_refused_when_they_are_reached(module, save, value, shuffle):
+    arrays = samples_of(16)
+    arrays["labels"][9] = value
+    batch = {name: array[8:] for name, array in arrays.items()}
+    text = f"labels: sample {{}} has the value {value}, the model takes 0 to {CLASSES - 1}"
+    with pytest.raises(UsageError) as caught:
+        check_batch(module, batch, "batch 1")
+    assert text.format(1) in str(caught.value)
+    check_batch(module, {name: array[:8] for name, array in arrays.items()})
+    path = save(arrays)
+    found = FileSamples(module, path, ["x", "labels"], shuffle=shuffle, seed=1)
+    order = np.random.default_rng([1, 0]).permutation(16) if shuffle else np.arange(16)
+    hit = list(order).index(9) // ROWS
+    for mb in range(4):
+        found.microbatch(mb, "x")
+        if mb != hit:
+            np.testing.assert_array_equal(found.microbatch(mb, "labels"), arrays["labels"][order[mb * ROWS : (mb + 1) * ROWS]])
+            continue
+        with pytest.raises(UsageError) as caught:
+            found.microbatch(mb, "labels")
+        assert text.format(9) in str(caught.value)
+        assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "bounds", "expected"),
+    [
+        ([[0, 3], [-3, 2]], "int64", (-3, 4), None),
+        ([[0, 3], [-4, 2]], "int64", (-3, 4), (1, "-4")),
+        ([[0, 4], [0, 2]], "int32", (-3, 4), (0, "4")),
+        ([0, 255], "uint8", (-300, 300), None),
+        ([0, 255], "uint8", (-200, 200), (1, "255")),
+        ([0, 2**64 - 1], "uint64", (-3, 4), (1, str(2**64 - 1))),
+        ([-128, 0], "int8", (0, 300), (0, "-128")),
+        (7, "int64", (0, 7), (0, "7")),
+        ([9.0], "float32", (0, 7), None),
+        ([9], "int64", None, None),
+        (np.zeros((0, 2)), "int64", (0, 7), None),
+    ],
+)
+def test_the_first_value_outside(values, dtype, bounds, expected):
+    found = first_outside(np.array(values, dtype), bounds)
+    assert (found and (found[0], found[1].split(",")[0].removeprefix("the value "))) == expected
 
 
 def test_inputs_with_more_rows_per_sample(save):

@@ -145,3 +145,22 @@ def test_data_that_does_not_fit_starts_nothing(bundle_of, tmp_path, monkeypatch)
     (tmp_path / "bundle").mkdir()
     with pytest.raises(VerifyError, match=r"manifest\.json: missing"):
         run_bundle(tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_values_out_of_range_end_the_job_with_their_place(bundle_of, tmp_path, stages):
+    bundle, batches = bundle_of(stages, "1f1b", 2), make_batches(4, 2)
+    batches[2]["labels"] = np.full_like(batches[2]["labels"], 7)
+    path = tmp_path / "data.npz"
+    np.savez(path, **{name: np.concatenate([b[name] for b in batches]) for name in batches[0]})
+    with pytest.raises(UsageError, match=f"labels: sample {2 * ROWS * 2} has the value 7, the model takes 0 to 4") as caught:
+        run_bundle(bundle.path, data=str(path), steps=4, timeout=TIMEOUT, metrics=tmp_path / "m.jsonl", progress=False)
+    assert str(caught.value).startswith(f"rank {stages - 1}, stage {stages - 1}, action {stages - 1}F4")
+    assert str(path) in str(caught.value)
+    # What came before is there, and nothing was computed from the bad batch.
+    assert [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == [0, 1]
+    with open_job(bundle.path, timeout=TIMEOUT) as job:
+        with pytest.raises(UsageError, match="batch 2: does not fit the model:\n  - labels: sample 0 has the value 7"):
+            list(job.run(batches))
+        assert job.steps_done == 2
+        assert job.step(batches[3]) > 0
