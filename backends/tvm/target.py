@@ -2,7 +2,9 @@
 
 In: a name (`host`, an LLVM CPU name such as `skylake-avx512`, or `portable`, which runs on every x86-64 machine with AVX2).
 Out: a TVM target and the tile of the matrix kernel. Rule: the accumulators of a tile, rows * vectors, must leave registers for one row of
-the packed operand and one broadcast value: at most 28 of 32 registers with AVX-512, 12 of 16 with AVX2, 8 of 16 without.
+the packed operand and one broadcast value: at most 28 of 32 registers with AVX-512, 12 of 16 with AVX2, 8 of 16 without. A step of a tile
+loads rows + vectors times for rows * vectors multiply-adds, and a core does as many of these as of loads: with AVX-512 the tile of matrix
+products is 6x4 (10 loads for 24), which a panel that has left the first cache still keeps busy; 12x2 (14 loads) needs it there.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ class Machine:
     lanes: int
     rows: int
     vectors: int
+    # The same for matrix products, whose panels are long.
+    product_rows: int
+    product_vectors: int
     # Elements below which a loop is not worth waking the other threads.
     serial_below: int = 16384
 
@@ -50,10 +55,10 @@ def _machine(cpu: str) -> Machine:
         )
     target = tvm_target(cpu)
     if codegen.target_has_features(["avx512f"], target):
-        return Machine(cpu, 16, 12, 2)
+        return Machine(cpu, 16, 12, 2, 6, 4)
     if codegen.target_has_features(["avx2"], target):
-        return Machine(cpu, 8, 6, 2)
-    return Machine(cpu, 4, 4, 2)
+        return Machine(cpu, 8, 6, 2, 6, 2)
+    return Machine(cpu, 4, 4, 2, 4, 2)
 
 
 def tvm_target(cpu: str) -> Any:

@@ -220,6 +220,16 @@ class Body:
         found: tuple[Value, Expr] | None = INDEXED[op.kind](self.functions, op, lambda k, i: self.address(op.ins[k], i), index)
         return found
 
+    def memory(self, found: tuple[Value, Expr]) -> tuple[Buffer, Expr]:
+        """The buffer behind what `address` gave, for reading vectors from it. An update of a variable read this way is refused in this kernel,
+        because what is read is not one element."""
+        value, position = found
+        home = self.group.homes.get(value)
+        if home is not None:
+            self._loads.setdefault(home, []).append((position,))
+            self._loaded.add(home)
+        return self.operand(value), position
+
     # ------------------------------------------------------------------------------ the function
 
     def kernel(self) -> Kernel:

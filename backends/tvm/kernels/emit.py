@@ -155,6 +155,11 @@ class Emitter:
     def store(self, buffer: Buffer, value: Expr, index: Expr) -> None:
         self.add(tirx.BufferStore(buffer, value, [index]))
 
+    def prefetch(self, buffer: Buffer, index: Expr) -> None:
+        """A hint that this cache line will soon be read and written. Addresses outside the buffer are allowed."""
+        address = tirx.address_of(tirx.BufferLoad(buffer, [index]))
+        self.add(tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, 1, 3, 1)))
+
     def alloc(self, size: int, dtype: str, name: str) -> Buffer:
         """Scratch storage of this block: below 1024 bytes on the stack, from where LLVM moves it into registers if it can, else from the
         thread's workspace. (In TVM's scope "local", of all things, everything would come from the workspace.)"""
