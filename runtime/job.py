@@ -48,7 +48,7 @@ from .control import (
 from .data import batch_shape, check_batch, check_data
 from .launch import Workers
 from .metrics import Metrics
-from .options import RunOptions, become_rank, in_group
+from .options import RunOptions, become_rank, in_group, seed_problems, timeout_problems
 from .program import fed_inputs, loss_stage, microbatch_size
 from .trace import write_trace
 
@@ -72,8 +72,8 @@ class Job:
         retire: bool = True,
         trace: bool = False,
     ) -> None:
-        if timeout <= 0:
-            raise UsageError(f"the timeout must be positive, got {timeout:g}")
+        if problems := timeout_problems(timeout) + ([] if data is None else seed_problems(data.seed)):
+            raise UsageError("; ".join(problems))
         self.bundle = bundle
         self.module: Module = bundle.module
         assert self.module.schedule is not None

@@ -32,7 +32,7 @@ from .options import RunOptions
 from .program import loss_stage, microbatch_size
 from .status import Status
 from .trace import write_trace
-from .transport import Group, join_environment
+from .transport import Group, join_environment, time_span
 from .worker import Worker, describe_failure
 
 # Below the tags of the pipeline's channels.
@@ -47,7 +47,7 @@ class Reports:
     def __init__(self, worker_rank: int, loss_rank: int, microbatches: int, rate: float | None, metrics: Metrics | None) -> None:
         self._rank, self._loss_rank, self._rate, self._metrics = worker_rank, loss_rank, rate, metrics
         self._size = 2 + microbatches
-        self.failure: RuntimeError | None = None
+        self.failure: Exception | None = None
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def take(self, step: Step) -> None:
@@ -70,7 +70,7 @@ class Reports:
 
     def flush(self, timeout: float) -> None:
         for work, _ in self._sent:
-            work.wait(timedelta(seconds=timeout))
+            work.wait(time_span(timeout))
         self._sent.clear()
 
     def _listen(self, count: int) -> None:
@@ -83,8 +83,8 @@ class Reports:
                 work.wait(_STEP_TIMEOUT)
                 step, loss, *losses = message.tolist()
                 self._metrics.add(Step(int(step), loss, tuple(losses), self._rate, time.monotonic()))
-        except RuntimeError as error:
-            # The pipeline meets the same failure, and says more about it; this is for the end of the chunk.
+        except (RuntimeError, PenstockError) as error:
+            # The pipeline meets the same lost connection, and says more about it; this is for the end of the chunk.
             self.failure = error
 
 
@@ -134,6 +134,8 @@ def run_rank(options: RunOptions) -> None:
         reports.flush(options.timeout)
         if listener is not None:
             listener.join(options.timeout)
+            if isinstance(reports.failure, PenstockError):
+                raise reports.failure
             if listener.is_alive() or reports.failure is not None:
                 what = f"rank {loss_rank} did not report its losses within {options.timeout:g} s"
                 raise PeerLost(what, where=f"rank {rank}") from reports.failure

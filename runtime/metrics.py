@@ -3,12 +3,13 @@
     {"step": 0, "loss": 4.1, "lr": 0.01, "samples": 16, "step_s": 0.02, "samples_per_s": 800.0, "grad_norm": null}
 
 `step_s` is the time since the step before (since the start of the run for the first one); `grad_norm` is null because nothing computes it yet;
-a loss that is not finite is written as the string "nan" or "inf", because JSON has no such numbers. A
+a loss that is not finite is written as the string "nan" or "inf", because JSON has no such numbers, and the first one is warned of. A
 terminal gets one line that is written over, anything else a plain line every few seconds and one at the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from ..ir.errors import PenstockError
 from .control import Step
 
 _PLAIN_EVERY = 5.0
@@ -30,17 +32,22 @@ class Metrics:
         self, path: str | os.PathLike[str] | None, samples: int, first: int, total: int, *, progress: bool = True, append: bool = False
     ) -> None:
         self._file: IO[str] | None = None
+        self._path = path
         if path is not None:
             target = Path(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if append:
-                _keep_steps_before(target, first)
-            self._file = target.open("a" if append else "w", encoding="utf-8")
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if append:
+                    _keep_steps_before(target, first)
+                self._file = target.open("a" if append else "w", encoding="utf-8")
+            except OSError as error:
+                raise self._unwritable(error) from error
         self._samples, self._first, self._total = samples, first, total
         self._progress = progress
         self._terminal = progress and sys.stderr.isatty()
         self._shown = self._started = self._last = time.monotonic()
         self.losses: list[float] = []
+        self._warned = False
 
     def start(self) -> None:
         """The run begins now: loading is not part of the first step."""
@@ -60,15 +67,24 @@ class Metrics:
                 "samples_per_s": round(self._samples / seconds, 3),
                 "grad_norm": None,
             }
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(record) + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise self._unwritable(error) from error
+        if not math.isfinite(step.loss) and not self._warned:
+            self._warned = True
+            start = "\r\033[K" if self._terminal else ""
+            print(f"{start}warning: the loss of step {step.step} is {step.loss}; the run goes on", file=sys.stderr, flush=True)
         self._show(step, last=step.step + 1 == self._total)
 
     def close(self) -> None:
         if self._terminal and self.losses:
             print(file=sys.stderr)
         if self._file is not None:
-            self._file.close()
+            # Every line was flushed; a line that could not be written was reported then.
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     @property
     def seconds(self) -> float:
@@ -77,6 +93,9 @@ class Metrics:
     @property
     def samples_per_second(self) -> float:
         return len(self.losses) * self._samples / max(self._last - self._started, 1e-9)
+
+    def _unwritable(self, error: OSError) -> PenstockError:
+        return PenstockError(f"cannot write the metrics: {error}", where=str(self._path))
 
     def _show(self, step: Step, *, last: bool) -> None:
         now = time.monotonic()
@@ -101,7 +120,7 @@ def _keep_steps_before(path: Path, first: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if int(json.loads(line)["step"]) < first:
                 kept.append(line + "\n")

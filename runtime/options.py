@@ -2,12 +2,17 @@
 
 Under torchrun every process runs the same command; it becomes its rank by replacing itself with the worker, because the number of threads must
 stand in the environment before Python imports anything. The options travel as JSON in the argument list.
+
+Everything that can be known to fail is refused before training starts, the places to write to among it: each is tried without leaving a trace.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import msgspec
@@ -16,6 +21,11 @@ from ..backends.bundle import open_bundle
 from ..ir.errors import UsageError
 from .control import DataSpec
 from .launch import thread_environment
+
+# Milliseconds of a timeout have to fit into 32 bits in some system calls.
+LONGEST_TIMEOUT = 1e6
+# Steps times microbatches have to fit into 64 bits.
+_MOST_STEPS = 10**12
 
 
 class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -34,16 +44,30 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     def check(self) -> None:
         problems = []
-        if self.steps < 1:
-            problems.append(f"steps must be at least 1, got {self.steps}")
-        if self.timeout <= 0:
-            problems.append(f"the timeout must be positive, got {self.timeout:g}")
+        if not 1 <= self.steps <= _MOST_STEPS:
+            problems.append(f"steps must be 1 to {_MOST_STEPS}, got {self.steps}")
+        problems += timeout_problems(self.timeout) + seed_problems(self.data.seed)
         if self.checkpoint_every is not None and self.checkpoint is None:
             problems.append("--checkpoint-every needs --checkpoint DIR")
-        if self.checkpoint_every is not None and self.checkpoint_every < 1:
-            problems.append(f"--checkpoint-every must be at least 1, got {self.checkpoint_every}")
+        if self.checkpoint_every is not None and not 1 <= self.checkpoint_every <= _MOST_STEPS:
+            problems.append(f"--checkpoint-every must be 1 to {_MOST_STEPS}, got {self.checkpoint_every}")
+        problems += self._path_problems()
         if problems:
             raise UsageError("; ".join(problems), where="run")
+
+    def _path_problems(self) -> list[str]:
+        problems = []
+        # Other ranks of a group may run on hosts where the files of rank 0 have no place.
+        files = {"--metrics": self.metrics, "--trace": self.trace} if os.environ.get("RANK", "0") == "0" else {}
+        named = {flag: path for flag, path in (files | {"--checkpoint": self.checkpoint}).items() if path is not None}
+        for flag, path in named.items():
+            problem = directory_problem(path) if flag == "--checkpoint" else file_problem(path)
+            if problem:
+                problems.append(f"{flag} {path}: {problem}")
+        for flag in files.keys() & named.keys():
+            inside = [f"{other} {path}" for other, path in named.items() if other != flag and is_inside(path, named[flag])]
+            problems += [f"{flag} {named[flag]} cannot be a file and the place of {other}" for other in inside]
+        return sorted(problems)
 
     def chunks(self, first: int) -> Iterator[int]:
         """Numbers of steps between checkpoints, which fall on multiples of `checkpoint_every` and on the end."""
@@ -53,6 +77,55 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             count = min(every - done % every if self.checkpoint_every else every, end - done)
             yield count
             done += count
+
+
+def timeout_problems(timeout: float) -> list[str]:
+    if math.isfinite(timeout) and 0 < timeout <= LONGEST_TIMEOUT:
+        return []
+    return [f"the timeout must be more than 0 and at most {LONGEST_TIMEOUT:.0f} seconds, got {timeout:g}"]
+
+
+def seed_problems(seed: int) -> list[str]:
+    return [] if 0 <= seed < 2**63 else [f"the seed must be 0 to 2^63-1, got {seed}"]
+
+
+def file_problem(path: str) -> str:
+    """Why a file cannot be written at a path; empty when it can. What is there stays as it is."""
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            return "is a directory, not a file"
+        if stat.S_ISREG(mode):
+            with open(path, "ab"):
+                return ""
+        # To open a pipe would wait for its reader.
+        return "" if os.access(path, os.W_OK) else "cannot be written to"
+    except FileNotFoundError:
+        return directory_problem(os.path.dirname(path))
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def directory_problem(path: str) -> str:
+    """Why files cannot be written into a directory, which need not exist yet; empty when they can."""
+    try:
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            return f"{path} is not a directory"
+        # Permissions do not tell all: a file system may be read-only or take no files. The file has no name, or has none any more.
+        with tempfile.TemporaryFile(dir=path):
+            return ""
+    except FileNotFoundError as error:
+        parent = os.path.dirname(path)
+        if parent == path or os.path.lexists(path):
+            return f"cannot write into {path}: {error.strerror}"
+        return directory_problem(parent)
+    except OSError as error:
+        return f"cannot write into {path}: {error.strerror or error}"
+
+
+def is_inside(path: str, directory: str) -> bool:
+    """Whether a path is a directory or lies in it; both are absolute."""
+    return os.path.commonpath([path, directory]) == directory
 
 
 def in_group() -> bool:

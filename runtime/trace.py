@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..ir.errors import PenstockError
+
 Event = tuple[str, float, float]
 
 
@@ -20,5 +22,8 @@ def write_trace(path: Path, ranks: Sequence[Sequence[Event]]) -> None:
             kind = action.lstrip("0123456789").split("@")[0].rstrip("0123456789<>").rstrip("0123456789")
             times = {"ts": round((start - origin) * 1e6, 1), "dur": round((end - start) * 1e6, 1)}
             slices.append({"name": action, "cat": kind, "ph": "X", "pid": rank, "tid": 0, **times})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": slices, "displayTimeUnit": "ms"}), encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"traceEvents": slices, "displayTimeUnit": "ms"}), encoding="utf-8")
+    except OSError as error:
+        raise PenstockError(f"cannot write the trace: {error}", where=str(path)) from error

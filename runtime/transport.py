@@ -60,9 +60,7 @@ class Group:
     def connect(self) -> None:
         """Open the gloo connections of all ranks."""
         try:
-            dist.init_process_group(
-                "gloo", store=self.store, rank=self.rank, world_size=self.world, timeout=timedelta(seconds=self.timeout)
-            )
+            dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.world, timeout=time_span(self.timeout))
         except RuntimeError as error:
             raise PeerLost(
                 f"the group of {self.world} ranks did not connect within {self.timeout:g} s: {error}", where=f"rank {self.rank}"
@@ -75,7 +73,7 @@ class Group:
         """A value that another rank puts there; PeerLost after the timeout."""
 
         def fetch() -> bytes:
-            self.store.wait([key], timedelta(seconds=self.timeout))
+            self.store.wait([key], time_span(self.timeout))
             return bytes(self.store.get(key))
 
         return self._guard(fetch, what)
@@ -115,12 +113,31 @@ def host_store(world: int, timeout: float) -> TCPStore:
     listener.bind(("127.0.0.1", 0))
     listener.listen(128)
     port = listener.getsockname()[1]
-    wait = timedelta(seconds=timeout)
-    return TCPStore("127.0.0.1", port, world, True, wait, wait_for_workers=False, master_listen_fd=listener.detach())
+    try:
+        return TCPStore("127.0.0.1", port, world, True, time_span(timeout), wait_for_workers=False, master_listen_fd=listener.detach())
+    except RuntimeError as error:
+        raise _not_met(f"127.0.0.1:{port}", timeout, error) from error
 
 
 def join_store(port: int, world: int, timeout: float) -> TCPStore:
-    return TCPStore("127.0.0.1", port, world, False, timedelta(seconds=timeout), wait_for_workers=False)
+    try:
+        return TCPStore("127.0.0.1", port, world, False, time_span(timeout), wait_for_workers=False)
+    except RuntimeError as error:
+        raise _not_met(f"127.0.0.1:{port}", timeout, error) from error
+
+
+def time_span(seconds: float) -> timedelta:
+    """A timeout for torch, which counts whole milliseconds and takes none of them for no limit."""
+    return timedelta(seconds=max(seconds, 0.001))
+
+
+def _not_met(address: str, timeout: float, error: Exception, where: str = "") -> PeerLost:
+    first = str(error).partition("\n")[0]
+    return PeerLost(
+        f"could not meet the group at {address} within {timeout:g} s: {first}",
+        where=where,
+        hint="if it was only slow, give a longer --timeout",
+    )
 
 
 def join_environment(timeout: float) -> tuple[Store, int, int]:
@@ -129,12 +146,9 @@ def join_environment(timeout: float) -> tuple[Store, int, int]:
     if missing:
         raise PeerLost(f"not set: {', '.join(missing)}", where="environment", hint="start it with torchrun")
     try:
-        store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        store, rank, world = next(rendezvous("env://", timeout=time_span(timeout)))
     except (RuntimeError, ValueError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise PeerLost(
-            f"could not meet the group at {address} within {timeout:g} s: {error}", where=f"rank {os.environ['RANK']}"
-        ) from error
+        raise _not_met(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timeout, error, f"rank {os.environ['RANK']}") from error
     return PrefixStore("penstock", store), rank, world
 
 
@@ -179,7 +193,7 @@ class Transport:
 
     def __init__(self, rank: int, edges: Sequence[Edge], rank_of: Mapping[int, int], timeout: float) -> None:
         self.rank, self.rank_of, self.seconds = rank, dict(rank_of), timeout
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = time_span(timeout)
         self._edges = {(edge.src, edge.dst, edge.phase): edge for edge in edges}
         self._width = max((len(edge.values) for edge in edges), default=1)
         self._posted: dict[tuple[int, int, str], dict[int, _Posted]] = {}
