@@ -89,6 +89,35 @@ def test_a_gradient_is_added_to_its_variable_by_the_product_itself(m: int, n: in
     assert not agrees(graph, tmp_path)
 
 
+@pytest.mark.parametrize("geometry", [(5, 40, 3, 1), (20, 48, 3, 2), (24, 30, 1, 1), (6, 4, 3, 1)])
+def test_a_convolution_with_everything_behind_it_is_one_kernel(geometry: tuple[int, int, int, int], tmp_path: Path) -> None:
+    """Bias, normalisation with known statistics, residual, relu, with the sum saved: channels in lanes, positions in lanes, one tap."""
+    channels, filters, kernel, stride = geometry
+    w = Writer()
+    x, weight = value("x", f"f32[2,{channels},17,19]"), value("w", f"f32[{filters},{channels},{kernel},{kernel}]")
+    made = w("conv", x, weight, strides=(stride, stride), pads=(kernel // 2,) * 4)
+    bias, rest = value("b", f"f32[{filters},1,1]"), value("r", str(made.type))
+    statistics = [value(name, f"f32[{filters}]") for name in ("scale", "shift", "mean", "variance")]
+    u = w("add", w("batch_norm", w("add", made, bias), *statistics), rest)
+    y = w("relu", u)
+    graph = fused(w.graph((x, weight, bias, rest, *statistics), (y,), (u,)))
+    assert kernels_of(graph) == 1
+    args = make_args(graph, np.random.default_rng(5))
+    args[-1] = np.abs(args[-1]) + 0.1
+    assert not compare(build([graph], tmp_path), graph, args)
+
+
+@pytest.mark.parametrize(("groups", "channels", "filters"), [(1, 20, 40), (1, 40, 20), (2, 36, 72), (12, 12, 12)])
+def test_a_gradient_is_added_to_its_variable_by_the_convolution_itself(groups: int, channels: int, filters: int, tmp_path: Path) -> None:
+    w = Writer()
+    x, dy = value("x", f"f32[3,{channels},9,11]"), value("dy", f"f32[3,{filters},9,11]")
+    shape = (filters, channels // groups, 3, 3)
+    w.state("accum", "w.grad", w("conv_grad_weight", x, dy, shape=shape, groups=groups, pads=(1, 1, 1, 1)))
+    graph = fused(w.graph((x, dy), ()))
+    assert kernels_of(graph) == 1
+    assert not agrees(graph, tmp_path)
+
+
 def test_heads_are_split_and_merged_without_copies(tmp_path: Path) -> None:
     """Attention over one projection: slices, reshapes and transpositions become addresses, also of what is stored."""
     w = Writer()

@@ -23,7 +23,7 @@ MAIN: dict[str, Callable[[Body, Op], None]] = {
     "max_pool": windows.emit_pool,
     "max_pool_grad": windows.emit_max_pool_grad,
     "avg_pool": windows.emit_pool,
-    "avg_pool_grad": windows.emit_avg_pool_grad,
+    "avg_pool_grad": conv.emit_avg_pool_grad,
     "softmax": rows.emit_softmax,
     "log_softmax": rows.emit_softmax,
     "softmax_grad": rows.emit_softmax_grad,

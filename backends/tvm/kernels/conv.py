@@ -7,9 +7,9 @@ In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, paddi
         dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r] over the taps r for which this divides without remainder,
     and in a phase, h = first mod stride, these taps are every (stride / gcd(stride, dilation))-th;
   * a product per image (conv_points.py): one tap, every position once, and not a small image;
-  * sums over positions (conv_weight.py): gradients for the weight;
+  * sums over positions (conv_weight.py): gradients for the weight, and conv_depth.py for small groups;
   * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, convolutions that take
-    some positions with one tap, depthwise gradients for the weight, and element types other than f32 and f64.
+    some positions with one tap, and element types other than f32 and f64.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from penstock.ir.graph import Op, Value
-from penstock.ir.ops import Window, complete_attrs, window_of
+from penstock.ir.ops import Window, complete_attrs, ints, window_of
 
 from . import windows
 from .body import EFFECTS, Body
+from .conv_depth import emit_depthwise_gradient
 from .conv_points import PointProduct, emit_points
 from .conv_tiles import Correlation, Pair, Phase, emit_correlation
 from .conv_weight import WeightGradient, emit_weight_gradient, is_suited
 from .elements import Index, unravel, zero
-from .emit import Buffer, Expr
+from .emit import Buffer, Expr, literal
 from .gemm import ceil_div
 
 # A smaller image leaves lanes empty behind its last whole vector, and has no long runs to pack.
 _LEAST_POSITIONS = 256
+# Pairs of channels in a group up to which each pair's gradient for the weight may be summed on its own.
+_SMALL_GROUP = 64
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,31 @@ def emit_conv_grad_input(body: Body, op: Op) -> None:
     if _is_pointwise(g, sizes, spatial):
         _emit_pointwise(body, dx, dy, groups, channels, g, lambda group, o, c: body.at(w, (group * channels + c, o, *_zeros(g))))
         return
+
+    def weight(group: Expr, o: Expr, c: Expr, r: Expr, s: Expr) -> Expr:
+        return body.at(w, (group * channels + c, o, s) if g.flat else (group * channels + c, o, r, s))
+
+    def source(n: Expr, c: Expr, h: Expr, v: Expr) -> Expr:
+        return body.at(dy, g.place(n, c, h, v))
+
+    buffers = _stored(body, dy), _stored(body, w)
+    emit_correlation(body, _input_gradient(dx, g, groups, w.type.dims[1], channels, sizes, source, weight, *buffers))
+
+
+def _input_gradient(
+    dx: Value,
+    g: Geometry,
+    groups: int,
+    filters: int,
+    channels: int,
+    sizes: Pair,
+    source: Callable[[Expr, Expr, Expr, Expr], Expr],
+    weight: Callable[[Expr, Expr, Expr, Expr, Expr], Expr],
+    plain: Buffer | None,
+    stored: Buffer | None,
+) -> Correlation:
+    """The correlation of dy, of these sizes, that gives the gradient for the input; `filters` are its channels in a group, `channels` those of dy."""
+    spatial = g.sizes(dx)
     step = tuple(s // gcd(s, d) for s, d in zip(g.strides, g.dilations, strict=True))
     dilations = tuple(d // gcd(s, d) for s, d in zip(g.strides, g.dilations, strict=True))
     rows, columns = (_lines(n, k, s, low, d) for n, k, s, low, d in zip(spatial, g.kernel, g.strides, g.low, g.dilations, strict=True))
@@ -209,33 +237,27 @@ def emit_conv_grad_input(body: Body, op: Op) -> None:
         shift = (a.start + low[0], b.start + low[1]) if all(taps) else (0, 0)
         return Phase((a.first, b.first), (a.count, b.count), shift, taps, tap)
 
-    def weight(group: Expr, o: Expr, c: Expr, r: Expr, s: Expr) -> Expr:
-        return body.at(w, (group * channels + c, o, s) if g.flat else (group * channels + c, o, r, s))
-
-    emit_correlation(
-        body,
-        Correlation(
-            out=dx,
-            images=dx.type.dims[0],
-            groups=groups,
-            filters=w.type.dims[1],
-            channels=channels,
-            sizes=sizes,
-            low=low,  # type: ignore[arg-type]
-            padded=padded,  # type: ignore[arg-type]
-            strides=(1, 1),
-            dilations=dilations,  # type: ignore[arg-type]
-            step=g.strides,
-            spatial=spatial,
-            phases=tuple(phase(a, b) for a in rows for b in columns),
-            source=lambda n, c, h, v: body.at(dy, g.place(n, c, h, v)),
-            weight=weight,
-            place=g.place,
-            plain=_stored(body, dy),
-            stored=_stored(body, w),
-            filters_first=False,
-            kernel=g.kernel,
-        ),
+    return Correlation(
+        out=dx,
+        images=dx.type.dims[0],
+        groups=groups,
+        filters=filters,
+        channels=channels,
+        sizes=sizes,
+        low=low,  # type: ignore[arg-type]
+        padded=padded,  # type: ignore[arg-type]
+        strides=(1, 1),
+        dilations=dilations,  # type: ignore[arg-type]
+        step=g.strides,
+        spatial=spatial,
+        phases=tuple(phase(a, b) for a in rows for b in columns),
+        source=source,
+        weight=weight,
+        place=g.place,
+        plain=plain,
+        stored=stored,
+        filters_first=False,
+        kernel=g.kernel,
     )
 
 
@@ -257,4 +279,28 @@ def emit_conv_grad_weight(body: Body, op: Op) -> None:
             if is_suited(body, wanted):
                 emit_weight_gradient(body, wanted)
                 return
+            if wanted.filters * wanted.channels <= _SMALL_GROUP:
+                emit_depthwise_gradient(body, wanted)
+                return
     windows.emit_conv_grad_weight(body, op)
+
+
+def emit_avg_pool_grad(body: Body, op: Op) -> None:
+    """The gradient of a depthwise convolution for its input, with a weight of the same number everywhere."""
+    dy, dx = op.ins[0], op.outs[0]
+    attrs = complete_attrs(op)
+    window = window_of(attrs, ints(attrs["window"]))
+    geometry = _geometry(window)
+    if not _is_direct(op, geometry):
+        windows.emit_avg_pool_grad(body, op)
+        return
+    assert geometry is not None
+    counted, sizes, dtype = bool(attrs["include_pad"]), dx.type.dims[2:], dx.type.dtype
+
+    def share(n: Expr, c: Expr, h: Expr, w: Expr) -> Expr:
+        index = geometry.place(n, c, h, w)
+        value = body.at(dy, index)
+        return value if counted else value / windows.count_taps(window, index[2:], sizes, dtype)
+
+    factor = literal(1 / prod(window.kernel) if counted else 1, dtype)
+    emit_correlation(body, _input_gradient(dx, geometry, dx.type.dims[1], 1, 1, geometry.sizes(dy), share, lambda *_: factor, None, None))

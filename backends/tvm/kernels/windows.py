@@ -7,7 +7,8 @@ In: any number of spatial dimensions, strides, dilations, padding, groups. A con
 with the windows gathered into the packed panel of the right operand, so no image of all windows is ever in memory; its gradients are the
 same with the roles exchanged. Pooling runs along the last dimension in vectors.
 
-Limits: packing costs one guarded read per element and output channel block, so few output channels are slow; no Winograd, no blocked layouts.
+conv.py sends here only what has no faster form. Limits: packing costs one guarded read per element and output channel block, so few output
+channels are slow; pooling reads windows with a stride lane by lane.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from tvm import tirx
 
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import Window, complete_attrs, ints, window_of
+from penstock.ir.types import FLOATS
 
 from .body import Body, NotOneKernel, parallel_if
-from .elements import Index, linear, unravel, zero
+from .elements import Index, linear, unravel
 from .elementwise import emit_nest
 from .emit import SERIAL, Expr, literal
-from .gemm import Product, emit_product
+from .gemm import Product, ceil_div, emit_product
 from .reduce import LOWEST
+from .transpose import pieces
 
 
 def _inside(positions: Index, sizes: tuple[int, ...]) -> tuple[Index, list[Expr]]:
@@ -186,7 +189,7 @@ def emit_pool(body: Body, op: Op) -> None:
     emit_nest(body, y.type.dims, y.type.rank - 1, point)
 
 
-def _count(window: Window, out: Index, sizes: tuple[int, ...], dtype: str) -> Expr:
+def count_taps(window: Window, out: Index, sizes: tuple[int, ...], dtype: str) -> Expr:
     """How many taps of a window lie inside."""
     total: Expr = literal(1, dtype)
     for o, n, k, s, low, d in zip(out, sizes, window.kernel, window.strides, window.low, window.dilations, strict=True):
@@ -218,7 +221,7 @@ def emit_avg_pool_grad(body: Body, op: Op) -> None:
                 if attrs["include_pad"]:
                     share = share * literal(1 / prod(kernel), dtype)
                 else:
-                    share = share / _count(window, where, sizes, dtype)
+                    share = share / count_taps(window, where, sizes, dtype)
                 share = tirx.Select(tirx.all(*conditions), share, literal(0, dtype))
                 emit.store(total, tirx.BufferLoad(total, [lane]) + share, lane)
             body.finish({dx: (tirx.BufferLoad(total, [lane]), index)})
@@ -227,7 +230,10 @@ def emit_avg_pool_grad(body: Body, op: Op) -> None:
 
 
 def emit_max_pool_grad(body: Body, op: Op) -> None:
-    """Window by window: the first element equal to the window's maximum gets the gradient. Threads share planes."""
+    """Window by window: the first element equal to the window's maximum gets the gradient. Threads share planes.
+
+    The elements are found for a row of windows at once, in vectors, on a copy of the plane that has a border and keeps columns apart by their
+    remainder modulo the stride; only the additions are done one by one."""
     x, y, dy = op.ins
     dx = op.outs[0]
     if len(body.group.ops) > 1:
@@ -235,27 +241,57 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
     attrs = complete_attrs(op)
     kernel, dtype, sizes, outs = ints(attrs["window"]), x.type.dtype, x.type.dims[2:], y.type.dims[2:]
     window = window_of(attrs, kernel)
-    emit, target = body.emit, body.result(dx)
+    emit, target, lanes = body.emit, body.result(dx), body.lanes
     planes, plane = x.type.dims[:2], prod(sizes)
+    # All dimensions but the last are gone through position by position, windows that reach over their edge are cut there.
+    split, low = window.strides[-1], window.low[-1]
+    reach = max((outs[-1] - 1) * split + (kernel[-1] - 1) * window.dilations[-1] + 1, sizes[-1] + low)
+    width = ceil_div(reach, split)
+    lines = prod(sizes[:-1])
     with emit.loop(prod(planes), parallel_if(body.machine, x.type.size), "p") as p:
-        lead = unravel(p, planes)
-        for i, _ in emit.spans(plane, body.lanes):
+        lead = tuple(i if isinstance(i, tirx.IntImm) else emit.bind(i, "p") for i in unravel(p, planes))
+        for i, _ in emit.spans(plane, lanes):
             emit.store(target, literal(0, dtype), p * plane + i)
-        with emit.loop(prod(outs), SERIAL, "o") as o, body.point():
-            out = unravel(o, outs)
-            top, gradient = body.at(y, (*lead, *out)), body.at(dy, (*lead, *out))
-            first = emit.alloc(1, "i32", "first")
-            emit.store(first, literal(-1, "i32"), zero())
+        copy = emit.alloc(lines * split * width, dtype, "xp")
+        found = emit.alloc(outs[-1], "i32", "found")
+        for i, _ in emit.spans(lines * split * width, lanes):
+            emit.store(copy, literal(0, dtype), i)
+        with emit.loop(lines, SERIAL, "h") as h:
+            at = tuple(emit.bind(i, "h") if not isinstance(i, tirx.IntImm) else i for i in unravel(h, sizes[:-1]))
+            for remainder in range(split):
+                begin = (remainder - low) % split
+                count = ceil_div(sizes[-1] - begin, split)
+                for v, _ in pieces(emit, max(count, 0), lanes):
+                    with body.point():
+                        value = body.at(x, (*lead, *at, v * split + begin))
+                        emit.store(copy, value, (h * split + remainder) * width + (begin + low) // split + v)
+        with emit.loop(prod(outs[:-1]), SERIAL, "o") as o, body.point():
+            out = tuple(emit.bind(i, "o") if not isinstance(i, tirx.IntImm) else i for i in unravel(o, outs[:-1]))
+            for v, _ in emit.spans(outs[-1], lanes):
+                emit.store(found, literal(-1, "i32"), v)
             with ExitStack() as stack:
-                tap = tuple(stack.enter_context(emit.loop(k, SERIAL, "t")) for k in kernel)
-                stack.enter_context(body.point())
-                inside, conditions = _inside(_window_positions(window, out, tap), sizes)
-                value = body.at(x, (*lead, *inside))
-                hit = tirx.Or(tirx.EQ(value, top), tirx.isnan(value))
-                free = tirx.BufferLoad(first, [zero()]) < 0
-                place = linear((*lead, *inside), x.type.dims)
-                found = tirx.Select(tirx.all(*conditions, hit, free), place, tirx.BufferLoad(first, [zero()]))
-                emit.store(first, found, zero())
-            with emit.when(tirx.BufferLoad(first, [zero()]) >= 0):
-                position = tirx.BufferLoad(first, [zero()])
-                emit.store(target, tirx.BufferLoad(target, [position]) + gradient, position)
+                tap = tuple(stack.enter_context(emit.loop(k, SERIAL, "t")) for k in kernel[:-1])
+                positions = tuple(
+                    i * s - b + r * d
+                    for i, r, s, b, d in zip(out, tap, window.strides[:-1], window.low[:-1], window.dilations[:-1], strict=True)
+                )
+                inside, conditions = _inside(positions, sizes[:-1])
+                if conditions:
+                    stack.enter_context(emit.when(tirx.all(*conditions)))
+                line = emit.bind(linear(inside, sizes[:-1]), "line")
+                for s in range(kernel[-1]):
+                    column = s * window.dilations[-1]
+                    for v, _ in pieces(emit, outs[-1], lanes):
+                        with body.point():
+                            place = v * split + (column - low)
+                            value = tirx.BufferLoad(copy, [(line * split + column % split) * width + column // split + v])
+                            top = body.at(y, (*lead, *out, v))
+                            hit = tirx.Or(tirx.EQ(value, top), tirx.isnan(value)) if dtype in FLOATS else tirx.EQ(value, top)
+                            before = tirx.BufferLoad(found, [v])
+                            wanted = tirx.all(hit, before < 0, place >= 0, place < sizes[-1])
+                            emit.store(found, tirx.Select(wanted, line * sizes[-1] + place, before), v)
+            with emit.loop(outs[-1], SERIAL, "v") as v, body.point():
+                gradient = body.at(dy, (*lead, *out, v))
+                with emit.when(tirx.BufferLoad(found, [v]) >= 0):
+                    position = p * plane + tirx.BufferLoad(found, [v])
+                    emit.store(target, tirx.BufferLoad(target, [position]) + gradient, position)
