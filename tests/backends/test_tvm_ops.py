@@ -120,7 +120,7 @@ for a, b, transposed in (
     ("f32[3,1]", "f32[1,4]", ""),
     # Strips of panels and a shorter last one, tiles of few rows, squares transposed in registers with rows and columns left over.
     ("f32[31,20]", "f32[20,333]", ""),
-    ("f32[35,31]", "f32[167,35]", "b"),
+    ("f32[31,35]", "f32[167,35]", "b"),
     ("f32[19,68]", "f32[19,205]", "a"),
     ("f32[2,19,62]", "f32[2,19,67]", "a"),
     ("f32[41,77]", "f32[150,41]", "ab"),
