@@ -336,15 +336,17 @@ class _Tiles:
                     with self._over(span) as c:
                         emit.store(acc, tirx.BufferLoad(acc, [c]) + x * tirx.BufferLoad(line, [c]), c)
 
-        turns, rest = divmod(block.k_size, _UNROLLED)
+        # Rows of B that are read where they lie are far apart: more of them in a turn are no gain.
+        unrolled = _UNROLLED if panel is not None else 1
+        turns, rest = divmod(block.k_size, unrolled)
         with emit.loop(turns, SERIAL, "k") as k:
             self._ask_for_sums(block, at, height, j, columns, k)
-            for u in range(_UNROLLED):
+            for u in range(unrolled):
                 with self.body.point():
-                    step(k * _UNROLLED + u)
+                    step(k * unrolled + u)
         for u in range(rest):
             with self.body.point():
-                step(literal(turns * _UNROLLED + u, "i32"))
+                step(literal(turns * unrolled + u, "i32"))
         direct = [s for s in spans if s[0] + s[1] <= columns] if self.light and partial is None else []
         for r, acc in enumerate(accs):
             for span in direct:
