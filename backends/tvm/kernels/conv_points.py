@@ -2,11 +2,12 @@
 
 In: out[n, g, o, p] = sum over c of weight[g, o, c] * source[n, g, c, p]. Out: loops
 
+    pack weights          [tile][channel][outputs]
     for image and group, block of positions:
       pack the block    [panel][channel][positions in lanes], so that the block is read in long runs and lies together in cache
       for tile of outputs, panel: accumulators [outputs, lanes]; then `Body.finish` on vectors of neighbouring positions
 
-Weights are read where they are, one element at a time. Limit: small images leave lanes empty; conv_tiles.py has positions of several rows there.
+Weights are packed once, tile by tile, because rows a power of two apart would share few sets of the first-level cache. Limit: small images leave lanes empty; conv_tiles.py has positions of several rows there.
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ class _Points:
         p, emit = self.p, self.emit
         work = parallel_if(self.body.machine, p.out.type.size * p.channels // 8)
         many = p.images * p.groups > 1
+        self.weights = emit.alloc(p.groups * p.filters * p.channels, self.dtype, "wp")
+        with emit.loop(p.groups, SERIAL, "g") as g:
+            for o, rows in cover(emit, p.filters, self.rows, "o"):
+                with emit.loop(rows, SERIAL, "r") as r, emit.loop(p.channels, SERIAL, "c") as c, self.body.point():
+                    emit.store(self.weights, p.weight(g, o + r, c), (g * p.filters + o) * p.channels + c * rows + r)
         with emit.loop(p.images * p.groups, work if many else SERIAL, "b") as b, self.body.point():
             image, group = b, literal(0, "i32")
             if p.groups > 1:
@@ -115,13 +121,14 @@ class _Points:
             for v in spans:
                 with emit.loop(lanes, VECTOR, "l") as lane:
                     emit.store(acc, literal(0, self.dtype), lane + v)
+        factors = emit.bind((group * p.filters + o) * p.channels, "factors")
         with emit.loop(p.channels, SERIAL, "c") as c, self.body.point():
             line = emit.alloc(width, self.dtype, "b")
             for v in spans:
                 with emit.loop(lanes, VECTOR, "l") as lane:
                     emit.store(line, tirx.BufferLoad(packed, [base + c * self.width + (lane + v)]), lane + v)
             for i, acc in enumerate(accs):
-                a = p.weight(group, o + i, c)
+                a = emit.bind(tirx.BufferLoad(self.weights, [factors + c * rows + i]), "a")
                 for v in spans:
                     with emit.loop(lanes, VECTOR, "l") as lane:
                         column = lane + v
