@@ -1,0 +1,109 @@
+"""The op table: every operation of the IR, as data. One row says its family, attributes, type rule, dimension string and cost.
+
+Rules that belong to one concern live beside that concern, as dictionaries keyed by the names of this table: NumPy meaning in
+ir/numpy_ops, gradients in passes/vjp.py, ONNX in frontends/onnx, kernels in backends/tvm. `penstock ops` prints who has what.
+
+Dimension strings read like einsum: one name per dimension, `...` for any leading dimensions; a plain name may be split over a mesh axis,
+`k+` splits into a partial sum, `n^` must stay whole. An empty string means that all dimensions of all operands are the same (after
+broadcasting) and any of them may be split.
+
+The rows stand in one file per family; this file joins them and holds what everybody does with the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..graph import ANNOTATIONS, Attr, Op
+from ..types import Dim, TensorType
+from . import contractions, elementwise, indexing, layout, reductions, rows, training, windows
+from .table import ANY, Cost, Needs, OpDef, ints, reduced_axes
+from .windows import Window, window_of
+
+_FAMILIES = (elementwise, layout, reductions, contractions, windows, rows, indexing, training)
+
+OPS: dict[str, OpDef] = {row.name: row for family in _FAMILIES for row in family.ROWS}
+assert len(OPS) == sum(len(family.ROWS) for family in _FAMILIES), "two rows have one name"
+
+
+def complete_attrs(op: Op) -> dict[str, Attr]:
+    """All attributes of an op with defaults filled in, annotations left out; TypeError for a wrong or missing one."""
+    row = definition(op.kind)
+    for name in op.attrs:
+        if name not in row.attrs and name not in ANNOTATIONS:
+            raise TypeError(f"{op.kind} has no attribute {name!r}, it has {', '.join(row.attrs) or 'none'}")
+    full: dict[str, Attr] = {}
+    for name, spec in row.attrs.items():
+        if name in op.attrs:
+            value, kind = op.attrs[name], spec.kind if isinstance(spec, Needs) else type(spec)
+            if kind is float and type(value) is int:
+                value = float(value)
+            if kind is not object and (type(value) is not kind):
+                raise TypeError(f"attribute {name} must be {kind.__name__}, got {value!r}")
+            full[name] = value
+        elif isinstance(spec, Needs):
+            raise TypeError(f"attribute {name} is missing")
+        else:
+            full[name] = spec
+    return full
+
+
+def definition(kind: str) -> OpDef:
+    row = OPS.get(kind)
+    if row is None:
+        raise TypeError(f"unknown operation {kind!r}; `penstock ops` lists those there are")
+    return row
+
+
+def infer_op(op: Op, var_types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
+    """Result types of an op by its row; TypeError when operands, attributes or variable do not fit."""
+    row, attrs = definition(op.kind), complete_attrs(op)
+    low, high = row.arity
+    if not low <= len(op.ins) <= high:
+        raise TypeError(f"takes {low if low == high else f'{low} or more'} operands, got {len(op.ins)}")
+    if row.family != "state":
+        return row.infer([v.type for v in op.ins], attrs)
+    var = str(attrs["var"])
+    if var not in var_types:
+        raise TypeError(f"no variable @{var} in the module")
+    if op.ins and op.ins[0].type != var_types[var]:
+        raise TypeError(f"@{var} is {var_types[var]}, the operand is {op.ins[0].type}")
+    return (var_types[var],) if op.kind in ("read", "take") else ()
+
+
+def cost_of(op: Op) -> Cost:
+    """Analytic cost of one op on its own. Layout changes and state accesses cost their bytes at most."""
+    x, y = [v.type for v in op.ins], [v.type for v in op.outs]
+    row = definition(op.kind)
+    moved = 0 if row.family in ("state", "source") else sum(t.nbytes for t in (*x, *y))
+    return Cost(row.flops(x, y, complete_attrs(op)), moved)
+
+
+def make(kind: str, ins: Sequence, outs: Sequence[str], loc: str = "", /, **attrs: Attr) -> Op:  # type: ignore[type-arg]
+    """An op with its result types inferred; for state operations give the result Value yourself."""
+    from ..graph import Value
+
+    probe = Op(kind, tuple(ins), (), attrs, loc)
+    types = infer_op(probe, {})
+    if len(types) != len(outs):
+        raise TypeError(f"{kind} gives {len(types)} results, {len(outs)} names were given")
+    return Op(kind, probe.ins, tuple(Value(n, t) for n, t in zip(outs, types, strict=True)), attrs, loc)
+
+
+__all__ = [
+    "ANY",
+    "OPS",
+    "Cost",
+    "Dim",
+    "Needs",
+    "OpDef",
+    "Window",
+    "complete_attrs",
+    "cost_of",
+    "definition",
+    "infer_op",
+    "ints",
+    "make",
+    "reduced_axes",
+    "window_of",
+]

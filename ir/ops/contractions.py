@@ -1,0 +1,94 @@
+"""Rows for contractions: products summed over shared dimensions."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ..graph import Attr
+from ..types import TensorType, broadcast_shapes
+from .table import Needs, Types, Values, ints, need, row
+from .windows import WINDOW, window_of
+
+
+def _matmul(x: Types, a: Values) -> tuple[TensorType, ...]:
+    lhs, rhs = x
+    need(lhs.dtype == rhs.dtype, f"element types differ: {lhs} and {rhs}")
+    need(lhs.rank >= 2 and rhs.rank >= 2, f"needs at least two dimensions on both sides, got {lhs} and {rhs}")
+    m, k = lhs.shape[:-3:-1] if a["ta"] else lhs.shape[-2:]
+    k2, n = rhs.shape[:-3:-1] if a["tb"] else rhs.shape[-2:]
+    need(k == k2, f"inner sizes differ: {k} of {lhs} and {k2} of {rhs}")
+    return (TensorType(lhs.dtype, (*broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2]), m, n)),)
+
+
+def _conv_out(x: TensorType, w: TensorType, a: Values) -> TensorType:
+    groups = int(a["groups"])  # type: ignore[arg-type]
+    need(x.rank == w.rank >= 3, f"needs batch, channels and at least one spatial dimension on both sides, got {x} and {w}")
+    need(
+        x.dims[1] == w.dims[1] * groups,
+        f"{x} has {x.dims[1]} channels, weight {w} in {groups} groups takes {w.dims[1] * groups}",
+    )
+    need(w.dims[0] % groups == 0, f"{w.dims[0]} output channels do not divide into {groups} groups")
+    return TensorType(x.dtype, (x.shape[0], w.shape[0], *window_of(a, w.dims[2:]).out_sizes(x.dims[2:])))
+
+
+def _conv(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need(x[0].dtype == x[1].dtype, f"element types differ: {x[0]} and {x[1]}")
+    return (_conv_out(x[0], x[1], a),)
+
+
+def _conv_grad_input(x: Types, a: Values) -> tuple[TensorType, ...]:
+    out = x[0].with_shape(ints(a["shape"]))
+    expected = _conv_out(out, x[1], a)
+    need(expected.shape == x[0].shape, f"a convolution of {out} with {x[1]} gives {expected}, but the gradient is {x[0]}")
+    return (out,)
+
+
+def _conv_grad_weight(x: Types, a: Values) -> tuple[TensorType, ...]:
+    out = x[0].with_shape(ints(a["shape"]))
+    expected = _conv_out(x[0], out, a)
+    need(expected.shape == x[1].shape, f"a convolution of {x[0]} with {out} gives {expected}, but the gradient is {x[1]}")
+    return (out,)
+
+
+def _attention(x: Types, a: Values) -> tuple[TensorType, ...]:
+    q, k, v = x
+    need(q.rank == k.rank == v.rank == 4, f"needs [batch, heads, positions, size] for q, k and v, got {q}, {k}, {v}")
+    need(
+        q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3],
+        f"q, k and v do not fit: {q}, {k}, {v}",
+    )
+    return (q.with_shape((*q.shape[:3], v.shape[3])),)
+
+
+def _matmul_flops(x: Types, y: Types, a: Values) -> float:
+    return 2.0 * y[0].size * x[0].dims[-2 if a["ta"] else -1]
+
+
+def _conv_flops(x: Types, y: Types, a: Values) -> float:
+    return 2.0 * y[0].size * prod(x[1].dims[1:])
+
+
+def _conv_grad_input_flops(x: Types, y: Types, a: Values) -> float:
+    return 2.0 * x[0].size * prod(x[1].dims[1:])
+
+
+def _conv_grad_weight_flops(x: Types, y: Types, a: Values) -> float:
+    return 2.0 * x[1].size * prod(y[0].dims[1:])
+
+
+def _attention_flops(x: Types, y: Types, a: Values) -> float:
+    q, k, v = x
+    return 2.0 * prod(q.dims[:3]) * k.dims[2] * (q.dims[3] + v.dims[3]) * (0.5 if a["causal"] else 1.0)
+
+
+_CONV: dict[str, Attr | Needs] = {**WINDOW, "groups": 1}
+
+# fmt: off
+ROWS = (
+    row("matmul", "contract", 2, _matmul, "matrix product over the last two dimensions, operands transposed by ta, tb; leading dimensions broadcast", ta=False, tb=False, flops=_matmul_flops, dims="... m k+, ... k+ n -> ... m n"),
+    row("conv", "contract", 2, _conv, "cross-correlation, x[n,c,...] with w[o,c/groups,...]", flops=_conv_flops, dims="n c+ ...^, o c+ ...^ -> n o ...^", **_CONV),  # type: ignore[arg-type]
+    row("conv_grad_input", "contract", 2, _conv_grad_input, "gradient of conv for x, from (dy, w); `shape` is x's", flops=_conv_grad_input_flops, shape=Needs(tuple), dims="n o+ ...^, o+ c ...^ -> n c ...^", **_CONV),  # type: ignore[arg-type]
+    row("conv_grad_weight", "contract", 2, _conv_grad_weight, "gradient of conv for w, from (x, dy); `shape` is w's", flops=_conv_grad_weight_flops, shape=Needs(tuple), dims="n+ c ...^, n+ o ...^ -> o c ...^", **_CONV),  # type: ignore[arg-type]
+    row("attention", "contract", 3, _attention, "softmax(scale * q k^T) v on [batch, heads, positions, size]; `causal` hides later positions", causal=False, scale=Needs(float), flops=_attention_flops, dims="n h s^ d^, n h t^ d^, n h t^ e -> n h s^ e"),
+)
+# fmt: on

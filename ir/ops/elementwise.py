@@ -1,0 +1,98 @@
+"""Rows for sources and elementwise operations: operands broadcast as in NumPy."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ..types import FLOATS, TensorType, broadcast_shapes
+from .table import Needs, Types, Values, axis_of, broadcast, dtype_of, ints, need, per_element, row
+
+
+def _const(x: Types, a: Values) -> tuple[TensorType, ...]:
+    shape = ints(a["shape"])
+    if isinstance(a["value"], tuple):
+        need(len(a["value"]) == prod(shape), f"{len(a['value'])} values do not fill shape {list(shape)}")
+    return (TensorType(dtype_of(a["dtype"]), shape),)
+
+
+def _iota(x: Types, a: Values) -> tuple[TensorType, ...]:
+    shape = ints(a["shape"])
+    axis_of(a["axis"], len(shape))
+    return (TensorType(dtype_of(a["dtype"]), shape),)
+
+
+def _float(x: Types, a: Values) -> tuple[TensorType, ...]:
+    for t in x:
+        need(t.dtype in FLOATS, f"needs a floating-point operand, got {t}")
+    return broadcast(x, a)
+
+
+def _number(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need(all(t.dtype != "bool" for t in x), "is not defined for bool; cast first")
+    return broadcast(x, a)
+
+
+def _compare(x: Types, a: Values) -> tuple[TensorType, ...]:
+    return (broadcast(x, a)[0].with_dtype("bool"),)
+
+
+def _logic(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need(all(t.dtype == "bool" for t in x), f"needs bool operands, got {' and '.join(map(str, x))}")
+    return broadcast(x, a)
+
+
+def _where(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need(x[0].dtype == "bool", f"the condition must be bool, got {x[0]}")
+    need(x[1].dtype == x[2].dtype, f"element types differ: {x[1]} and {x[2]}")
+    return (TensorType(x[1].dtype, broadcast_shapes(*(t.shape for t in x))),)
+
+
+def _cast(x: Types, a: Values) -> tuple[TensorType, ...]:
+    return (x[0].with_dtype(dtype_of(a["dtype"])),)
+
+
+# fmt: off
+ROWS = (
+    # sources
+    row("const", "source", 0, _const, "`value` in every element, or a list of values in row-major order", value=Needs(object), dtype=Needs(str), shape=()),
+    row("iota", "source", 0, _iota, "0, 1, 2, ... along `axis`", dtype=Needs(str), shape=Needs(tuple), axis=0),
+
+    # elementwise, one operand
+    row("neg", "elementwise", 1, _number, "-x", flops=per_element(1)),
+    row("abs", "elementwise", 1, _number, "|x|", flops=per_element(1)),
+    row("sign", "elementwise", 1, _number, "-1, 0 or 1", flops=per_element(1)),
+    row("floor", "elementwise", 1, _float, "largest integer not above x", flops=per_element(1)),
+    row("exp", "elementwise", 1, _float, "e^x", flops=per_element(10)),
+    row("log", "elementwise", 1, _float, "natural logarithm", flops=per_element(10)),
+    row("sqrt", "elementwise", 1, _float, "square root", flops=per_element(4)),
+    row("rsqrt", "elementwise", 1, _float, "1 / sqrt(x)", flops=per_element(5)),
+    row("sin", "elementwise", 1, _float, "sine", flops=per_element(10)),
+    row("cos", "elementwise", 1, _float, "cosine", flops=per_element(10)),
+    row("tanh", "elementwise", 1, _float, "hyperbolic tangent", flops=per_element(12)),
+    row("sigmoid", "elementwise", 1, _float, "1 / (1 + e^-x)", flops=per_element(12)),
+    row("erf", "elementwise", 1, _float, "error function", flops=per_element(15)),
+    row("relu", "elementwise", 1, _number, "max(x, 0); its gradient at 0 is 0", flops=per_element(1)),
+    row("gelu", "elementwise", 1, _float, "x * Phi(x); `approximate=tanh` uses the tanh form", flops=per_element(16), approximate="none"),
+    row("not", "elementwise", 1, _logic, "logical negation"),
+    row("cast", "elementwise", 1, _cast, "change of element type; float to integer truncates", dtype=Needs(str)),
+
+    # elementwise, several operands, broadcast as in NumPy
+    row("add", "elementwise", 2, _number, "a + b", flops=per_element(1)),
+    row("sub", "elementwise", 2, _number, "a - b", flops=per_element(1)),
+    row("mul", "elementwise", 2, _number, "a * b", flops=per_element(1)),
+    row("div", "elementwise", 2, _number, "a / b; integers truncate toward zero", flops=per_element(1)),
+    row("pow", "elementwise", 2, _float, "a to the power b", flops=per_element(20)),
+    row("minimum", "elementwise", 2, _number, "the smaller; nan if either is", flops=per_element(1)),
+    row("maximum", "elementwise", 2, _number, "the larger; nan if either is", flops=per_element(1)),
+    row("equal", "elementwise", 2, _compare, "a == b"),
+    row("less", "elementwise", 2, _compare, "a < b"),
+    row("less_equal", "elementwise", 2, _compare, "a <= b"),
+    row("and", "elementwise", 2, _logic, "logical and"),
+    row("or", "elementwise", 2, _logic, "logical or"),
+    row("where", "elementwise", 3, _where, "a where the condition holds, else b"),
+
+    # gradients of elementwise ops that are worth one op: (x, dy)
+    row("relu_grad", "elementwise", 2, _float, "dy where x > 0, else 0", flops=per_element(1)),
+    row("gelu_grad", "elementwise", 2, _float, "dy * gelu'(x)", flops=per_element(24), approximate="none"),
+)
+# fmt: on

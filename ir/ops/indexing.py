@@ -1,0 +1,27 @@
+"""Rows for lookups: elements found by the values of an index tensor."""
+
+from __future__ import annotations
+
+from ..types import INTS, TensorType
+from .table import Needs, Types, Values, axis_of, ints, need, per_element, row
+
+
+def _gather(x: Types, a: Values) -> tuple[TensorType, ...]:
+    axis = axis_of(a["axis"], x[0].rank)
+    need(x[1].dtype in INTS, f"indices must be integers, got {x[1]}")
+    return (x[0].with_shape((*x[0].shape[:axis], *x[1].shape, *x[0].shape[axis + 1 :])),)
+
+
+def _gather_grad(x: Types, a: Values) -> tuple[TensorType, ...]:
+    out = x[0].with_shape(ints(a["shape"]))
+    (expected,) = _gather((out, x[1]), a)
+    need(expected == x[0], f"gathering {x[1]} from {out} gives {expected}, but the gradient is {x[0]}")
+    return (out,)
+
+
+# fmt: off
+ROWS = (
+    row("gather", "gather", 2, _gather, "entries of x along `axis` at integer indices; negative ones count from the end", axis=0, dims="r^ ..., i -> i ..."),
+    row("gather_grad", "gather", 2, _gather_grad, "sum of dy into zeros of `shape` at the indices, from (dy, indices)", axis=0, shape=Needs(tuple), flops=per_element(1), dims="i+ ..., i+ -> r^ ..."),
+)
+# fmt: on

@@ -1,0 +1,65 @@
+"""Rows for row operations: softmax and norms, which need sums over an axis before their first element is known."""
+
+from __future__ import annotations
+
+from ..types import FLOATS, TensorType
+from .table import Types, Values, axis_of, need, per_element, row
+
+
+def _row(x: Types, a: Values) -> tuple[TensorType, ...]:
+    axis_of(a["axis"], x[0].rank)
+    need(len(set(x)) == 1 and x[0].dtype in FLOATS, f"needs floating-point operands of one type, got {' and '.join(map(str, x))}")
+    return (x[0],)
+
+
+def _norm_parts(x: TensorType, a: Values) -> tuple[TensorType, TensorType]:
+    """Types of the statistics and of the weights of a layer norm over dimensions axis and after."""
+    axis = axis_of(a["axis"], x.rank)
+    return x.with_shape(x.shape[:axis]), x.with_shape(x.shape[axis:])
+
+
+def _layer_norm(x: Types, a: Values) -> tuple[TensorType, ...]:
+    stat, weight = _norm_parts(x[0], a)
+    need(x[1] == weight == x[2], f"scale and bias of {x[0]} from axis {a['axis']} must be {weight}, got {x[1]} and {x[2]}")
+    return x[0], stat, stat
+
+
+def _layer_norm_grad(x: Types, a: Values) -> tuple[TensorType, ...]:
+    dy, value, scale, mean, rstd = x
+    stat, weight = _norm_parts(value, a)
+    need(
+        dy == value and scale == weight and mean == stat == rstd,
+        f"expected gradient {value}, scale {weight}, mean and rstd {stat}, got {dy}, {scale}, {mean}, {rstd}",
+    )
+    return (value,)
+
+
+def _layer_norm_grad_weight(x: Types, a: Values) -> tuple[TensorType, ...]:
+    dy, value, mean, rstd = x
+    stat, weight = _norm_parts(value, a)
+    need(dy == value and mean == stat == rstd, f"expected gradient {value}, mean and rstd {stat}, got {dy}, {mean}, {rstd}")
+    return weight, weight
+
+
+def _batch_norm(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need(x[0].rank >= 2, f"needs batch and channel dimensions, got {x[0]}")
+    for t in x[1:]:
+        need(
+            t == x[0].with_shape(x[0].shape[1:2]),
+            f"scale, bias, mean and variance of {x[0]} must be {x[0].with_shape(x[0].shape[1:2])}, got {t}",
+        )
+    return (x[0],)
+
+
+# fmt: off
+ROWS = (
+    row("softmax", "row", 1, _row, "e^x over its sum along `axis`", axis=-1, flops=per_element(14), dims="... n^ -> ... n^"),
+    row("softmax_grad", "row", 2, _row, "from (y, dy): y * (dy - sum(dy * y))", axis=-1, flops=per_element(4), dims="... n^, ... n^ -> ... n^"),
+    row("log_softmax", "row", 1, _row, "logarithm of softmax", axis=-1, flops=per_element(14), dims="... n^ -> ... n^"),
+    row("log_softmax_grad", "row", 2, _row, "from (y, dy): dy - e^y * sum(dy)", axis=-1, flops=per_element(14), dims="... n^, ... n^ -> ... n^"),
+    row("layer_norm", "row", 3, _layer_norm, "(x - mean) * rstd * scale + bias over dimensions `axis` and after; also gives mean and rstd", axis=-1, eps=1e-5, flops=per_element(8), dims="... n^, n^, n^ -> ... n^, ..., ..."),
+    row("layer_norm_grad", "row", 5, _layer_norm_grad, "gradient for x, from (dy, x, scale, mean, rstd)", axis=-1, flops=per_element(10), dims="... n^, ... n^, n^, ..., ... -> ... n^"),
+    row("layer_norm_grad_weight", "reduce", 4, _layer_norm_grad_weight, "gradients for scale and bias, from (dy, x, mean, rstd)", axis=-1, flops=per_element(5), dims="...+ n, ...+ n, ...+, ...+ -> n, n"),
+    row("batch_norm", "elementwise", 5, _batch_norm, "(x - mean) / sqrt(var + eps) * scale + bias per channel, from (x, scale, bias, mean, var)", eps=1e-5, flops=per_element(4), dims="n c ..., c, c, c, c -> n c ..."),
+)
+# fmt: on

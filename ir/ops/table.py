@@ -1,0 +1,112 @@
+"""What a row of the op table is, and what the type rules of all families share.
+
+A type rule takes operand types and complete attributes and gives the result types; TypeError says what does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..graph import Attr
+from ..types import DTYPES, TensorType, broadcast_shapes
+
+# No upper limit for the number of operands.
+ANY = 1 << 16
+
+
+class Needs(NamedTuple):
+    """An attribute without a default, of this Python type."""
+
+    kind: type
+
+
+Types = Sequence[TensorType]
+Values = Mapping[str, Attr]
+Infer = Callable[[Types, Values], tuple[TensorType, ...]]
+Flops = Callable[[Types, Types, Values], float]
+
+
+class Cost(NamedTuple):
+    """Work of one op: floating-point operations, and bytes read plus written when nothing is fused."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class OpDef:
+    name: str
+    family: str
+    arity: tuple[int, int]
+    attrs: Mapping[str, Attr | Needs]
+    infer: Infer
+    dims: str
+    flops: Flops
+    doc: str
+    effect: bool = False
+
+
+def need(condition: bool, message: str) -> None:
+    """TypeError unless the condition holds."""
+    if not condition:
+        raise TypeError(message)
+
+
+def axis_of(axis: Attr, rank: int) -> int:
+    """An axis as a non-negative dimension."""
+    if not isinstance(axis, int) or not -rank <= axis < rank:
+        raise TypeError(f"axis {axis} is outside a tensor of rank {rank}")
+    return axis % rank
+
+
+def ints(attr: Attr) -> tuple[int, ...]:
+    """A list-of-integers attribute."""
+    need(isinstance(attr, tuple) and all(type(n) is int for n in attr), f"expected a list of integers, got {attr!r}")
+    return attr  # type: ignore[return-value]
+
+
+def dtype_of(a: Attr) -> str:
+    """An element-type attribute."""
+    need(a in DTYPES, f"unknown element type {a!r}, expected one of {', '.join(DTYPES)}")
+    return str(a)
+
+
+def reduced_axes(t: TensorType, axes: Attr) -> tuple[int, ...]:
+    """The axes of a reduction, sorted and non-negative."""
+    found = tuple(sorted(axis_of(i, t.rank) for i in ints(axes)))
+    need(len(set(found)) == len(found), f"axes {axes} name a dimension twice")
+    return found
+
+
+def broadcast(x: Types, a: Values) -> tuple[TensorType, ...]:
+    """The result of operands of one element type that broadcast as in NumPy."""
+    need(len({t.dtype for t in x}) == 1, f"element types differ: {' and '.join(map(str, x))}")
+    return (TensorType(x[0].dtype, broadcast_shapes(*(t.shape for t in x))),)
+
+
+def per_element(factor: float) -> Flops:
+    """A cost rule: so many operations per element of the largest tensor."""
+    return lambda x, y, a: factor * max((t.size for t in (*x, *y)), default=0)
+
+
+def free(x: Types, y: Types, a: Values) -> float:
+    """The cost rule of what computes nothing."""
+    return 0.0
+
+
+def row(
+    name: str,
+    family: str,
+    arity: int | tuple[int, int],
+    infer: Infer,
+    doc: str,
+    *,
+    dims: str = "",
+    flops: Flops = free,
+    effect: bool = False,
+    **attrs: Attr | Needs,
+) -> OpDef:
+    """A row; keywords that are not fields are its attributes, with their defaults."""
+    return OpDef(name, family, (arity, arity) if isinstance(arity, int) else arity, attrs, infer, dims, flops, doc, effect)
