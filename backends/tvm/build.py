@@ -32,6 +32,7 @@ from penstock.ir.text import print_graph
 
 from ..interface import Progress
 from .lower import Lowered, lower_graphs
+from .pipeline import PIPELINE
 from .target import Machine, machine_of, tvm_target
 
 # TVM builds Relax functions on one stack for the whole process: stages may be linked side by side, but not lowered.
@@ -182,7 +183,7 @@ def build_graphs(
 
 def _compile(module: Any, machine: Machine, where: str) -> Any:
     try:
-        return tvm.compile(module, target=tvm_target(machine.name), relax_pipeline="default_build")
+        return tvm.compile(module, target=tvm_target(machine.name), relax_pipeline="default_build", tir_pipeline=PIPELINE)
     except RuntimeError as error:
         raise _failed(error, where) from error
 

@@ -19,6 +19,7 @@ from tvm import tirx
 
 from penstock.ir.graph import Op, Slot, Value, slot_of
 
+from ..pipeline import HOLDS_BOOLS
 from ..target import Machine
 from .elements import INDEXED, POINTWISE, Index, element, forward_index, has_element_rule, linear
 from .emit import TVM_DTYPES, Buffer, Emitter, Expr, literal
@@ -243,6 +244,8 @@ class Body:
         views = [tirx.DeclBuffer(self._views[k], data=tirx.buffer_data(p)) for k, p in zip(keys, params, strict=True)]
         function = tirx.PrimFunc(params, tirx.SeqStmt([*views, self.emit.build()]))
         function = function.with_attr("s_tir", True).with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
+        if self.emit.holds_bools or any(v.type.dtype == "bool" for v in (*self._ins, *(value for _, value in self._outs))):
+            function = function.with_attr(HOLDS_BOOLS, True)
         touched = {op.var for op in self.group.ops if op.kind in EFFECTS}
         # `latest` and `next` of a variable may be one buffer.
         if not (touched & self._loaded) and not any(op.kind == "write" for op in self.group.ops):

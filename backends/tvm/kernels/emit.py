@@ -62,6 +62,8 @@ class Emitter:
         self._width = 1
         self._hoisted: list[Any] = []
         self._names: set[Any] = set()
+        # Whether any scratch storage is of bools, which TVM has to turn into bytes.
+        self.holds_bools = False
 
     def fresh(self, name: str) -> str:
         self._count += 1
@@ -83,7 +85,7 @@ class Emitter:
     @contextmanager
     def loop(self, extent: int, kind: Any = SERIAL, name: str = "i") -> Iterator[Expr]:
         """A loop over 0 .. extent-1; gives its variable. Loops of one turn are not emitted."""
-        if extent == 1 and kind != VECTOR:
+        if extent == 1:
             yield tirx.IntImm("int32", 0)
             return
         variable = tirx.Var(self.fresh(name), "int32")
@@ -164,5 +166,6 @@ class Emitter:
         """Scratch storage of this block: below 1024 bytes on the stack, from where LLVM moves it into registers if it can, else from the
         thread's workspace. (In TVM's scope "local", of all things, everything would come from the workspace.)"""
         buffer = tirx.decl_buffer((size,), TVM_DTYPES[dtype], name=self.fresh(name))
+        self.holds_bools |= dtype == "bool"
         (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
         return buffer

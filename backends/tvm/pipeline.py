@@ -1,0 +1,60 @@
+"""The passes over kernels between our generators and LLVM.
+
+In: an IRModule of kernels. Out: the same kernels as packed functions that TVM's code generator takes. `PIPELINE` is the name under which
+`tvm.compile` finds the pipeline.
+
+TVM's own list is for schedules of blocks and for devices: most of it has nothing to do here. Left out for its cost is FlattenBuffer,
+whose time grows with the square of the number of buffers: 0.6 of the 0.9 s that a ragged matrix product took. Our buffers have one
+dimension already; only bools still need it, which become bytes there, so it runs on functions that hold some. The code that comes out is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.tirx import compilation_pipeline
+
+PIPELINE = "penstock"
+# An attribute of functions that have bools in memory.
+HOLDS_BOOLS = "penstock.bools"
+
+
+def _flatten_bools(function: Any, module: Any, context: Any) -> Any:
+    if HOLDS_BOOLS not in (function.attrs or {}):
+        return function
+    return tirx.transform.FlattenBuffer()(tvm.IRModule({"kernel": function}))["kernel"]
+
+
+def _passes() -> list[Any]:
+    return [
+        tirx.transform.StmtSimplify(),
+        tirx.transform.prim_func_pass(_flatten_bools, opt_level=0, name="penstock.FlattenBools"),
+        tirx.transform.BF16ComputeLegalize(),
+        tirx.transform.NarrowDataType(32),
+        tirx.transform.VectorizeLoop(True),
+        tirx.transform.StorageRewrite(),
+        s_tir.transform.HoistIfThenElse(),
+        tirx.transform.UnrollLoop(),
+        s_tir.transform.RenormalizeSplitPattern(),
+        tirx.transform.StmtSimplify(),
+        tirx.transform.RemoveNoOp(),
+        s_tir.transform.RewriteUnsafeSelect(),
+        tirx.transform.CommonSubexprElim(),
+        tirx.transform.AnnotateEntryFunc(),
+        tirx.transform.SplitHostDevice(),
+        tirx.transform.MakePackedAPI(),
+        tirx.transform.BF16StorageLegalize(),
+    ]
+
+
+def _pipeline() -> Any:
+    return (
+        tvm.ir.transform.Sequential(_passes()),
+        compilation_pipeline.finalize_host_passes,
+        compilation_pipeline.finalize_device_passes,
+    )
+
+
+compilation_pipeline.register_tir_pipeline(PIPELINE, _pipeline)
