@@ -319,6 +319,24 @@ def test_nan_is_not_lost(kind: str, tmp_path: Path) -> None:
     assert not compare(build([graph], tmp_path), graph, arrays)
 
 
+@pytest.mark.parametrize("shape", [(6, 20), (6, 128), (6, 600), (20, 6)])
+@pytest.mark.parametrize("kind", ["softmax", "log_softmax"])
+def test_masked_rows(kind: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    """Masked elements get exactly 0 (or -inf), however they are masked; a row with nothing else in it is as in torch."""
+    axis = 1 if shape[1] > 6 else 0
+    graph = OpCase(kind, (f"f32[{shape[0]},{shape[1]}]",), {"axis": axis}).graph("s0.F")
+    rows = np.random.default_rng(8).standard_normal((6, max(shape))).astype(np.float32)
+    for row, mask in enumerate((-np.inf, -1e30, -90.0, np.inf, np.nan)):
+        rows[row, row::3] = mask
+    rows[1] = -np.inf
+    x = np.ascontiguousarray(rows if axis else rows.T)
+    (found,) = build([graph], tmp_path).call("s0.F", [torch.from_numpy(x)])
+    expected = getattr(torch, kind)(torch.from_numpy(x).double(), axis)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=1e-7, equal_nan=True)
+    if kind == "softmax":
+        assert (found.T if not axis else found)[0, 0::3].eq(0).all()
+
+
 def test_a_wrong_kernel_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison must fail when a kernel is wrong: here gelu's slope is that of the other approximation."""
     monkeypatch.setitem(POINTWISE, "gelu_grad", lambda f, a, x, dy: dy * f.gelu_slope(x, "tanh"))

@@ -27,6 +27,9 @@ from .functions import Functions
 
 BIJECTIONS = ("reshape", "transpose")
 EFFECTS = ("accum", "write", "take")
+# Loops along memory ask for what they will read and write so many elements ahead, in values that are not small: the processor's own
+# prediction stops at the end of a page.
+_AHEAD, _NOT_SMALL = 1024, 65536
 
 
 class NotOneKernel(Exception):
@@ -70,6 +73,10 @@ class Body:
         self._loads: dict[str, list[Index]] = {}
         self._loaded: set[str] = set()
         self._elsewhere: set[Value] = set()
+        # What the current pass over memory asks for ahead: values read already in an earlier pass are near.
+        self._streams = False
+        self._near: set[Value] = set()
+        self._passed: set[Value] = set()
         self._taken = {op.outs[0]: op for op in group.ops if op.kind == "take"}
 
     # ------------------------------------------------------------------------------ parameters
@@ -111,6 +118,26 @@ class Body:
         finally:
             self._frame = kept
 
+    @contextmanager
+    def stream(self, again: bool = False) -> Iterator[None]:
+        """A pass over memory in order: ask ahead for what is read and written in it. `again`: it follows a pass over the same part,
+        whose operands are near."""
+        if not again:
+            self._near = set()
+        self._streams, self._passed = True, set()
+        try:
+            yield
+        finally:
+            self._streams = False
+            self._near |= self._passed
+
+    def _ask_ahead(self, value: Value, buffer: Buffer, position: Expr, written: bool) -> None:
+        if not self._streams or value.type.size < _NOT_SMALL:
+            return
+        self._passed.add(value)
+        if value not in self._near:
+            self.emit.prefetch_ahead(buffer, position, _AHEAD, written)
+
     def know(self, value: Value, index: Index, expr: Expr) -> None:
         """Say what a value is at an index, in this block."""
         self._frame[value, tuple(map(id, index))] = (expr, index)
@@ -125,7 +152,9 @@ class Body:
             if home is not None:
                 self._loads.setdefault(home, []).append(index)
                 self._loaded.add(home)
-            expr = tirx.BufferLoad(self.operand(value), [linear(index, value.type.dims)])
+            position = linear(index, value.type.dims)
+            self._ask_ahead(value, self.operand(value), position, home is not None)
+            expr = tirx.BufferLoad(self.operand(value), [position])
             expr = self.emit.bind(expr, "x")
             self._frame[key] = (expr, index)
             return expr
@@ -174,6 +203,8 @@ class Body:
                 position = linear(place, value.type.dims)
                 buffer = self.slot(slot, value)
                 expr = self.at(value, place)
+                if op.var not in self._loaded:
+                    self._ask_ahead(value, buffer, position, True)
                 if op.kind == "accum":
                     expr = self.emit.bind(tirx.BufferLoad(buffer, [position]) + expr)
                 stores.append((buffer, expr, position))
@@ -189,7 +220,9 @@ class Body:
                 continue
             if value not in where:
                 where[value] = self._root_for(value, roots)
-            stores.append((self.result(value), self.at(value, where[value]), linear(where[value], value.type.dims)))
+            position = linear(where[value], value.type.dims)
+            self._ask_ahead(value, self.result(value), position, True)
+            stores.append((self.result(value), self.at(value, where[value]), position))
         for buffer, expr, position in stores:
             self.emit.store(buffer, expr, position)
 

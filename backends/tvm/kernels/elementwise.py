@@ -93,10 +93,17 @@ def emit_nest(body: Body, shape: tuple[int, ...], merged: int, point: Callable[[
     """Loops over `shape`; dimensions from `merged` on are one run, whose position is given as the coordinate of the last dimension of the
     run that is not 1: coordinates of dimensions of size 1 are never looked at."""
     outer, run = shape[:merged], prod(shape[merged:])
-    emit, lanes = body.emit, body.lanes
     if run == 0 or prod(outer) == 0:
         return
     total = prod(outer) * run
+    with body.stream():
+        _nest(body, shape, merged, point, outer, run, total)
+
+
+def _nest(
+    body: Body, shape: tuple[int, ...], merged: int, point: Callable[[Index], None], outer: tuple[int, ...], run: int, total: int
+) -> None:
+    emit, lanes = body.emit, body.lanes
 
     def index_of(lead: tuple[Expr, ...], position: Expr) -> Index:
         inner = shape[merged:]

@@ -8,7 +8,7 @@ Invariant: a variable bound or a buffer allocated inside a block is used only in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,8 @@ class Emitter:
         self._lane: Expr | None = None
         self._width = 1
         self._hoisted: list[Any] = []
+        # Hints that come behind the vector loop.
+        self._hints: list[Any] = []
         self._names: set[Any] = set()
         # Whether any scratch storage is of bools, which TVM has to turn into bytes.
         self.holds_bools = False
@@ -101,6 +103,9 @@ class Emitter:
             self._blocks[-1] += self._hoisted
             self._hoisted = []
         self.add(tirx.For(variable, 0, extent, kind, body))
+        if kind == VECTOR:
+            self._blocks[-1] += self._hints
+            self._hints = []
 
     @contextmanager
     def when(self, condition: Expr) -> Iterator[None]:
@@ -159,8 +164,15 @@ class Emitter:
 
     def prefetch(self, buffer: Buffer, index: Expr) -> None:
         """A hint that this cache line will soon be read and written. Addresses outside the buffer are allowed."""
-        address = tirx.address_of(tirx.BufferLoad(buffer, [index]))
-        self.add(tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, 1, 3, 1)))
+        self.add(_hint(buffer, index, True))
+
+    def prefetch_ahead(self, buffer: Buffer, index: Expr, distance: int, written: bool) -> None:
+        """In a vector loop that runs along memory: a hint for what lies so many elements further on. Does nothing elsewhere."""
+        if self._lane is None:
+            return
+        here, next_one = (_evaluated(index, self._lane, i) for i in (0, 1))
+        if here is not None and next_one is not None and next_one[1] - here[1] == 1:
+            self._hints.append(_hint(buffer, here[0] + distance, written))
 
     def alloc(self, size: int, dtype: str, name: str) -> Buffer:
         """Scratch storage of this block: below 1024 bytes on the stack, from where LLVM moves it into registers if it can, else from the
@@ -169,3 +181,32 @@ class Emitter:
         self.holds_bools |= dtype == "bool"
         (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
         return buffer
+
+
+def _hint(buffer: Buffer, index: Expr, written: bool) -> Any:
+    address = tirx.address_of(tirx.BufferLoad(buffer, [index]))
+    return tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, int(written), 3, 1))
+
+
+_ARITHMETIC: dict[type, Callable[[int, int], int]] = {
+    tirx.Add: lambda a, b: a + b,
+    tirx.Sub: lambda a, b: a - b,
+    tirx.Mul: lambda a, b: a * b,
+    tirx.FloorDiv: lambda a, b: a // b,
+    tirx.FloorMod: lambda a, b: a % b,
+}
+
+
+def _evaluated(index: Expr, lane: Expr, value: int) -> tuple[Expr, int] | None:
+    """An index with the lane at `value`, as an expression and, with all other variables 0, as a number. None if it is not plain arithmetic."""
+    if isinstance(index, tirx.IntImm):
+        return index, int(index.value)
+    if isinstance(index, tirx.Var):
+        return (tirx.IntImm("int32", value), value) if index.same_as(lane) else (index, 0)
+    step = _ARITHMETIC.get(type(index))
+    if step is None:
+        return None
+    a, b = _evaluated(index.a, lane, value), _evaluated(index.b, lane, value)
+    if a is None or b is None:
+        return None
+    return type(index)(a[0], b[0]), step(a[1], b[1])

@@ -17,6 +17,9 @@ from tvm import tirx
 from .emit import Expr, dtype_name, literal
 
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+# Here the exponent of the power of two becomes 0, and with it the result.
+_EXP_LEAST = -127 * math.log(2)
+_ROUNDER = 1.5 * 2**23 + 127
 _LOG = (
     7.0376836292e-2,
     -1.1514610310e-1,
@@ -96,6 +99,20 @@ class Functions:
         half = self.bind(whole >> 1)
         return self.bind(y * _power_of_two(half) * _power_of_two(whole - half))
 
+    def exp_down(self, x: Expr) -> Expr:
+        """e^x for x up to 88, in fewer steps: 0 where the result is below 2^-126, so -inf gives 0; nan is kept. Wrong for larger x."""
+        if not _is_f32(x):
+            return self.exp(x)
+        x = self.bind(x)
+        c = self.bind(tirx.Select(x < _f32(_EXP_LEAST), _f32(_EXP_LEAST), x))
+        # The sum with 1.5 * 2^23 + 127 is rounded to an integer, whose low bits are the exponent of the power of two.
+        t = self.bind(c * _f32(math.log2(math.e)) + _f32(_ROUNDER))
+        n = self.bind(t - _f32(_ROUNDER))
+        r = self.bind(c - n * _f32(0.693359375))
+        r = self.bind(r - n * _f32(-2.12194440e-4))
+        y = self._horner(r, (*_EXP, 1.0, 1.0))
+        return self.bind(y * tirx.reinterpret("float32", tirx.reinterpret("int32", t) << 23))
+
     def log(self, x: Expr) -> Expr:
         if not _is_f32(x):
             return self.bind(tirx.log(x))
@@ -168,6 +185,10 @@ class Functions:
         if dtype_name(a).startswith("float"):
             return self.bind(tirx.Select(tirx.Or(a > b, tirx.isnan(a)), a, b))
         return self.bind(tirx.Select(a > b, a, b))
+
+    def peak(self, a: Expr, b: Expr) -> Expr:
+        """The larger operand; nan in the second one is left out."""
+        return self.bind(tirx.Select(b > a, b, a))
 
     def smaller(self, a: Expr, b: Expr) -> Expr:
         a, b = self.bind(a), self.bind(b)

@@ -10,7 +10,8 @@ layer_norm: mean = sum(x) / n, rstd = 1 / sqrt(sum((x - mean)^2) / n + eps), in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 
 from tvm import tirx
@@ -20,13 +21,43 @@ from penstock.ir.ops import complete_attrs
 
 from .body import Body, parallel_if
 from .elements import Index, axis_of, number, table_row, unravel, zero
-from .emit import VECTOR, Buffer, Expr, cast, literal
+from .emit import SERIAL, VECTOR, Buffer, Emitter, Expr, cast, literal
+from .transpose import pieces
 
 Combine = Callable[[Expr, Expr], Expr]
+
+# Independent accumulators of a reduction: enough to keep both units busy through the latency of an addition.
+_STREAMS = 4
 
 
 def add(a: Expr, b: Expr) -> Expr:
     return a + b
+
+
+def halves(extent: int, lanes: int) -> list[int]:
+    """Sizes of short vectors, powers of two below `lanes`, that cover an extent below `lanes`."""
+    return [lanes >> i for i in range(1, lanes.bit_length()) if extent & lanes >> i]
+
+
+def fold(emit: Emitter, dtype: str, width: int, combine: Combine, places: Sequence[Buffer]) -> Expr:
+    """The combination of all elements of some vectors."""
+    current = list(places)
+    while len(current) > 1:
+        pairs = []
+        for a, b in zip(current[::2], current[1::2], strict=False):
+            pair = emit.alloc(width, dtype, "pair")
+            with emit.loop(width, VECTOR, "l") as lane:
+                emit.store(pair, combine(tirx.BufferLoad(a, [lane]), tirx.BufferLoad(b, [lane])), lane)
+            pairs.append(pair)
+        current = pairs + current[len(current) // 2 * 2 :]
+    place = current[0]
+    while width > 1:
+        width //= 2
+        half = emit.alloc(width, dtype, "half")
+        with emit.loop(width, VECTOR if width > 1 else SERIAL, "l") as lane:
+            emit.store(half, combine(tirx.BufferLoad(place, [lane]), tirx.BufferLoad(place, [lane + width])), lane)
+        place = half
+    return emit.bind(tirx.BufferLoad(place, [zero()]))
 
 
 class Rows:
@@ -37,9 +68,10 @@ class Rows:
         self.outer, self.axis, self.inner = shape[:first], shape[first:last], shape[last:]
         self.length = prod(self.axis)
         self.across = prod(self.inner) > 1
-        self.lanes = body.lanes * (2 if not self.across and self.length >= 512 else 1)
+        self.lanes = body.lanes
         self._plain = all(body.is_stored(v) for v in values)
         self._lane: Expr = zero()
+        self._again = False
         self.row: Index = ()
         self.tail: Index = ()
 
@@ -52,6 +84,7 @@ class Rows:
             if not self.across:
                 self.tail = tuple(zero() for _ in self.inner)
                 with self.body.point():
+                    self._again = False
                     one_row()
                 return
             for i, lane in self.emit.spans(prod(self.inner), self.lanes):
@@ -88,30 +121,51 @@ class Rows:
                 for place, (_, combine), x in zip(places, steps, element(c), strict=True):
                     emit.store(place, combine(tirx.BufferLoad(place, [self._lane]), x), self._lane)
             return [emit.bind(tirx.BufferLoad(place, [self._lane])) for place in places]
-        whole, rest = divmod(self.length, width)
-        totals = [emit.alloc(1, dtype, "total") for _ in steps]
-        for total, start in zip(totals, starts, strict=True):
-            emit.store(total, start, zero())
-        if whole:
-            places = [emit.alloc(width, dtype, "acc") for _ in steps]
-            for place, start in zip(places, starts, strict=True):
+        whole = self.length // width
+        streams = min(_STREAMS, whole)
+        kept = [[emit.alloc(width, dtype, "acc") for _ in range(streams)] for _ in steps]
+        for places, start in zip(kept, starts, strict=True):
+            for place in places:
                 with emit.loop(width, VECTOR, "l") as lane:
                     emit.store(place, start, lane)
-            with emit.loop(whole, name="c") as o, emit.loop(width, VECTOR, "l") as lane, self.body.point():
-                for place, (_, combine), x in zip(places, steps, element(o * width + lane), strict=True):
-                    emit.store(place, combine(tirx.BufferLoad(place, [lane]), x), lane)
-            for total, place, (_, combine) in zip(totals, places, steps, strict=True):
-                half = width
-                while half > 1:
-                    half //= 2
-                    with emit.loop(half, VECTOR, "l") as lane:
-                        emit.store(place, combine(tirx.BufferLoad(place, [lane]), tirx.BufferLoad(place, [lane + half])), lane)
-                emit.store(total, tirx.BufferLoad(place, [zero()]), zero())
-        if rest:
-            with emit.loop(rest, name="c") as c, self.body.point():
-                for total, (_, combine), x in zip(totals, steps, element(c + whole * width), strict=True):
-                    emit.store(total, combine(tirx.BufferLoad(total, [zero()]), x), zero())
-        return [emit.bind(tirx.BufferLoad(total, [zero()])) for total in totals]
+
+        def take(stream: int, position: Callable[[Expr], Expr]) -> None:
+            with emit.loop(width, VECTOR, "l") as lane, self.body.point():
+                for places, (_, combine), x in zip(kept, steps, element(position(lane)), strict=True):
+                    emit.store(places[stream], combine(tirx.BufferLoad(places[stream], [lane]), x), lane)
+
+        with self._pass():
+            turns = whole // streams if streams else 0
+            if turns:
+                with emit.loop(turns, name="c") as o:
+                    for s in range(streams):
+                        take(s, lambda lane, s=s: (o * streams + s) * width + lane)  # type: ignore[misc]
+            for s in range(whole - turns * streams):
+                take(s, lambda lane, s=s: lane + (turns * streams + s) * width)  # type: ignore[misc]
+        totals = [[fold(emit, dtype, width, combine, places)] if places else [] for places, (_, combine) in zip(kept, steps, strict=True)]
+        done = whole * width
+        for size in halves(self.length - done, width):
+            places = [emit.alloc(size, dtype, "rest") for _ in steps]
+            with emit.loop(size, VECTOR if size > 1 else SERIAL, "l") as lane, self.body.point():
+                for place, x in zip(places, element(lane + done if size > 1 else literal(done, "i32")), strict=True):
+                    emit.store(place, x, lane)
+            for place, total, (_, combine) in zip(places, totals, steps, strict=True):
+                total.append(fold(emit, dtype, size, combine, [place]))
+            done += size
+        found = []
+        for parts, start, (_, combine) in zip(totals, starts, steps, strict=True):
+            value = start
+            for part in parts:
+                value = emit.bind(combine(value, part)) if value is not start else part
+            found.append(value)
+        return found
+
+    @contextmanager
+    def _pass(self) -> Iterator[None]:
+        """The loops of one pass over the row."""
+        with self.body.stream(self._again):
+            yield
+        self._again = True
 
     def one(self, dtype: str, start: float, combine: Combine, element: Callable[[Expr], Expr]) -> Expr:
         return self.reduce(dtype, [(start, combine)], lambda c: [element(c)])[0]
@@ -123,10 +177,11 @@ class Rows:
                 index = self.index(c)
                 self.body.finish({v: (x, index) for v, x in element(c, index).items()})
             return
-        for c, _ in self.emit.spans(self.length, self.body.lanes):
-            with self.body.point():
-                index = self.index(c)
-                self.body.finish({v: (x, index) for v, x in element(c, index).items()})
+        with self._pass():
+            for c, _ in pieces(self.emit, self.length, self.body.lanes):
+                with self.body.point():
+                    index = self.index(c)
+                    self.body.finish({v: (x, index) for v, x in element(c, index).items()})
 
 
 def emit_softmax(body: Body, op: Op) -> None:
@@ -135,16 +190,16 @@ def emit_softmax(body: Body, op: Op) -> None:
     rows = Rows(body, x.type.dims, axis, axis + 1, [x])
 
     def one_row() -> None:
-        top = rows.one(dtype, -math.inf, body.functions.larger, lambda c: body.at(x, rows.index(c)))
+        top = rows.one(dtype, -math.inf, body.functions.peak, lambda c: body.at(x, rows.index(c)))
         if op.kind == "log_softmax":
-            total = rows.one(dtype, 0, add, lambda c: body.functions.exp(body.at(x, rows.index(c)) - top))
+            total = rows.one(dtype, 0, add, lambda c: body.functions.exp_down(body.at(x, rows.index(c)) - top))
             shift = body.emit.bind(body.functions.log(total), "s")
             rows.store(lambda c, index: {y: body.at(x, index) - top - shift})
             return
         place = rows.scratch(dtype) if not rows.across else None
 
         def exponent(c: Expr) -> Expr:
-            e = body.emit.bind(body.functions.exp(body.at(x, rows.index(c)) - top))
+            e = body.emit.bind(body.functions.exp_down(body.at(x, rows.index(c)) - top))
             if place is not None:
                 buffer, at = place(c)
                 body.emit.store(buffer, e, at)
@@ -155,7 +210,7 @@ def emit_softmax(body: Body, op: Op) -> None:
 
         def result(c: Expr, index: Index) -> dict[Value, Expr]:
             if place is None:
-                return {y: body.functions.exp(body.at(x, index) - top) * scale}
+                return {y: body.functions.exp_down(body.at(x, index) - top) * scale}
             buffer, at = place(c)
             return {y: tirx.BufferLoad(buffer, [at]) * scale}
 
@@ -248,8 +303,8 @@ def emit_cross_entropy(body: Body, op: Op) -> None:
     parts = emit.alloc(max(count, 1), dtype, "losses")
 
     def one_row() -> None:
-        top = rows.one(dtype, -math.inf, body.functions.larger, lambda c: body.at(logits, rows.index(c)))
-        total = rows.one(dtype, 0, add, lambda c: body.functions.exp(body.at(logits, rows.index(c)) - top))
+        top = rows.one(dtype, -math.inf, body.functions.peak, lambda c: body.at(logits, rows.index(c)))
+        total = rows.one(dtype, 0, add, lambda c: body.functions.exp_down(body.at(logits, rows.index(c)) - top))
         lse = emit.bind(body.functions.log(total) + top, "lse")
         body.store_apart(lse_out, lse, rows.row)
         label = emit.bind(table_row(body.at(labels, rows.row), shape[-1]), "label")
