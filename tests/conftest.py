@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from penstock.ir.graph import Module
 from penstock.ir.text import parse_module
+
+# Makes samples.py and torch_meaning.py importable: test folders are no packages.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 def toy_text(stages: int, skip: bool = False, trains: bool = True) -> str:

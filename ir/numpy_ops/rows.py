@@ -11,12 +11,12 @@ from .arrays import Array, Rule, Values, wide
 
 def log_sum(x: Array, axis: int) -> Array:
     """log(sum(e^x)) with the axis kept, in float64."""
-    top = np.max(x, axis=axis, keepdims=True)
+    top = np.max(x, axis=axis, keepdims=True, initial=-np.inf)
     return np.asarray(np.log(np.sum(np.exp(wide(x - top)), axis=axis, keepdims=True)) + top)
 
 
 def softmax(x: Array, axis: int) -> Array:
-    grown = np.exp(x - np.max(x, axis=axis, keepdims=True))
+    grown = np.exp(x - np.max(x, axis=axis, keepdims=True, initial=-np.inf))
     return np.asarray(grown / np.sum(wide(grown), axis=axis, keepdims=True).astype(x.dtype))
 
 

@@ -6,13 +6,14 @@ from math import prod
 
 from ..graph import Attr
 from ..types import TensorType, broadcast_shapes
-from .table import Needs, Types, Values, ints, need, row
+from .table import Needs, Types, Values, ints, need, need_floats, need_numbers, row, same_dtype
 from .windows import WINDOW, window_of
 
 
 def _matmul(x: Types, a: Values) -> tuple[TensorType, ...]:
     lhs, rhs = x
-    need(lhs.dtype == rhs.dtype, f"element types differ: {lhs} and {rhs}")
+    need_numbers(x)
+    same_dtype(x)
     need(lhs.rank >= 2 and rhs.rank >= 2, f"needs at least two dimensions on both sides, got {lhs} and {rhs}")
     m, k = lhs.shape[:-3:-1] if a["ta"] else lhs.shape[-2:]
     k2, n = rhs.shape[:-3:-1] if a["tb"] else rhs.shape[-2:]
@@ -22,6 +23,9 @@ def _matmul(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 def _conv_out(x: TensorType, w: TensorType, a: Values) -> TensorType:
     groups = int(a["groups"])  # type: ignore[arg-type]
+    need_floats((x, w))
+    same_dtype((x, w))
+    need(groups >= 1, f"groups must be 1 or more, got {groups}")
     need(x.rank == w.rank >= 3, f"needs batch, channels and at least one spatial dimension on both sides, got {x} and {w}")
     need(
         x.dims[1] == w.dims[1] * groups,
@@ -32,7 +36,6 @@ def _conv_out(x: TensorType, w: TensorType, a: Values) -> TensorType:
 
 
 def _conv(x: Types, a: Values) -> tuple[TensorType, ...]:
-    need(x[0].dtype == x[1].dtype, f"element types differ: {x[0]} and {x[1]}")
     return (_conv_out(x[0], x[1], a),)
 
 
@@ -44,6 +47,7 @@ def _conv_grad_input(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 
 def _conv_grad_weight(x: Types, a: Values) -> tuple[TensorType, ...]:
+    same_dtype(x)
     out = x[0].with_shape(ints(a["shape"]))
     expected = _conv_out(x[0], out, a)
     need(expected.shape == x[1].shape, f"a convolution of {x[0]} with {out} gives {expected}, but the gradient is {x[1]}")
@@ -52,6 +56,8 @@ def _conv_grad_weight(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 def _attention(x: Types, a: Values) -> tuple[TensorType, ...]:
     q, k, v = x
+    need_floats(x)
+    same_dtype(x)
     need(q.rank == k.rank == v.rank == 4, f"needs [batch, heads, positions, size] for q, k and v, got {q}, {k}, {v}")
     need(
         q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from ..types import FLOATS, TensorType, broadcast_shapes
-from .table import Needs, Types, Values, axis_of, broadcast, dtype_of, ints, need, per_element, row
+from ..types import TensorType, broadcast_shapes
+from .table import Needs, Types, Values, axis_of, broadcast, dtype_of, ints, need, need_floats, need_numbers, per_element, row
 
 
 def _const(x: Types, a: Values) -> tuple[TensorType, ...]:
@@ -18,17 +18,23 @@ def _const(x: Types, a: Values) -> tuple[TensorType, ...]:
 def _iota(x: Types, a: Values) -> tuple[TensorType, ...]:
     shape = ints(a["shape"])
     axis_of(a["axis"], len(shape))
-    return (TensorType(dtype_of(a["dtype"]), shape),)
+    found = TensorType(dtype_of(a["dtype"]), shape)
+    need_numbers([found])
+    return (found,)
 
 
 def _float(x: Types, a: Values) -> tuple[TensorType, ...]:
-    for t in x:
-        need(t.dtype in FLOATS, f"needs a floating-point operand, got {t}")
+    need_floats(x)
     return broadcast(x, a)
 
 
+def _gelu(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need(a["approximate"] in ("none", "tanh"), f"attribute approximate must be none or tanh, got {a['approximate']!r}")
+    return _float(x, a)
+
+
 def _number(x: Types, a: Values) -> tuple[TensorType, ...]:
-    need(all(t.dtype != "bool" for t in x), "is not defined for bool; cast first")
+    need_numbers(x)
     return broadcast(x, a)
 
 
@@ -72,7 +78,7 @@ ROWS = (
     row("sigmoid", "elementwise", 1, _float, "1 / (1 + e^-x)", flops=per_element(12)),
     row("erf", "elementwise", 1, _float, "error function", flops=per_element(15)),
     row("relu", "elementwise", 1, _number, "max(x, 0); its gradient at 0 is 0", flops=per_element(1)),
-    row("gelu", "elementwise", 1, _float, "x * Phi(x); `approximate=tanh` uses the tanh form", flops=per_element(16), approximate="none"),
+    row("gelu", "elementwise", 1, _gelu, "x * Phi(x); `approximate=tanh` uses the tanh form", flops=per_element(16), approximate="none"),
     row("not", "elementwise", 1, _logic, "logical negation"),
     row("cast", "elementwise", 1, _cast, "change of element type; float to integer truncates", dtype=Needs(str)),
 
@@ -93,6 +99,6 @@ ROWS = (
 
     # gradients of elementwise ops that are worth one op: (x, dy)
     row("relu_grad", "elementwise", 2, _float, "dy where x > 0, else 0", flops=per_element(1)),
-    row("gelu_grad", "elementwise", 2, _float, "dy * gelu'(x)", flops=per_element(24), approximate="none"),
+    row("gelu_grad", "elementwise", 2, _gelu, "dy * gelu'(x)", flops=per_element(24), approximate="none"),
 )
 # fmt: on

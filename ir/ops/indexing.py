@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from ..types import INTS, TensorType
-from .table import Needs, Types, Values, axis_of, ints, need, per_element, row
+from .table import Needs, Types, Values, axis_of, ints, need, need_numbers, per_element, row
 
 
 def _gather(x: Types, a: Values) -> tuple[TensorType, ...]:
     axis = axis_of(a["axis"], x[0].rank)
     need(x[1].dtype in INTS, f"indices must be integers, got {x[1]}")
+    need(x[0].shape[axis] != 0 or 0 in x[1].shape, f"there are no entries along axis {axis} of {x[0]}")
     return (x[0].with_shape((*x[0].shape[:axis], *x[1].shape, *x[0].shape[axis + 1 :])),)
 
 
 def _gather_grad(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need_numbers(x[:1])
     out = x[0].with_shape(ints(a["shape"]))
     (expected,) = _gather((out, x[1]), a)
     need(expected == x[0], f"gathering {x[1]} from {out} gives {expected}, but the gradient is {x[0]}")

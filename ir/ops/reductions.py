@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from ..types import TensorType
-from .table import Needs, Types, Values, axis_of, need, per_element, reduced_axes, row
+from ..types import FLOATS, TensorType
+from .table import Needs, Types, Values, axis_of, ints, need, need_numbers, per_element, reduced_axes, row
 
 
 def _reduce(x: Types, a: Values) -> tuple[TensorType, ...]:
-    need(x[0].dtype != "bool", "is not defined for bool; cast first")
+    need_numbers(x)
     axes = reduced_axes(x[0], a["axes"])
     if a["keep"]:
         return (x[0].with_shape(tuple(1 if i in axes else n for i, n in enumerate(x[0].shape))),)
     return (x[0].with_shape(tuple(n for i, n in enumerate(x[0].shape) if i not in axes)),)
 
 
+def _mean(x: Types, a: Values) -> tuple[TensorType, ...]:
+    found = _reduce(x, a)
+    need(x[0].dtype in FLOATS or not _is_empty(x[0], reduced_axes(x[0], a["axes"])), f"there is no mean of the integers of {x[0]}")
+    return found
+
+
+def _max(x: Types, a: Values) -> tuple[TensorType, ...]:
+    found = _reduce(x, a)
+    need(not _is_empty(x[0], reduced_axes(x[0], a["axes"])), f"there is no largest element along axes {list(ints(a['axes']))} of {x[0]}")
+    return found
+
+
+def _is_empty(t: TensorType, axes: tuple[int, ...]) -> bool:
+    return any(t.shape[i] == 0 for i in axes)
+
+
 def _argmax(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need_numbers(x)
     axis = axis_of(a["axis"], x[0].rank)
+    need(not _is_empty(x[0], (axis,)), f"there is no largest element along axis {axis} of {x[0]}")
     return (TensorType("i64", x[0].shape[:axis] + x[0].shape[axis + 1 :]),)
 
 
 # fmt: off
 ROWS = (
     row("sum", "reduce", 1, _reduce, "sum over `axes`", axes=Needs(tuple), keep=False, flops=per_element(1), dims="...+ -> ..."),
-    row("mean", "reduce", 1, _reduce, "mean over `axes`", axes=Needs(tuple), keep=False, flops=per_element(1), dims="...^ -> ..."),
-    row("max", "reduce", 1, _reduce, "largest over `axes`", axes=Needs(tuple), keep=False, flops=per_element(1), dims="...^ -> ..."),
+    row("mean", "reduce", 1, _mean, "mean over `axes`", axes=Needs(tuple), keep=False, flops=per_element(1), dims="...^ -> ..."),
+    row("max", "reduce", 1, _max, "largest over `axes`", axes=Needs(tuple), keep=False, flops=per_element(1), dims="...^ -> ..."),
     row("argmax", "reduce", 1, _argmax, "index of the first largest along `axis`", axis=Needs(int), flops=per_element(1), dims="...^ -> ..."),
 )
 # fmt: on

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..types import FLOATS, TensorType
-from .table import Types, Values, axis_of, need, per_element, row
+from .table import Types, Values, axis_of, need, need_floats, per_element, row
 
 
 def _row(x: Types, a: Values) -> tuple[TensorType, ...]:
@@ -14,6 +14,7 @@ def _row(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 def _norm_parts(x: TensorType, a: Values) -> tuple[TensorType, TensorType]:
     """Types of the statistics and of the weights of a layer norm over dimensions axis and after."""
+    need_floats((x,))
     axis = axis_of(a["axis"], x.rank)
     return x.with_shape(x.shape[:axis]), x.with_shape(x.shape[axis:])
 
@@ -42,6 +43,7 @@ def _layer_norm_grad_weight(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 
 def _batch_norm(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need_floats(x)
     need(x[0].rank >= 2, f"needs batch and channel dimensions, got {x[0]}")
     for t in x[1:]:
         need(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..graph import Attr
-from ..types import DTYPES, TensorType, broadcast_shapes
+from ..types import DTYPES, FLOATS, TensorType, broadcast_shapes
 
 # No upper limit for the number of operands.
 ANY = 1 << 16
@@ -67,6 +67,22 @@ def ints(attr: Attr) -> tuple[int, ...]:
     return attr  # type: ignore[return-value]
 
 
+def need_numbers(x: Types) -> None:
+    """TypeError for a bool operand."""
+    need(all(t.dtype != "bool" for t in x), "is not defined for bool; cast first")
+
+
+def need_floats(x: Types) -> None:
+    """TypeError for an operand that is not floating-point."""
+    for t in x:
+        need(t.dtype in FLOATS, f"needs a floating-point operand, got {t}")
+
+
+def same_dtype(x: Types) -> None:
+    """TypeError unless all operands have one element type."""
+    need(len({t.dtype for t in x}) == 1, f"element types differ: {' and '.join(map(str, x))}")
+
+
 def dtype_of(a: Attr) -> str:
     """An element-type attribute."""
     need(a in DTYPES, f"unknown element type {a!r}, expected one of {', '.join(DTYPES)}")
@@ -82,7 +98,7 @@ def reduced_axes(t: TensorType, axes: Attr) -> tuple[int, ...]:
 
 def broadcast(x: Types, a: Values) -> tuple[TensorType, ...]:
     """The result of operands of one element type that broadcast as in NumPy."""
-    need(len({t.dtype for t in x}) == 1, f"element types differ: {' and '.join(map(str, x))}")
+    same_dtype(x)
     return (TensorType(x[0].dtype, broadcast_shapes(*(t.shape for t in x))),)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ..types import FLOATS, INTS, TensorType
-from .table import Infer, Needs, Types, Values, need, per_element, row
+from .table import Infer, Needs, Types, Values, need, need_floats, per_element, row
 
 
 def _cross_entropy(x: Types, a: Values) -> tuple[TensorType, ...]:
     logits, labels = x[:2]
     need(logits.dtype in FLOATS and labels.dtype in INTS, f"needs floating-point logits and integer labels, got {logits} and {labels}")
+    need(logits.rank >= 1 and logits.shape[-1] != 0, f"there are no classes in {logits}")
     need(labels.shape == logits.shape[:-1], f"labels of {logits} must have shape {list(logits.shape[:-1])}, got {labels}")
     return logits.with_shape(()), logits.with_shape(logits.shape[:-1])
 
@@ -27,6 +28,7 @@ def _mse(x: Types, a: Values) -> tuple[TensorType, ...]:
 def _optimizer(states: int, scalars: int) -> Infer:
     def infer(x: Types, a: Values) -> tuple[TensorType, ...]:
         arrays, rest = x[: 2 + states], x[2 + states :]
+        need_floats(arrays)
         need(len(set(arrays)) == 1, f"weight, gradient and state differ: {' and '.join(map(str, arrays))}")
         need(len(rest) == scalars and all(t.shape == () for t in rest), f"expected {scalars} scalars, got {', '.join(map(str, rest))}")
         return (x[0],) * (1 + states)

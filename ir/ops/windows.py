@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..graph import Attr
 from ..types import TensorType
-from .table import Needs, Types, Values, ints, need, row
+from .table import Needs, Types, Values, ints, need, need_floats, need_numbers, row
 
 
 class Window(NamedTuple):
@@ -35,6 +35,9 @@ def window_of(a: Values, kernel: tuple[int, ...]) -> Window:
     strides, dilations, pads = (ints(a[k]) for k in ("strides", "dilations", "pads"))
     strides, dilations, pads = strides or (1,) * r, dilations or (1,) * r, pads or (0,) * 2 * r
     need(len(strides) == len(dilations) == r and len(pads) == 2 * r, f"strides, dilations and pads do not fit {r} spatial dimensions")
+    need(min(kernel) >= 1, f"a window must have 1 or more positions in each dimension, got {list(kernel)}")
+    need(min(strides) >= 1 and min(dilations) >= 1, f"strides and dilations must be 1 or more, got {list(strides)} and {list(dilations)}")
+    need(min(pads) >= 0, f"padding must not be negative, got {list(pads)}")
     return Window(kernel, strides, pads[:r], pads[r:], dilations)
 
 
@@ -44,7 +47,18 @@ def _pool(x: Types, a: Values) -> tuple[TensorType, ...]:
     return (x[0].with_shape((*x[0].shape[:2], *window_of(a, kernel).out_sizes(x[0].dims[2:]))),)
 
 
+def _max_pool(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need_numbers(x)
+    return _pool(x, a)
+
+
+def _avg_pool(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need_floats(x)
+    return _pool(x, a)
+
+
 def _max_pool_grad(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need_floats(x)
     (y,) = _pool(x[:1], a)
     need(y == x[1] == x[2], f"pooling {x[0]} gives {y}, but result and gradient are {x[1]} and {x[2]}")
     return (x[0],)
@@ -52,7 +66,7 @@ def _max_pool_grad(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 def _avg_pool_grad(x: Types, a: Values) -> tuple[TensorType, ...]:
     out = x[0].with_shape(ints(a["shape"]))
-    (y,) = _pool((out,), a)
+    (y,) = _avg_pool((out,), a)
     need(y == x[0], f"pooling {out} gives {y}, but the gradient is {x[0]}")
     return (out,)
 
@@ -66,9 +80,9 @@ _POOL: dict[str, Attr | Needs] = {"window": Needs(tuple), **WINDOW}
 
 # fmt: off
 ROWS = (
-    row("max_pool", "window", 1, _pool, "largest in each window; padding never wins", flops=_pool_flops, dims="n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
+    row("max_pool", "window", 1, _max_pool, "largest in each window; padding never wins", flops=_pool_flops, dims="n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
     row("max_pool_grad", "window", 3, _max_pool_grad, "from (x, y, dy): dy goes to the first largest of each window", flops=_pool_flops, dims="n c ...^, n c ...^, n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
-    row("avg_pool", "window", 1, _pool, "mean of each window; `include_pad` counts padding", flops=_pool_flops, include_pad=False, dims="n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
+    row("avg_pool", "window", 1, _avg_pool, "mean of each window; `include_pad` counts padding", flops=_pool_flops, include_pad=False, dims="n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
     row("avg_pool_grad", "window", 1, _avg_pool_grad, "from dy; `shape` is x's", flops=_pool_flops, include_pad=False, shape=Needs(tuple), dims="n c ...^ -> n c ...^", **_POOL),  # type: ignore[arg-type]
 )
 # fmt: on
