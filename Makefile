@@ -6,6 +6,7 @@
 #   make lint         formatting, lint and types             make format       put the files into the house format
 #   make bench        the benchmark on a small model         make bench-full   the benchmark at GPT-2-small size
 #   make bench-kernels  single kernels against torch
+#   make bench-models   training and inference of whole models on one thread, against torch and onnxruntime
 #   make docs         write the generated parts of the documentation anew
 #   make clean        remove the environment and what the other targets left
 
@@ -21,7 +22,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # One thread per process unless a program asks for more: stages set their threads themselves, and tests run side by side with them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-slow lint format docs bench bench-full bench-kernels clean environment
+.PHONY: demo test test-slow lint format docs bench bench-full bench-kernels bench-models clean environment
 .DEFAULT_GOAL := test
 
 environment: $(VENV)/ready
@@ -61,6 +62,9 @@ bench: $(VENV)/ready
 
 bench-kernels: $(VENV)/ready
 	$(BIN)/python benchmarks/kernels.py
+
+bench-models: $(VENV)/ready
+	$(BIN)/python benchmarks/models.py --json benchmarks/models.json
 
 bench-full: $(VENV)/ready
 	$(BIN)/python benchmarks/train_gpt.py --json benchmarks/train_gpt.json

@@ -67,6 +67,16 @@ class _Sheet:
         parts = (x, self.full(f"{name}.weight", (width,), 1.0), self.full(f"{name}.bias", (width,), 0.0))
         return self.node("LayerNormalization", parts, name, axis=-1, epsilon=1e-5)
 
+    def scaled(self, name: str, x: str, weight: float, spread: float = 0.1) -> str:
+        """Batch norm with stored statistics: parameters and statistics vary by `spread` from channel to channel, scales about `weight`."""
+        channels = self.tensors[f"{x}.weight"].shape[0]
+        parts = [self.normal(f"{name}.{part}", (channels,), spread) for part in _NORM]
+        for part, middle in zip(parts, (weight, 0.0, 0.0, 1.0), strict=True):
+            self.tensors[part] = (self.tensors[part] * (weight if part == parts[0] else 1.0) + middle).astype(self.dtype)
+        # A variance has to stay above zero however it is drawn.
+        self.tensors[parts[3]] = np.abs(self.tensors[parts[3]]) + self.dtype.type(spread)
+        return self.node("BatchNormalization", (x, *parts), name, epsilon=1e-5)
+
     def write(self, path: str | Path, name: str, x: tuple[str, np.dtype, Sequence[Batch]], y: tuple[str, Sequence[Batch]]) -> Path:
         import onnx
         from onnx import helper, numpy_helper
@@ -196,6 +206,107 @@ def write_cnn(
     sheet.linear(x, "y", rows, classes, sqrt(1.0 / rows))
     open_batch: Batch = "batch" if batch is None else batch
     return sheet.write(path, "cnn", ("x", sheet.dtype, (open_batch, channels[0], size, size)), ("y", (open_batch, classes)))
+
+
+def write_resnet(
+    path: str | Path,
+    batch: int | None = None,
+    *,
+    blocks: Sequence[int] = (3, 4, 6, 3),
+    width: int = 64,
+    size: int = 224,
+    classes: int = 1000,
+    seed: int = 0,
+    dtype: str = "f32",
+) -> Path:
+    """A residual network of bottleneck blocks, ResNet-50 unless told otherwise: a 7x7 convolution with stride 2 and 3x3 max pooling, stages of
+    `blocks` blocks, the stride of a stage in the 3x3 convolution of its first block, the mean over space, a linear layer.
+
+    Input `x` [batch, 3, size, size], output `y` [batch, classes]. Convolutions have He weights and no bias; batch norms have stored statistics
+    that vary over channels, and those in front of a sum have scales about 0.3, so that sums of many blocks stay small.
+    """
+    sheet = _Sheet(dtype, seed)
+
+    def conv(x: str, name: str, before: int, after: int, kernel: int, stride: int = 1) -> str:
+        weight = sheet.normal(f"{name}.weight", (after, before, kernel, kernel), sqrt(2.0 / (kernel * kernel * before)))
+        pads, shape = [kernel // 2] * 4, [kernel, kernel]
+        return sheet.node("Conv", (x, weight), name, kernel_shape=shape, pads=pads, strides=[stride, stride])
+
+    x = sheet.scaled("stem.norm", conv("x", "stem.conv", 3, width, 7, 2), 1.0)
+    x = sheet.node("MaxPool", (sheet.node("Relu", (x,), "stem.relu"),), "stem.pool", kernel_shape=[3, 3], strides=[2, 2], pads=[1] * 4)
+    before = width
+    for i, count in enumerate(blocks):
+        inner = width * 2**i
+        for j in range(count):
+            at, stride = f"stage{i + 1}.{j}", 2 if i and not j else 1
+            y = x
+            sizes = ((before, inner, 1, 1), (inner, inner, 3, stride), (inner, 4 * inner, 1, 1))
+            for k, part in enumerate(sizes):
+                y = sheet.scaled(f"{at}.norm{k + 1}", conv(y, f"{at}.conv{k + 1}", *part), 1.0 if k < 2 else 0.3)
+                y = sheet.node("Relu", (y,), f"{at}.relu{k + 1}") if k < 2 else y
+            if j == 0:
+                x = sheet.scaled(f"{at}.short.norm", conv(x, f"{at}.short.conv", before, 4 * inner, 1, stride), 1.0)
+            x = sheet.node("Relu", (sheet.node("Add", (y, x), f"{at}.sum"),), f"{at}.out")
+            before = 4 * inner
+    x = sheet.node("Flatten", (sheet.node("GlobalAveragePool", (x,), "pool"),), "flat", axis=1)
+    sheet.linear(x, "y", before, classes, sqrt(1.0 / before))
+    open_batch: Batch = "batch" if batch is None else batch
+    return sheet.write(path, "resnet", ("x", sheet.dtype, (open_batch, 3, size, size)), ("y", (open_batch, classes)))
+
+
+def write_bert(
+    path: str | Path,
+    batch: int | None = None,
+    *,
+    layers: int = 12,
+    width: int = 768,
+    heads: int = 12,
+    vocab: int = 30522,
+    positions: int = 128,
+    classes: int = 2,
+    seed: int = 0,
+    dtype: str = "f32",
+) -> Path:
+    """A BERT-shaped encoder, BERT-base unless told otherwise: learned positions, blocks with the norm behind, erf gelu, attention in both directions,
+    and a classification head: tanh of a linear layer on the first position, then a linear layer. Sequences are full, there is no mask.
+
+    Input `tokens` i64 [batch, positions], output `y` [batch, classes]. Weights are normal with deviation 0.02, biases zero.
+    """
+    if width % heads:
+        raise ValueError(f"width {width} does not divide into {heads} heads")
+    sheet = _Sheet(dtype, seed)
+    size = width // heads
+    sheet.integers("heads.shape", (0, positions, heads, size))
+    sheet.integers("merged.shape", (0, positions, width))
+    sheet.tensors["first"] = np.zeros((), np.int64)
+    sheet.scalar("scale", 1.0 / sqrt(size))
+    sheet.node("Gather", (sheet.normal("word.weight", (vocab, width), 0.02), "tokens"), "word", axis=0)
+    x = sheet.node("Add", ("word", sheet.normal("position.weight", (positions, width), 0.02)), "placed")
+    x = sheet.norm(sheet.node("Add", (x, sheet.normal("segment.weight", (1, width), 0.02)), "embedding"), "embedding.norm", width)
+    for i in range(layers):
+        at = f"layer.{i}"
+        turned = []
+        # Keys are turned for the product in the same step that brings the heads forward.
+        for part, perm in (("query", (0, 2, 1, 3)), ("key", (0, 2, 3, 1)), ("value", (0, 2, 1, 3))):
+            y = sheet.linear(x, f"{at}.{part}", width, width, 0.02)
+            y = sheet.node("Reshape", (y, "heads.shape"), f"{at}.{part}.split")
+            turned.append(sheet.node("Transpose", (y,), f"{at}.{part}.heads", perm=perm))
+        q, k, v = turned
+        scores = sheet.node("Mul", (sheet.node("MatMul", (q, k), f"{at}.product"), "scale"), f"{at}.scores")
+        weights = sheet.node("Softmax", (scores,), f"{at}.softmax", axis=-1)
+        mixed = sheet.node("Transpose", (sheet.node("MatMul", (weights, v), f"{at}.mix"),), f"{at}.turned", perm=(0, 2, 1, 3))
+        merged = sheet.node("Reshape", (mixed, "merged.shape"), f"{at}.merged")
+        y = sheet.linear(merged, f"{at}.output", width, width, 0.02)
+        x = sheet.norm(sheet.node("Add", (x, y), f"{at}.sum1"), f"{at}.norm1", width)
+        wide = sheet.node("Gelu", (sheet.linear(x, f"{at}.up", width, 4 * width, 0.02),), f"{at}.gelu")
+        y = sheet.linear(wide, f"{at}.down", 4 * width, width, 0.02)
+        x = sheet.norm(sheet.node("Add", (x, y), f"{at}.sum2"), f"{at}.norm2", width)
+    first = sheet.node("Gather", (x, "first"), "first.position", axis=1)
+    pooled = sheet.node("Tanh", (sheet.linear(first, "pooler", width, width, 0.02),), "pooler.tanh")
+    sheet.linear(pooled, "y", width, classes, 0.02)
+    open_batch: Batch = "batch" if batch is None else batch
+    tokens = ("tokens", np.dtype(np.int64), (open_batch, positions))
+    return sheet.write(path, "bert", tokens, ("y", (open_batch, classes)))
 
 
 _NORM = {"weight": 1.0, "bias": 0.0, "mean": 0.0, "var": 1.0}

@@ -10,7 +10,7 @@ import pytest
 
 import penstock.models
 from penstock.frontends.onnx import import_onnx
-from penstock.models import write_cnn, write_gpt, write_mlp
+from penstock.models import write_bert, write_cnn, write_gpt, write_mlp, write_resnet
 
 from .conftest import compare, draw, run
 
@@ -52,6 +52,46 @@ def test_mlp(tmp_path: Path, dtype: str) -> None:
     imported = compare(path, {"x": draw("x", kind, (4, 6))}, dims={"batch": 4})
     assert list(imported.module.vars) == ["fc1.weight", "fc1.bias", "y.weight", "y.bias"]
     assert {var.type.dtype for var in imported.module.vars.values()} == {dtype}
+
+
+def test_resnet(tmp_path: Path) -> None:
+    path = write_resnet(tmp_path / "resnet.onnx", 2, blocks=(1, 2), width=4, size=32, classes=5)
+    onnx.checker.check_model(str(path), full_check=True)
+    imported = compare(path, {"x": draw("x", np.dtype(np.float32), (2, 3, 32, 32))}, 1e-4)
+    params = {var.name: var.type.dims for var in imported.module.vars.values() if var.role == "param"}
+    assert params["stage2.0.conv2.weight"] == (8, 8, 3, 3)
+    assert params["stage2.0.short.conv.weight"] == (32, 16, 1, 1)
+    assert "stage2.1.short.conv.weight" not in params
+    # Scales and offsets are trained, statistics are not.
+    assert {name.rpartition(".")[2] for name in params} == {"weight", "bias"}
+    stored = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(str(path)).graph.initializer}
+    assert all((array > 0).all() for name, array in stored.items() if name.endswith(".var"))
+
+
+def test_resnet_50_has_its_size(tmp_path: Path) -> None:
+    module = import_onnx(write_resnet(tmp_path / "resnet.onnx", 1)).module
+    assert sum(var.type.size for var in module.vars.values() if var.role == "param") == 25_557_032
+
+
+def test_bert(tmp_path: Path) -> None:
+    sizes = {"layers": 2, "width": 16, "heads": 2, "vocab": 29, "positions": 8, "classes": 3}
+    path = write_bert(tmp_path / "bert.onnx", 3, **sizes)
+    onnx.checker.check_model(str(path), full_check=True)
+    imported = compare(path, tokens(), 1e-4)
+    per_block = 4 * (16 * 16 + 16) + (16 * 64 + 64) + (64 * 16 + 16) + 4 * 16
+    params = [var for var in imported.module.vars.values() if var.role == "param"]
+    assert sum(var.type.size for var in params) == (29 + 8 + 1) * 16 + 2 * 16 + 2 * per_block + (16 * 16 + 16) + (16 * 3 + 3)
+    with pytest.raises(ValueError, match="heads"):
+        write_bert(tmp_path / "bert.onnx", **sizes | {"heads": 3})
+
+
+def test_bert_looks_both_ways(tmp_path: Path) -> None:
+    imported = import_onnx(write_bert(tmp_path / "bert.onnx", 3, layers=1, width=16, heads=2, vocab=29, positions=8))
+    feeds = tokens()
+    changed = {"tokens": feeds["tokens"].copy()}
+    changed["tokens"][:, 7] = (changed["tokens"][:, 7] + 1) % 29
+    (before,), (after,) = run(imported, feeds), run(imported, changed)
+    assert (before != after).all()
 
 
 def test_cnn(tmp_path: Path) -> None:
