@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.ir.cluster import Device
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph, Module
 
@@ -30,7 +31,9 @@ BACKENDS = ("tvm", "numpy")
 
 
 class StageProgram(Protocol):
-    """The compiled graphs of one stage, ready to run in this process."""
+    """The compiled graphs of one stage, ready to run in this process. All tensors are on `device`."""
+
+    device: torch.device
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 
@@ -71,3 +74,15 @@ def stage_graphs(module: Module, stage: int) -> tuple[Graph, ...]:
     """The graphs of a stage in module order: `s2.F`, `s2.B`, `s2.U`, those that exist."""
     prefix = f"s{stage}."
     return tuple(g for name, g in module.graphs.items() if name.startswith(prefix))
+
+
+def device_of(module: Module, stage: int) -> Device | None:
+    """The device of the cluster that a stage runs on; None in a module without a cluster."""
+    place = next((s.place for s in module.stages if s.index == stage), None)
+    return module.cluster.device(place) if module.cluster is not None and place is not None else None
+
+
+def target_of(module: Module, stage: int, processor: str) -> str:
+    """What to compile a stage for: the architecture of its GPU, else `processor`."""
+    device = device_of(module, stage)
+    return device.target if device is not None and device.kind == "cuda" else processor

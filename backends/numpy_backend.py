@@ -74,6 +74,9 @@ class NumpyProgram:
     """The graphs of one stage, interpreted."""
 
     def __init__(self, graphs: Sequence[Graph]) -> None:
+        import torch
+
+        self.device = torch.device("cpu")
         self._graphs = {g.name: g for g in graphs}
         self._signatures = {g.name: signature(g) for g in graphs}
 

@@ -12,7 +12,8 @@ A cluster file is TOML, with one table per device and per link; every key but th
     bandwidth = 1e10      # memory, bytes per second
     target = "native"     # code generation target
 
-Pairs of devices without a link entry get the defaults of their kind of connection: same host, or another host.
+A device of kind cuda (or gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the architecture; its rates are by default those of
+the usual card of that architecture. Pairs of devices without a link entry get the defaults of their kind of connection: same host, or another host.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from .errors import UsageError
 from .graph import Scalar
 
 KINDS = {"cpu": "ram", "cuda": "hbm"}
+# Float32 operations and bytes per second by data sheet (A100, A40, L40S, H100): what a plan starts from when the file does not say.
+CUDA_RATES = {"sm_80": (1.95e13, 1.55e12), "sm_86": (3.74e13, 6.96e11), "sm_89": (9.16e13, 8.64e11), "sm_90": (6.7e13, 3.35e12)}
 SAME_HOST = (2e9, 5e-5)
 OTHER_HOST = (1e9, 2e-4)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -122,6 +125,22 @@ class Cluster:
         return Cluster(tuple(Device(f"cpu:{i}", threads=threads, flops=5e10 * threads, spaces=spaces) for i in range(count)))
 
     @staticmethod
+    def listed(names: str) -> Cluster:
+        """Devices of this machine, by a list such as `cpu,sm_90,sm_90`: CPU devices share its threads, architectures stand for its GPUs in order."""
+        words = [word.strip() for word in names.split(",")]
+        bad = [word for word in words if word != "cpu" and not word.startswith("sm_")]
+        if bad:
+            raise UsageError(
+                f"unknown device {bad[0]!r}", hint="a number of CPU devices, or a list of `cpu` and CUDA architectures: cpu,sm_90"
+            )
+        cpus = iter(Cluster.local(max(words.count("cpu"), 1)).devices)
+        devices: list[Device] = []
+        for word in words:
+            number = sum(d.kind == "cuda" for d in devices)
+            devices.append(next(cpus) if word == "cpu" else _cuda_device(f"cuda:{number}", word))
+        return Cluster(tuple(devices))
+
+    @staticmethod
     def load(path: str | os.PathLike[str]) -> Cluster:
         """Read a cluster file; one UsageError lists everything that is wrong with it."""
         try:
@@ -139,6 +158,11 @@ class Cluster:
         for link in self.links:
             lines += ["[[link]]", f'a = "{link.a}"', f'b = "{link.b}"', *_toml_fields(link.fields()), ""]
         return "\n".join(lines)
+
+
+def _cuda_device(name: str, target: str) -> Device:
+    flops, bandwidth = CUDA_RATES.get(target, CUDA_RATES["sm_80"])
+    return Device(name, "cuda", target=target, flops=flops, bandwidth=bandwidth)
 
 
 def _toml_fields(given: Mapping[str, Scalar]) -> list[str]:
@@ -205,9 +229,21 @@ class _ClusterReader:
         where = f"device {table.get('name', index)!r}"
         memory = self._bytes(where, table.get("memory"))
         spec: dict[str, tuple[type, Scalar]] = {
-            "name": (str, ""), "kind": (str, "cpu"), "host": (str, "localhost"), "target": (str, "native"), "threads": (int, 1), "flops": (float, 5e10), "bandwidth": (float, 1e10),
+            "name": (str, ""), "kind": (str, "cpu"), "host": (str, "localhost"), "target": (str, "native"), "threads": (int, 1), "flops": (float, 5e10), "bandwidth": (float, 1e10), "arch": (str, ""),
         }  # fmt: skip
+        if table.get("kind") in ("cuda", "gpu"):
+            table = {**table, "kind": "cuda"}
+            target = table.get("arch", table.get("target"))
+            if not isinstance(target, str) or not target.startswith("sm_"):
+                self.problems.append(f'{where}: a cuda device needs an architecture, e.g. arch = "sm_90"')
+            flops, bandwidth = CUDA_RATES.get(str(target), CUDA_RATES["sm_80"])
+            spec |= {"target": (str, ""), "flops": (float, flops), "bandwidth": (float, bandwidth)}
+        elif "arch" in table:
+            self.problems.append(f"{where}: arch is for cuda devices; a cpu has a target")
         values = self._take(where, {k: v for k, v in table.items() if k != "memory"}, spec)
+        arch = values.pop("arch")
+        if arch:
+            values["target"] = arch
         if not values["name"] or any(c.isspace() for c in str(values["name"])):
             self.problems.append(f"{where}: needs a name without blanks")
         if values["kind"] not in KINDS:

@@ -36,7 +36,7 @@ from .pipeline import PIPELINE
 from .target import Machine, machine_of, tvm_target
 
 # TVM builds Relax functions on one stack for the whole process: stages may be linked side by side, but not lowered.
-_ONE_AT_A_TIME = threading.Lock()
+ONE_AT_A_TIME = threading.Lock()
 
 
 class BuildError(PenstockError):
@@ -64,10 +64,11 @@ def cache_folder() -> Path | None:
     return (Path(base) if base else Path.home() / ".cache") / "penstock"
 
 
-def content_key(graphs: Sequence[Graph], machine: Machine) -> str:
-    """The name of a stage's library in the cache."""
+def content_key(graphs: Sequence[Graph], machine: Machine, compiler: str = "") -> str:
+    """The name of a stage's library in the cache. `compiler` is that of the device, where another one than LLVM makes its code."""
     digest = hashlib.sha256(source_fingerprint())
-    versions = (tvm.__version__, str(codegen.llvm_version_major()), str(tvm_target(machine.name)))
+    target = f"cuda {machine.name} {compiler}" if machine.is_device else str(tvm_target(machine.name))
+    versions = (tvm.__version__, str(codegen.llvm_version_major()), target)
     texts = ("\n".join(print_graph(_without_locations(graph))) for graph in graphs)
     for part in (*versions, *texts):
         digest.update(part.encode())
@@ -89,7 +90,7 @@ def source_fingerprint() -> bytes:
     return digest.digest()
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -110,7 +111,7 @@ class Cache:
             _publish(entry, to)
         except FileNotFoundError:
             return False
-        if _sha256(to) == expected:
+        if sha256_of(to) == expected:
             return True
         to.unlink()
         return False
@@ -121,7 +122,7 @@ class Cache:
         self.folder.mkdir(parents=True, exist_ok=True)
         _publish(library, self.folder / f"{key}.so")
         with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".part", delete=False) as file:
-            file.write(_sha256(library) + "\n")
+            file.write(sha256_of(library) + "\n")
         Path(file.name).replace(self.folder / f"{key}.sha256")
 
 
@@ -136,7 +137,7 @@ def _publish(source: Path, target: Path) -> None:
     Path(file.name).replace(target)
 
 
-def _dump(folder: Path, module: Any, lowered: Sequence[Lowered], name: str) -> None:
+def dump_kernels(folder: Path, module: Any, lowered: Sequence[Lowered], name: str) -> None:
     """Relax text and the source of every kernel, for people."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.relax.py").write_text(module.script() + "\n")
@@ -165,10 +166,10 @@ def build_graphs(
     key, libraries = content_key(graphs, machine), Cache(cache_folder())
     cached = libraries.fetch(key, out)
     if not cached or dump_dir is not None:
-        with _ONE_AT_A_TIME:
+        with ONE_AT_A_TIME:
             module, lowered = lower_graphs(graphs, machine)
             if dump_dir is not None:
-                _dump(dump_dir, module, lowered, out.stem)
+                dump_kernels(dump_dir, module, lowered, out.stem)
             if not cached:
                 count = sum(isinstance(f, tvm.tirx.PrimFunc) for _, f in module.functions_items())
                 report(1, 3, f"compiling {count} kernels of {where}")
@@ -178,7 +179,7 @@ def build_graphs(
             _link(executable, out, where)
             libraries.keep(key, out)
     report(3, 3, f"{'found' if cached else 'compiled'} {where}")
-    return Built(out, _sha256(out), cached, time.monotonic() - started)
+    return Built(out, sha256_of(out), cached, time.monotonic() - started)
 
 
 def _compile(module: Any, machine: Machine, where: str) -> Any:

@@ -50,15 +50,21 @@ def set_threads(threads: int) -> None:
 class TvmProgram:
     """The functions of one stage's library."""
 
-    def __init__(self, library: Path, graphs: Sequence[Graph], threads: int = 1) -> None:
+    def __init__(self, library: Path, graphs: Sequence[Graph], threads: int = 1, device: torch.device | None = None) -> None:
+        import torch
+
+        self.device = device or torch.device("cpu")
         set_threads(threads)
+        self._machine: Any = self._open(library)
+        self._functions = {g.name: self._machine[function_name(g.name)] for g in graphs}
+        self._signatures: dict[str, Signature] = {g.name: signature(g) for g in graphs}
+
+    def _open(self, library: Path) -> Any:
         # Only now: TVM reads the number of threads when it is loaded.
         import tvm
         from tvm.runtime.vm import VirtualMachine
 
-        self._machine: Any = VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
-        self._functions = {g.name: self._machine[function_name(g.name)] for g in graphs}
-        self._signatures: dict[str, Signature] = {g.name: signature(g) for g in graphs}
+        return VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run one graph; slots among the arguments are updated in place."""

@@ -26,9 +26,8 @@ from tvm import relax
 from penstock.ir.graph import Graph, Op, Slot, Value, signature, slot_of
 from penstock.ir.types import TensorType, numpy_dtype
 
-from .kernels import Group, Kernel, NotOneKernel, generate
-from .kernels.body import EFFECTS, Body
-from .kernels.elementwise import emit_effect
+from .kernels import Group, Kernel, NotOneKernel, generate, generate_effect
+from .kernels.body import EFFECTS
 from .kernels.emit import TVM_DTYPES
 from .load import function_name
 from .target import Machine
@@ -203,16 +202,10 @@ def _kernels(graph: Graph, machine: Machine) -> list[tuple[Group, Kernel]]:
                     found.append((part, generate(part, machine)))
                 except NotOneKernel as error:
                     if len(part.ops) == 1 and part.ops[0].kind in ("take", "accum", "write"):
-                        found.append((part, _effect_alone(part, machine)))
+                        found.append((part, generate_effect(part, machine)))
                         continue
                     raise AssertionError(f"no kernel for {part.ops[0].kind} {part.ops[0].ins} -> {part.ops[0].outs}: {error}") from error
     return found
-
-
-def _effect_alone(group: Group, machine: Machine) -> Kernel:
-    body = Body(group, machine)
-    emit_effect(body, group.ops[0])
-    return body.kernel()
 
 
 # ---------------------------------------------------------------------------------------- order

@@ -34,6 +34,8 @@ class Machine:
     product_vectors: int
     # Elements below which a loop is not worth waking the other threads.
     serial_below: int = 16384
+    # A GPU, whose kernels have loops of their own.
+    is_device: bool = False
 
 
 def host_cpu() -> str:

@@ -121,7 +121,7 @@ def compile(
 ) -> Path:
     """Make machine code for every stage, and write the bundle."""
     from penstock.backends.bundle import write_bundle
-    from penstock.backends.interface import backend_of
+    from penstock.backends.interface import backend_of, target_of
 
     maker = backend_of(backend)
     stages = [stage.index for stage in plan.module.stages]
@@ -132,10 +132,9 @@ def compile(
         def build(stage: int) -> list[Path]:
             folder = Path(scratch) / str(stage)
             folder.mkdir()
-            return [
-                folder / name
-                for name in maker.compile_stage(plan.module, stage, folder, target=target, progress=shared.of(stage), dump_dir=dumps)
-            ]
+            wanted = target_of(plan.module, stage, target)
+            names = maker.compile_stage(plan.module, stage, folder, target=wanted, progress=shared.of(stage), dump_dir=dumps)
+            return [folder / name for name in names]
 
         # The linker of one stage runs beside the compiler of the next; a few stages at a time bound the memory.
         with ThreadPoolExecutor(min(len(stages), usable_cores())) as pool:

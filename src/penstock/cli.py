@@ -162,11 +162,20 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _devices(text: str) -> int | str:
+    return text if "," in text or text == "cpu" or text.startswith("sm_") else _positive(text)
+
+
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL.onnx")
     devices = parser.add_mutually_exclusive_group()
     devices.add_argument("--cluster", metavar="FILE", help="cluster file (TOML)")
-    devices.add_argument("--devices", type=_positive, metavar="N", help="N equal CPU devices on this machine (default: 1)")
+    devices.add_argument(
+        "--devices",
+        type=_devices,
+        metavar="N|LIST",
+        help="N equal CPU devices on this machine, or a list of `cpu` and CUDA architectures, e.g. cpu,sm_90 (default: 1)",
+    )
     parser.add_argument(
         "--dim", action="append", default=[], metavar="NAME=INT", help="bind a symbolic dimension; the batch dimension is one microbatch"
     )

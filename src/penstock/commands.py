@@ -53,7 +53,12 @@ def _plan(arguments: Namespace) -> Plan:
     from penstock.passes.manager import Dump
 
     training = _training(arguments)
-    cluster = Cluster.load(arguments.cluster) if arguments.cluster else Cluster.local(arguments.devices or arguments.stages or 1)
+    if arguments.cluster:
+        cluster = Cluster.load(arguments.cluster)
+    elif isinstance(arguments.devices, str):
+        cluster = Cluster.listed(arguments.devices)
+    else:
+        cluster = Cluster.local(arguments.devices or arguments.stages or 1)
     model = api.from_onnx(arguments.model, dims=_dims(arguments.dim), frozen=arguments.frozen)
     for line in model.imported.report:
         say(line)

@@ -44,6 +44,10 @@ MAIN: dict[str, Callable[[Body, Op], None]] = {
 
 def generate(group: Group, machine: Machine) -> Kernel:
     """The kernel of a group; NotOneKernel when it needs several."""
+    if machine.is_device:
+        from ..cuda.generate import generate as generate_for_device
+
+        return generate_for_device(group, machine)
     body = Body(group, machine)
     main = [op for op in group.ops if op.kind in MAIN]
     if len(main) > 1:
@@ -55,4 +59,15 @@ def generate(group: Group, machine: Machine) -> Kernel:
     return body.kernel()
 
 
-__all__ = ["MAIN", "Group", "Kernel", "NotOneKernel", "generate"]
+def generate_effect(group: Group, machine: Machine) -> Kernel:
+    """The kernel of a state operation on its own."""
+    if machine.is_device:
+        from ..cuda.generate import generate_effect as generate_for_device
+
+        return generate_for_device(group, machine)
+    body = Body(group, machine)
+    elementwise.emit_effect(body, group.ops[0])
+    return body.kernel()
+
+
+__all__ = ["MAIN", "Group", "Kernel", "NotOneKernel", "generate", "generate_effect"]

@@ -10,10 +10,10 @@ at the same element. NotOneKernel is raised when a group does not have this prop
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tvm import tirx
 
@@ -57,8 +57,32 @@ class Kernel:
     outs: tuple[Value, ...]
 
 
+class Loops(Protocol):
+    """The loops of generators that serve several kinds of device; each finishes every element it computes."""
+
+    def nest(self, body: Body, shape: tuple[int, ...], merged: int, point: Callable[[Index], None]) -> None: ...
+
+    def reduce(
+        self,
+        body: Body,
+        shape: tuple[int, ...],
+        axes: Sequence[int],
+        dtype: str,
+        steps: Sequence[Any],
+        element: Callable[[Index], Sequence[Expr]],
+        result: Callable[[Index, Sequence[Expr]], None],
+    ) -> None: ...
+
+    def product(self, body: Body, product: Any) -> None: ...
+
+    def rows(self, body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> Any: ...
+
+
 class Body:
     """One kernel while it is being emitted."""
+
+    # None: the loops for CPUs that stand beside the generators.
+    loops: Loops | None = None
 
     def __init__(self, group: Group, machine: Machine) -> None:
         self.group, self.machine, self.emit = group, machine, Emitter()
@@ -161,9 +185,14 @@ class Body:
         op = self._producers.get(value) or self.group.inline[value]
         if not has_element_rule(op.kind):
             raise NotOneKernel(f"{op.kind} has no single element")
-        for out, expr in zip(op.outs, element(self.functions, op, lambda k, i: self.at(op.ins[k], i), index), strict=True):
+        results = element(self.functions, self.computed(op), lambda k, i: self.at(op.ins[k], i), index)
+        for out, expr in zip(op.outs, results, strict=True):
             self._frame[out, key[1]] = (expr if op.kind in ("const", "iota") else self.emit.bind(expr), index)
         return self._frame[key][0]
+
+    def computed(self, op: Op) -> Op:
+        """The operation with the element types it is computed in."""
+        return op
 
     # ------------------------------------------------------------------------------ storing
 

@@ -92,6 +92,9 @@ def _point(body: Body, root: Op, index: Index) -> None:
 def emit_nest(body: Body, shape: tuple[int, ...], merged: int, point: Callable[[Index], None]) -> None:
     """Loops over `shape`; dimensions from `merged` on are one run, whose position is given as the coordinate of the last dimension of the
     run that is not 1: coordinates of dimensions of size 1 are never looked at."""
+    if body.loops is not None:
+        body.loops.nest(body, shape, merged, point)
+        return
     outer, run = shape[:merged], prod(shape[merged:])
     if run == 0 or prod(outer) == 0:
         return
@@ -106,9 +109,7 @@ def _nest(
     emit, lanes = body.emit, body.lanes
 
     def index_of(lead: tuple[Expr, ...], position: Expr) -> Index:
-        inner = shape[merged:]
-        at = max((i for i, n in enumerate(inner) if n != 1), default=len(inner) - 1)
-        return (*lead, *(position if i == at else zero() for i in range(len(inner))))
+        return (*lead, *run_index(shape[merged:], position))
 
     if prod(outer) == 1:
         block = _BLOCK * lanes
@@ -126,6 +127,12 @@ def _nest(
         lead = _unravel(body, o, outer)
         for i, _ in emit.spans(run, lanes):
             point(index_of(lead, i))
+
+
+def run_index(run: tuple[int, ...], position: Expr) -> Index:
+    """The index in a run of dimensions of its element at `position`."""
+    at = max((i for i, n in enumerate(run) if n != 1), default=len(run) - 1)
+    return tuple(position if i == at else zero() for i in range(len(run)))
 
 
 def _unravel(body: Body, position: Expr, shape: tuple[int, ...]) -> Index:

@@ -464,6 +464,9 @@ def _emit_dots(body: Body, p: Product) -> None:
 
 def emit_product(body: Body, product: Product) -> None:
     p = product
+    if body.loops is not None:
+        body.loops.product(body, p)
+        return
     if p.m <= _DOT_ROWS and p.a_along_k and p.b_along_k and len(body.group.ops) <= _DOT_COLUMNS and p.k > 0:
         _emit_dots(body, p)
     else:

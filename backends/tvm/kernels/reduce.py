@@ -39,6 +39,9 @@ def reduce_over(
     result: Callable[[Index, Sequence[Expr]], None],
 ) -> None:
     """Reduce `element(index)` over `axes` of `shape`; `result` gets the index over the kept dimensions and the totals."""
+    if body.loops is not None:
+        body.loops.reduce(body, shape, axes, dtype, steps, element, result)
+        return
     kept = [d for d in range(len(shape)) if d not in axes]
     wide = [d for d in range(len(shape)) if shape[d] > 1]
     if kept and wide and wide[-1] in kept:
@@ -47,7 +50,7 @@ def reduce_over(
         _rows(body, shape, kept, list(axes), dtype, steps, element, result)
 
 
-def _place(shape: tuple[int, ...], groups: Sequence[tuple[Sequence[int], Index]]) -> Index:
+def index_over(shape: tuple[int, ...], groups: Sequence[tuple[Sequence[int], Index]]) -> Index:
     index: list[Expr] = [zero()] * len(shape)
     for dims, part in groups:
         for d, i in zip(dims, part, strict=True):
@@ -94,7 +97,7 @@ def _columns(
             stack.enter_context(body.point())
 
             def step(c: Expr) -> None:
-                index = _place(shape, [(lead, o), (axes, inner), (run, unravel(base + c, run_shape))])
+                index = index_over(shape, [(lead, o), (axes, inner), (run, unravel(base + c, run_shape))])
                 for acc, (_, combine), x in zip(accs, steps, element(index), strict=True):
                     emit.store(acc, combine(tirx.BufferLoad(acc, [c]), x), c)
 
@@ -149,7 +152,7 @@ def _rows(
             stack.enter_context(body.point())
 
             def take(c: Expr, places: Sequence[object], at: Expr) -> None:
-                index = _place(shape, [(kept, row), (outer_axes, outer), (run, unravel(c, run_shape))])
+                index = index_over(shape, [(kept, row), (outer_axes, outer), (run, unravel(c, run_shape))])
                 for place, (_, combine), x in zip(places, steps, element(index), strict=True):
                     emit.store(place, combine(tirx.BufferLoad(place, [at]), x), at)
 

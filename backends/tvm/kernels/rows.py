@@ -102,8 +102,8 @@ class Rows:
             return unravel(position, self.axis)
         return (*(zero(),) * (len(self.axis) - 1), position)
 
-    def scratch(self, dtype: str) -> Callable[[Expr], tuple[Buffer, Expr]]:
-        """Memory for one row (of every lane): gives buffer and place for a position."""
+    def scratch(self, dtype: str) -> Callable[[Expr], tuple[Buffer, Expr]] | None:
+        """Memory for one row (of every lane): gives buffer and place for a position. None where computing twice is better."""
         width = self.body.lanes if self.across else 1
         buffer = self.emit.alloc(self.length * width, dtype, "row")
         return lambda c: (buffer, c * width + self._lane if self.across else c)
@@ -184,10 +184,18 @@ class Rows:
                     self.body.finish({v: (x, index) for v, x in element(c, index).items()})
 
 
+def rows_of(body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> Rows:
+    """The rows of a tensor, with the loops of the device that the kernel is for."""
+    if body.loops is not None:
+        rows: Rows = body.loops.rows(body, shape, first, last, values)
+        return rows
+    return Rows(body, shape, first, last, values)
+
+
 def emit_softmax(body: Body, op: Op) -> None:
     x, y = op.ins[0], op.outs[0]
     axis, dtype = axis_of(op, x), x.type.dtype
-    rows = Rows(body, x.type.dims, axis, axis + 1, [x])
+    rows = rows_of(body, x.type.dims, axis, axis + 1, [x])
 
     def one_row() -> None:
         top = rows.one(dtype, -math.inf, body.functions.peak, lambda c: body.at(x, rows.index(c)))
@@ -222,7 +230,7 @@ def emit_softmax(body: Body, op: Op) -> None:
 def emit_softmax_grad(body: Body, op: Op) -> None:
     y, dy = op.ins
     axis, dtype = axis_of(op, y), y.type.dtype
-    rows = Rows(body, y.type.dims, axis, axis + 1, op.ins)
+    rows = rows_of(body, y.type.dims, axis, axis + 1, op.ins)
 
     def one_row() -> None:
         if op.kind == "softmax_grad":
@@ -239,7 +247,7 @@ def emit_layer_norm(body: Body, op: Op) -> None:
     x, scale, bias = op.ins
     y, mean_out, rstd_out = op.outs
     axis, dtype = axis_of(op, x), x.type.dtype
-    rows = Rows(body, x.type.dims, axis, x.type.rank, [x, scale, bias])
+    rows = rows_of(body, x.type.dims, axis, x.type.rank, [x, scale, bias])
     share = literal(1 / max(rows.length, 1), dtype)
     eps = literal(number(complete_attrs(op)["eps"]), dtype)
 
@@ -267,7 +275,7 @@ def emit_layer_norm(body: Body, op: Op) -> None:
 def emit_layer_norm_grad(body: Body, op: Op) -> None:
     dy, x, scale, mean, rstd = op.ins
     axis, dtype = axis_of(op, x), x.type.dtype
-    rows = Rows(body, x.type.dims, axis, x.type.rank, [dy, x, scale])
+    rows = rows_of(body, x.type.dims, axis, x.type.rank, [dy, x, scale])
     share = literal(1 / max(rows.length, 1), dtype)
 
     def one_row() -> None:
@@ -298,7 +306,7 @@ def emit_cross_entropy(body: Body, op: Op) -> None:
     loss, lse_out = op.outs
     dtype, shape = logits.type.dtype, logits.type.dims
     count = prod(shape[:-1])
-    rows = Rows(body, shape, len(shape) - 1, len(shape), [logits])
+    rows = rows_of(body, shape, len(shape) - 1, len(shape), [logits])
     emit = body.emit
     parts = emit.alloc(max(count, 1), dtype, "losses")
 
@@ -327,7 +335,7 @@ def emit_argmax(body: Body, op: Op) -> None:
     """Two passes: the largest, then the first position where it (or nan) stands."""
     x, y = op.ins[0], op.outs[0]
     axis, dtype = axis_of(op, x), x.type.dtype
-    rows = Rows(body, x.type.dims, axis, axis + 1, [x])
+    rows = rows_of(body, x.type.dims, axis, axis + 1, [x])
     lowest = -math.inf if dtype in ("f32", "f64") else {"i64": -(2**63), "i32": -(2**31), "i8": -128, "u8": 0}[dtype]
 
     def one_row() -> None:

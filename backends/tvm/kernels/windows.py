@@ -32,7 +32,7 @@ from .reduce import LOWEST
 from .transpose import pieces
 
 
-def _inside(positions: Index, sizes: tuple[int, ...]) -> tuple[Index, list[Expr]]:
+def inside_of(positions: Index, sizes: tuple[int, ...]) -> tuple[Index, list[Expr]]:
     """Positions moved into the tensor, and the conditions under which they were there."""
     conditions: list[Expr] = []
     moved: list[Expr] = []
@@ -42,12 +42,12 @@ def _inside(positions: Index, sizes: tuple[int, ...]) -> tuple[Index, list[Expr]
     return tuple(moved), conditions
 
 
-def _window_positions(w: Window, out: Index, tap: Index) -> Index:
+def window_positions(w: Window, out: Index, tap: Index) -> Index:
     """Where a window reads: tap by tap in each dimension."""
     return tuple(o * s - low + r * d for o, r, s, low, d in zip(out, tap, w.strides, w.low, w.dilations, strict=True))
 
 
-def _windows_of(w: Window, place: Index, tap: Index, sizes: tuple[int, ...]) -> tuple[Index, list[Expr]]:
+def windows_of(w: Window, place: Index, tap: Index, sizes: tuple[int, ...]) -> tuple[Index, list[Expr]]:
     """The window whose `tap` lies on `place`, and the conditions under which there is one."""
     found: list[Expr] = []
     conditions: list[Expr] = []
@@ -57,7 +57,7 @@ def _windows_of(w: Window, place: Index, tap: Index, sizes: tuple[int, ...]) -> 
             conditions.append(tirx.EQ(tirx.floormod(t, s), 0))
             t = tirx.floordiv(t, s)
         found.append(t)
-    inside, bounds = _inside(tuple(found), sizes)
+    inside, bounds = inside_of(tuple(found), sizes)
     return inside, conditions + bounds
 
 
@@ -83,10 +83,10 @@ def emit_conv(body: Body, op: Op) -> None:
     def b(lead: Index, k: Expr, j: Expr) -> Expr:
         channel, *tap = unravel(k, (per_in, *kernel))
         channel = lead[1] * per_in + channel
-        positions = _window_positions(window, unravel(j, spatial), tuple(tap))
+        positions = window_positions(window, unravel(j, spatial), tuple(tap))
         if _needs_no_guard(window):
             return body.at(x, (lead[0], channel, *positions))
-        inside, conditions = _inside(positions, sizes)
+        inside, conditions = inside_of(positions, sizes)
         return _guarded(body, x, (lead[0], channel, *inside), conditions)
 
     def place(lead: Index, i: Expr, j: Expr) -> Index:
@@ -110,7 +110,7 @@ def emit_conv_grad_input(body: Body, op: Op) -> None:
 
     def b(lead: Index, k: Expr, j: Expr) -> Expr:
         channel, *tap = unravel(k, (per_out, *kernel))
-        where, conditions = _windows_of(window, unravel(j, spatial), tuple(tap), sizes)
+        where, conditions = windows_of(window, unravel(j, spatial), tuple(tap), sizes)
         return _guarded(body, dy, (lead[0], lead[1] * per_out + channel, *where), conditions)
 
     def place(lead: Index, i: Expr, j: Expr) -> Index:
@@ -135,8 +135,8 @@ def emit_conv_grad_weight(body: Body, op: Op) -> None:
     def b(lead: Index, k: Expr, j: Expr) -> Expr:
         image, *out = unravel(k, (images, *spatial))
         channel, *tap = unravel(j, (per_in, *kernel))
-        positions = _window_positions(window, tuple(out), tuple(tap))
-        inside, conditions = _inside(positions, sizes)
+        positions = window_positions(window, tuple(out), tuple(tap))
+        inside, conditions = inside_of(positions, sizes)
         return _guarded(body, x, (image, lead[0] * per_in + channel, *inside), conditions)
 
     def place(lead: Index, i: Expr, j: Expr) -> Index:
@@ -168,7 +168,7 @@ def emit_pool(body: Body, op: Op) -> None:
             with ExitStack() as stack:
                 tap = tuple(stack.enter_context(emit.loop(k, SERIAL, "t")) for k in kernel)
                 stack.enter_context(body.point())
-                inside, conditions = _inside(_window_positions(window, index[2:], tap), sizes)
+                inside, conditions = inside_of(window_positions(window, index[2:], tap), sizes)
                 valid = emit.bind(tirx.all(*conditions))
                 value = body.at(x, (*index[:2], *inside))
                 before = tirx.BufferLoad(total, [lane])
@@ -216,7 +216,7 @@ def emit_avg_pool_grad(body: Body, op: Op) -> None:
             with ExitStack() as stack:
                 tap = tuple(stack.enter_context(emit.loop(k, SERIAL, "t")) for k in kernel)
                 stack.enter_context(body.point())
-                where, conditions = _windows_of(window, index[2:], tap, outs)
+                where, conditions = windows_of(window, index[2:], tap, outs)
                 share = body.at(dy, (*index[:2], *where))
                 if attrs["include_pad"]:
                     share = share * literal(1 / prod(kernel), dtype)
@@ -275,7 +275,7 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
                     i * s - b + r * d
                     for i, r, s, b, d in zip(out, tap, window.strides[:-1], window.low[:-1], window.dilations[:-1], strict=True)
                 )
-                inside, conditions = _inside(positions, sizes[:-1])
+                inside, conditions = inside_of(positions, sizes[:-1])
                 if conditions:
                     stack.enter_context(emit.when(tirx.all(*conditions)))
                 line = emit.bind(linear(inside, sizes[:-1]), "line")

@@ -1,0 +1,113 @@
+"""From the graphs of a stage to a shared library with machine code for one GPU architecture, on a machine that needs no GPU.
+
+In: stage graphs, an architecture. Out: a .so with the host part and the device code (a cubin: no source, no PTX). Lowering happens here; nvcc
+and the linker run in a process of their own (compiler.py), because TVM makes device code only where it can load its CUDA runtime, which
+wants libcuda.so.1: where there is no driver, that process gets a stand-in for it, which must not be seen by anything else.
+
+Cached by content like code for CPUs; the version of nvcc is part of the key.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import tvm
+
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import Graph
+
+from ...interface import Progress
+from ..build import ONE_AT_A_TIME, BuildError, Built, Cache, cache_folder, content_key, dump_kernels, sha256_of
+from ..lower import lower_graphs
+from .target import device_machine
+
+# A stage of a large model has hundreds of kernels, and nvcc takes up to seconds for each.
+_LONGEST = 3600.0
+
+
+@cache
+def nvcc_version() -> str:
+    """What nvcc says of itself."""
+    return _ask_nvcc("--version").strip().splitlines()[-1]
+
+
+@cache
+def known_architectures() -> tuple[str, ...]:
+    """The architectures that nvcc makes machine code for."""
+    return tuple(re.findall(r"sm_\w+", _ask_nvcc("--list-gpu-code")))
+
+
+def _ask_nvcc(option: str) -> str:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise UsageError(
+            "stages on CUDA devices are compiled with nvcc, which is not on the PATH",
+            hint="install the CUDA toolkit (13.0) on the machine that compiles; the machine that runs needs only the driver",
+        )
+    try:
+        return subprocess.run([nvcc, option], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (subprocess.SubprocessError, OSError) as error:
+        raise UsageError(f"nvcc does not run: {error}", where=nvcc) from error
+
+
+def check_architecture(name: str) -> None:
+    """UsageError when this machine cannot make code for an architecture."""
+    device_machine(name)
+    if name not in known_architectures():
+        raise UsageError(f"nvcc makes no code for {name!r}", where=nvcc_version(), hint=f"it knows {', '.join(known_architectures())}")
+
+
+def build_graphs(
+    graphs: Sequence[Graph], out: Path, *, target: str, progress: Progress | None = None, dump_dir: Path | None = None
+) -> Built:
+    """Compile graphs into the library `out`, for a GPU."""
+    started = time.monotonic()
+    check_architecture(target)
+    machine = device_machine(target)
+    where = ", ".join(g.name for g in graphs)
+    report = progress or (lambda done, total, what: None)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    report(0, 3, f"lowering {where}")
+    key, libraries = content_key(graphs, machine, nvcc_version()), Cache(cache_folder())
+    cached = libraries.fetch(key, out)
+    if not cached or dump_dir is not None:
+        with ONE_AT_A_TIME:
+            module, lowered = lower_graphs(graphs, machine)
+            if dump_dir is not None:
+                dump_kernels(dump_dir, module, lowered, out.stem)
+        if not cached:
+            count = sum(isinstance(f, tvm.tirx.PrimFunc) for _, f in module.functions_items())
+            report(1, 3, f"compiling {count} kernels of {where} for {target} with nvcc")
+            compile_apart(tvm.ir.save_json(module), target, out, where, dump_dir)
+            libraries.keep(key, out)
+    report(3, 3, f"{'found' if cached else 'compiled'} {where}")
+    return Built(out, sha256_of(out), cached, time.monotonic() - started)
+
+
+def compile_apart(module: str, target: str, out: Path, where: str, dump_dir: Path | None = None) -> None:
+    """Compile a lowered module, given as TVM's JSON, in a process of its own."""
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".cuda-") as scratch:
+        work = Path(scratch)
+        (work / "module.json").write_text(module)
+        command = [sys.executable, "-m", f"{__package__}.compiler", str(work), target]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise BuildError(f"nvcc did not finish within {_LONGEST:g} s", where=where) from error
+        if dump_dir is not None and (work / "kernels.cu").exists():
+            shutil.copyfile(work / "kernels.cu", dump_dir / f"{out.stem}.cu")
+        failure = work / "failure.json"
+        if failure.exists():
+            raise BuildError(**json.loads(failure.read_text()), where=where)
+        if done.returncode != 0:
+            raise BuildError(f"the compiler for {target} ended with {done.returncode}: {done.stderr.strip()[-2000:]}", where=where)
+        (work / "stage.so").replace(out)

@@ -1,0 +1,228 @@
+"""Kernel generators for GPUs: one TIR function with its launches for one group of operations.
+
+In: a group, as for CPUs. Out: a Kernel. Formulas come from kernels/ (elements, rows, windows, reduce), loops from loops.py; here is what a GPU
+does otherwise: lookups' gradients, the gradient of a maximum, the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from math import prod
+
+from tvm import tirx
+
+from penstock.ir.graph import Op, slot_of
+from penstock.ir.ops import complete_attrs, ints, window_of
+from penstock.ir.types import FLOATS
+
+from ..kernels import elementwise, gemm, reduce, rows, windows
+from ..kernels.body import Group, Kernel, NotOneKernel
+from ..kernels.elements import Index, axis_of, linear, table_row, unravel, zero
+from ..kernels.elementwise import emit_nest
+from ..kernels.emit import Expr, literal
+from ..kernels.product import ceil_div
+from ..target import Machine
+from .body import DeviceBody
+from .loops import THREADS, DeviceLoops, bind_index, reduce_lines
+
+# ---------------------------------------------------------------------------------------- lookups
+
+
+def emit_gather_grad(body: DeviceBody, op: Op) -> None:
+    """The gradient of a lookup, without atomic additions: equal indices form a chain in the order they stand in, and the first of each chain
+    adds up the rows of dy of all of them.
+
+    Finding the next equal index compares each with each, which for thousands of indices is little beside the rows that are moved."""
+    dy, indices = op.ins
+    table = op.outs[0]
+    axis = axis_of(op, table)
+    shape = table.type.dims
+    outer, inner, places = shape[:axis], shape[axis + 1 :], indices.type.dims
+    others = [o for o in body.group.ops if o.kind != "gather_grad"]
+    if others and (len(others) > 1 or others[0].kind != "accum" or body.group.outs):
+        raise NotOneKernel("a lookup's gradient can only be stored or accumulated")
+    emit = body.emit
+    if others:
+        slot = slot_of(others[0])
+        assert slot is not None
+        target = body.slot(slot, table)
+    else:
+        target = body.result(table)
+        if table.type.size:
+            with emit.launch(ceil_div(table.type.size, THREADS), THREADS) as (block, thread):
+                position = emit.bind(block * THREADS + thread, "i")
+                with emit.when(position < table.type.size):
+                    emit.store(target, literal(0, table.type.dtype), position)
+    count, run = prod(places), prod(inner)
+    if dy.type.size == 0:
+        return
+    row = emit.workspace(count, "i32", "row")
+    with emit.launch(ceil_div(count, THREADS), THREADS) as (block, thread):
+        n = emit.bind(block * THREADS + thread, "n")
+        with emit.when(n < count), body.point():
+            emit.store(row, table_row(body.at(indices, unravel(n, places)), shape[axis]), n)
+    # `after`: the position of the next equal index, `count` if there is none; `first`: 1 where no equal index stands before.
+    after, first = emit.workspace(count, "i32", "after"), emit.workspace(count, "i32", "first")
+    with emit.launch(ceil_div(count, THREADS), THREADS) as (block, thread):
+        n = emit.bind(block * THREADS + thread, "n")
+        with emit.when(n < count):
+            own = emit.bind(emit.load(row, n), "own")
+            following, leads = emit.alloc(1, "i32", "following"), emit.alloc(1, "i32", "leads")
+            emit.store(following, literal(count, "i32"), zero())
+            emit.store(leads, literal(1, "i32"), zero())
+            with emit.loop(count) as back:
+                other = emit.bind(count - 1 - back, "m")
+                equal = emit.bind(tirx.EQ(emit.load(row, other), own))
+                emit.store(following, tirx.Select(tirx.all(equal, other > n), other, emit.load(following, zero())), zero())
+                emit.store(leads, tirx.Select(tirx.all(equal, other < n), literal(0, "i32"), emit.load(leads, zero())), zero())
+            emit.store(after, emit.load(following, zero()), n)
+            emit.store(first, emit.load(leads, zero()), n)
+    lines = ceil_div(run, THREADS)
+    with emit.launch(prod(outer) * count * lines, THREADS) as (block, thread):
+        line = emit.bind(block // lines if lines > 1 else block, "line")
+        column = emit.bind((block % lines) * THREADS + thread if lines > 1 else thread, "column")
+        lead = bind_index(body, unravel(line // count if prod(outer) > 1 else zero(), outer))
+        n = emit.bind(line % count, "n")
+        with emit.when(tirx.all(column < run, emit.load(first, n) > 0)):
+            rest = bind_index(body, unravel(column, inner))
+            total, place = emit.alloc(1, table.type.dtype, "total"), emit.alloc(1, "i32", "place")
+            emit.store(total, literal(0, table.type.dtype), zero())
+            emit.store(place, n, zero())
+            with emit.repeat(emit.load(place, zero()) < count), body.point():
+                at = bind_index(body, unravel(emit.load(place, zero()), places))
+                emit.store(total, emit.load(total, zero()) + body.at(dy, (*lead, *at, *rest)), zero())
+                emit.store(place, emit.load(after, emit.load(place, zero())), zero())
+            position = emit.bind(linear((*lead, emit.load(row, n), *rest), shape), "p")
+            emit.store(target, emit.load(target, position) + emit.load(total, zero()), position)
+
+
+# ---------------------------------------------------------------------------------------- windows
+
+
+def emit_max_pool_grad(body: DeviceBody, op: Op) -> None:
+    """Element by element: of every window it lies in, whether it is the first that equals the maximum. Nothing is scattered."""
+    x, y, dy = op.ins
+    dx = op.outs[0]
+    attrs = complete_attrs(op)
+    kernel, dtype, sizes, outs = ints(attrs["window"]), x.type.dtype, x.type.dims[2:], y.type.dims[2:]
+    window = window_of(attrs, kernel)
+    emit = body.emit
+
+    def hits(lead: Index, out: Index, tap: Index) -> Expr:
+        """Whether a tap of a window lies inside and holds its maximum."""
+        found, inside = windows.inside_of(windows.window_positions(window, out, tap), sizes)
+        value, top = body.at(x, (*lead, *found)), body.at(y, (*lead, *out))
+        same = tirx.Or(tirx.EQ(value, top), tirx.isnan(value)) if dtype in FLOATS else tirx.EQ(value, top)
+        return emit.bind(tirx.all(*inside, same))
+
+    def point(index: Index) -> None:
+        with body.point():
+            total = emit.alloc(1, dtype, "total")
+            emit.store(total, literal(0, dtype), zero())
+            with ExitStack() as stack:
+                tap = tuple(stack.enter_context(emit.loop(k, name="t")) for k in kernel)
+                stack.enter_context(body.point())
+                out, conditions = windows.windows_of(window, index[2:], tap, outs)
+                out = bind_index(body, out)
+                reached = emit.bind(tirx.all(*conditions, hits(index[:2], out, tap)))
+                stack.enter_context(emit.when(reached))
+                stack.enter_context(body.point())
+                earlier = emit.alloc(1, "i32", "earlier")
+                emit.store(earlier, literal(0, "i32"), zero())
+                with emit.loop(prod(kernel), name="s") as s, body.point():
+                    before = tirx.all(s < linear(tap, kernel), hits(index[:2], out, unravel(s, kernel)))
+                    emit.store(earlier, tirx.Select(before, literal(1, "i32"), emit.load(earlier, zero())), zero())
+                share = tirx.Select(emit.load(earlier, zero()) > 0, literal(0, dtype), body.at(dy, (*index[:2], *out)))
+                emit.store(total, emit.load(total, zero()) + share, zero())
+            body.finish({dx: (emit.bind(emit.load(total, zero())), index)})
+
+    emit_nest(body, dx.type.dims, dx.type.rank - 1, point)
+
+
+# ---------------------------------------------------------------------------------------- the loss
+
+
+def emit_cross_entropy(body: DeviceBody, op: Op) -> None:
+    """A launch over rows, which leaves one loss per row, and one that adds these up."""
+    logits, labels = op.ins
+    loss, lse_out = op.outs
+    dtype, shape = logits.type.dtype, logits.type.dims
+    emit, count = body.emit, prod(shape[:-1])
+    losses = emit.workspace(max(count, 1), dtype, "losses")
+    lines = rows.rows_of(body, shape, len(shape) - 1, len(shape), [logits])
+
+    def one_row() -> None:
+        top = lines.one(dtype, -math.inf, body.functions.larger, lambda c: body.at(logits, lines.index(c)))
+        total = lines.one(dtype, 0, rows.add, lambda c: body.functions.exp(body.at(logits, lines.index(c)) - top))
+        lse = emit.bind(body.functions.log(total) + top, "lse")
+        body.store_apart(lse_out, lse, lines.row)
+        with body.one_thread():
+            label = emit.bind(table_row(body.at(labels, lines.row), shape[-1]), "label")
+            emit.store(losses, lse - body.at(logits, (*lines.row, label)), linear(lines.row, shape[:-1]))
+
+    lines.each(one_row)
+
+    def result(_: Expr, totals: Sequence[Expr]) -> None:
+        body.finish({loss: (totals[0] * literal(1 / max(count, 1), dtype), ())})
+
+    reduce_lines(body, 1, count, False, dtype, [(0, rows.add)], lambda _, r: [emit.load(losses, r)], result)
+
+
+# ---------------------------------------------------------------------------------------- the table
+
+MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
+    "matmul": gemm.emit_matmul,
+    "conv": windows.emit_conv,
+    "conv_grad_input": windows.emit_conv_grad_input,
+    "conv_grad_weight": windows.emit_conv_grad_weight,
+    "max_pool": windows.emit_pool,
+    "max_pool_grad": emit_max_pool_grad,
+    "avg_pool": windows.emit_pool,
+    "avg_pool_grad": windows.emit_avg_pool_grad,
+    "softmax": rows.emit_softmax,
+    "log_softmax": rows.emit_softmax,
+    "softmax_grad": rows.emit_softmax_grad,
+    "log_softmax_grad": rows.emit_softmax_grad,
+    "layer_norm": rows.emit_layer_norm,
+    "layer_norm_grad": rows.emit_layer_norm_grad,
+    "cross_entropy": emit_cross_entropy,
+    "argmax": rows.emit_argmax,
+    "sum": reduce.emit_reduction,
+    "mean": reduce.emit_reduction,
+    "max": reduce.emit_reduction,
+    "mse": reduce.emit_mse,
+    "layer_norm_grad_weight": reduce.emit_layer_norm_grad_weight,
+    "gather_grad": emit_gather_grad,
+    "concat": lambda body, op: elementwise.emit_concat(body),
+}
+
+
+def generate(group: Group, machine: Machine) -> Kernel:
+    """The kernel of a group; NotOneKernel when it needs several."""
+    body = _empty(group, machine)
+    main = [op for op in group.ops if op.kind in MAIN]
+    if len(main) > 1:
+        raise NotOneKernel(f"{main[0].kind} and {main[1].kind} both need loops of their own")
+    if main:
+        MAIN[main[0].kind](body, body.widened(main[0]))
+    else:
+        elementwise.emit_elementwise(body)
+    return body.kernel()
+
+
+def generate_effect(group: Group, machine: Machine) -> Kernel:
+    """The kernel of a state operation on its own."""
+    body = _empty(group, machine)
+    elementwise.emit_effect(body, group.ops[0])
+    return body.kernel()
+
+
+def _empty(group: Group, machine: Machine) -> DeviceBody:
+    body = DeviceBody(group, machine)
+    body.loops = DeviceLoops()
+    return body
+
+
+__all__ = ["MAIN", "generate", "generate_effect"]

@@ -1,0 +1,99 @@
+"""Loading a stage that was compiled for a GPU, and calling it with torch tensors on that GPU.
+
+In: the library of a stage, the architecture it is for, the number of the GPU on this host. Out: a StageProgram; tensors pass without copies, and everything runs on torch's
+current stream. Nothing is compiled here, and nothing of the bundle is executed but the library, whose hash was checked.
+
+Torch has to be imported before TVM's CUDA runtime is loaded: it brings the CUDA runtime library that TVM's is linked with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.ir.errors import UsageError, VerifyError
+from penstock.ir.graph import Graph
+
+from ..load import TvmProgram
+
+if TYPE_CHECKING:
+    import torch
+
+
+def find_device(architecture: str, number: int, stage: int) -> torch.device:
+    """The GPU for a stage; UsageError says what the stage wants and what this host has."""
+    import torch
+
+    where = f"stage {stage}"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        reason = "the installed torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
+        raise UsageError(f"wants cuda {architecture}; this host has none", where=where, hint=reason)
+    if number >= count:
+        raise UsageError(
+            f"wants cuda {architecture}, device {number} of its host; this host has {count}",
+            where=where,
+            hint="change the cluster file and compile again",
+        )
+    found = torch.cuda.get_device_capability(number)
+    digits = re.sub(r"\D", "", architecture)
+    wanted = (int(digits[:-1]), int(digits[-1]))
+    # Machine code runs on its own major number, from its minor number on; that of an architecture with a letter only on itself.
+    fits = found == wanted if architecture[-1].isalpha() else found[0] == wanted[0] and found[1] >= wanted[1]
+    if not fits:
+        name = torch.cuda.get_device_name(number)
+        raise UsageError(
+            f"wants cuda {architecture}; device {number} of this host is {name}, sm_{found[0]}{found[1]}",
+            where=where,
+            hint=f'compile with arch = "sm_{found[0]}{found[1]}"',
+        )
+    return torch.device("cuda", number)
+
+
+def load_cuda_runtime() -> None:
+    """Make TVM able to start kernels. A process that has only TVM's runtime does not load its CUDA part by itself."""
+    import tvm
+    from tvm.base import _LOADED_LIBS
+
+    if "tvm_runtime_cuda" in _LOADED_LIBS:
+        return
+    folder = Path(_LOADED_LIBS["tvm_runtime"]._name).resolve().parent
+    try:
+        _LOADED_LIBS["tvm_runtime_cuda"] = ctypes.CDLL(str(folder / "libtvm_runtime_cuda.so"))
+    except OSError as error:
+        raise UsageError(
+            f"TVM's CUDA runtime cannot be loaded: {error}",
+            where=str(folder),
+            hint="it needs the NVIDIA driver and CUDA 13's libcudart.so.13, which comes with torch for CUDA 13 or with the wheel nvidia-cuda-runtime",
+        ) from error
+    assert tvm.get_global_func("device_api.cuda", allow_missing=True) is not None
+
+
+class CudaProgram(TvmProgram):
+    """The functions of one stage's library, on one GPU."""
+
+    def __init__(self, library: Path, graphs: Sequence[Graph], device: torch.device, threads: int = 1) -> None:
+        super().__init__(library, graphs, threads, device)
+
+    def _open(self, library: Path) -> Any:
+        import tvm
+        from tvm.runtime.vm import VirtualMachine
+
+        load_cuda_runtime()
+        return VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cuda(self.device.index))
+
+    def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        import torch
+
+        for i, x in enumerate(args):
+            if x.device != self.device:
+                raise VerifyError(f"argument {i} is on {x.device}, the stage is on {self.device}", where=f"graph {graph}")
+        with torch.cuda.device(self.device):
+            # The virtual machine works on the stream that is torch's at this moment; a graph without arguments would not tell it.
+            return super().call(graph, args)
+
+
+__all__ = ["CudaProgram", "find_device", "load_cuda_runtime"]

@@ -1,0 +1,46 @@
+"""TVM's passes for our kernels, from TIR to host and device functions.
+
+In: functions whose loops, memory and barriers are final. Out: the same split into host and device parts. TVM's own pipeline would put in barriers
+where it suspects a conflict and fails when the place is inside a condition; ours stand where threads exchange something, and tests run the kernels
+with every cut between barriers in both orders. Nothing else of that pipeline does anything for functions without scheduling blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.tirx import compilation_pipeline
+
+NAME = "penstock.cuda"
+
+
+def _passes() -> Any:
+    lower = tirx.transform
+    return tvm.ir.transform.Sequential(
+        [
+            lower.StmtSimplify(),
+            lower.FlattenBuffer(),
+            lower.BF16ComputeLegalize(),
+            lower.NarrowDataType(32),
+            lower.UnrollLoop(),
+            lower.StmtSimplify(),
+            lower.RemoveNoOp(),
+            lower.VerifyMemory(),
+            lower.AnnotateEntryFunc(),
+            lower.SplitHostDevice(),
+            lower.MakePackedAPI(),
+            lower.BF16StorageLegalize(),
+        ]
+    )
+
+
+def _pipeline() -> tuple[Any, Any, Any]:
+    return _passes(), compilation_pipeline.finalize_host_passes, compilation_pipeline.finalize_device_passes
+
+
+def register() -> str:
+    """Make the pipeline known to TVM; gives its name."""
+    compilation_pipeline.register_tir_pipeline(NAME, _pipeline)
+    return NAME

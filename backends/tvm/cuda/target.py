@@ -1,0 +1,42 @@
+"""CUDA targets: which GPU the code is for.
+
+In: an architecture as NVIDIA names it, `sm_90`. Out: a Machine for the generators and a TVM target. Code is for exactly that architecture and runs on devices of
+the same major number and the same or a higher minor one.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import tvm
+
+from penstock.ir.errors import UsageError
+
+from ..target import Machine
+
+_ARCHITECTURE = re.compile(r"sm_(\d{2,3})([af]?)")
+
+
+def is_cuda(name: str) -> bool:
+    """Whether a target name stands for a GPU."""
+    return _ARCHITECTURE.fullmatch(name) is not None
+
+
+@lru_cache(maxsize=32)
+def device_machine(name: str) -> Machine:
+    """The machine behind an architecture name."""
+    found = _ARCHITECTURE.fullmatch(name)
+    if found is None or int(found[1]) < 70:
+        raise UsageError(f"unknown CUDA architecture {name!r}", hint="names are those of nvcc, from sm_70 on: sm_80, sm_90, ...")
+    return Machine(name, 1, 1, 1, 1, 1, is_device=True)
+
+
+def cuda_target(name: str) -> Any:
+    """TVM's target for an architecture. The host part only calls the kernels: any processor of the kind this one is runs it."""
+    device = {"kind": "cuda", "arch": name, "max_shared_memory_per_block": 48 * 1024, "max_threads_per_block": 1024, "thread_warp_size": 32}
+    return tvm.target.Target(device, host={"kind": "llvm"})
+
+
+__all__ = ["cuda_target", "device_machine", "is_cuda"]

@@ -1,0 +1,140 @@
+"""Building TIR statements for GPUs: launches of blocks of threads, memory of a thread, of a block, and between launches.
+
+In: the calls of kernels.emit.Emitter, plus `launch`, `barrier`, `shared` and `workspace`. Out: one TIR statement with a grid per launch. The
+launches of one kernel run one after the other, so that the second reads what the first wrote.
+
+Rules: a barrier is reached by all threads of a block or by none, so it stands in no `when` that differs between threads, and loops around one
+have the same number of turns in every thread. Everything named with `bind` belongs to one thread. There are no atomic operations and nothing
+that depends on the order in which blocks run: results are the same in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tvm
+from tvm import tirx
+
+from ..kernels.emit import SERIAL, TVM_DTYPES, Buffer, Emitter, Expr, dtype_name, literal
+from ..kernels.functions import Functions
+
+# f32 stands for these in registers: they are widened when loaded and rounded when stored.
+NARROW = ("f16", "bf16")
+_NARROW_NAMES = tuple(TVM_DTYPES[dtype] for dtype in NARROW)
+
+
+def widen(value: Expr) -> Expr:
+    """The expression in the type it is computed in."""
+    return tirx.Cast("float32", value) if dtype_name(value) in _NARROW_NAMES else value
+
+
+class ThreadEmitter(Emitter):
+    """An Emitter whose loops run inside threads. Vector and parallel loops of generators written for CPUs become plain loops."""
+
+    @contextmanager
+    def loop(self, extent: int, kind: Any = SERIAL, name: str = "i") -> Iterator[Expr]:
+        with super().loop(extent, SERIAL, name) as index:
+            yield index
+
+    @contextmanager
+    def launch(self, blocks: int, threads: int) -> Iterator[tuple[Expr, Expr]]:
+        """A grid of `blocks` blocks of `threads` threads; gives the numbers of the block and of the thread in it."""
+        assert len(self._blocks) == 1, "launches do not nest"
+        assert blocks < 2**31, "the grid is too large"
+        pairs = [(blocks, "blockIdx.x", "block"), (threads, "threadIdx.x", "thread")]
+        variables = [tirx.Var(self.fresh(name), "int32") for _, _, name in pairs]
+        self._blocks.append([])
+        yield variables[0], variables[1]
+        body = self._close()
+        for variable, (extent, tag, _) in reversed(list(zip(variables, pairs, strict=True))):
+            axis = tirx.IterVar(tvm.ir.Range(0, extent), variable, tirx.IterVar.ThreadIndex, tag)
+            body = tirx.AttrStmt(axis, "thread_extent", extent, body)
+        self.add(body)
+
+    @contextmanager
+    def repeat(self, condition: Expr) -> Iterator[None]:
+        """A loop while a condition on memory of the thread holds."""
+        self._blocks.append([])
+        yield
+        self.add(tirx.While(condition, self._close()))
+
+    def barrier(self) -> None:
+        """All threads of the block wait here for each other, and see what the others wrote to shared memory."""
+        self.add(tirx.Evaluate(tirx.call_intrin("void", "tirx.tvm_storage_sync", "shared")))
+
+    def _allocate(self, size: int, dtype: str, name: str, scope: str) -> Buffer:
+        kept = "f32" if dtype in NARROW else dtype
+        buffer = tirx.decl_buffer((size,), TVM_DTYPES[kept], name=self.fresh(name), scope=scope)
+        self.add(tirx.AllocBuffer(buffer))
+        return buffer
+
+    def alloc(self, size: int, dtype: str, name: str) -> Buffer:
+        """Memory of one thread: registers, if it is indexed with constants after unrolling."""
+        assert len(self._blocks) > 1, "memory of threads is allocated in launches"
+        return self._allocate(size, dtype, name, "local")
+
+    def shared(self, size: int, dtype: str, name: str) -> Buffer:
+        """Memory of one block."""
+        return self._allocate(size, dtype, name, "shared")
+
+    def workspace(self, size: int, dtype: str, name: str) -> Buffer:
+        """Device memory for the time of this kernel: what one launch hands to the next."""
+        assert len(self._blocks) == 1, "workspaces are allocated between launches"
+        return self._allocate(size, dtype, name, "global")
+
+    def bind(self, value: Expr, name: str = "t") -> Expr:
+        if isinstance(value, tirx.IntImm | tirx.FloatImm | tirx.Var):
+            return value
+        dtype = dtype_name(value)
+        if dtype.startswith("bool"):
+            flag = self.bind(tirx.Select(value, tirx.IntImm("int32", 1), tirx.IntImm("int32", 0)), name)
+            return tirx.NE(flag, tirx.IntImm("int32", 0))
+        if dtype in _NARROW_NAMES:
+            return self.bind(widen(value), name)
+        if hasattr(value, "source") and value.source in self._names:
+            return value
+        if dtype.startswith("int"):
+            variable = tirx.Var(self.fresh(name), dtype)
+            self.add(tirx.Bind(variable, value))
+            return variable
+        buffer = tirx.decl_buffer((1,), dtype, name=self.fresh(name), scope="local")
+        self._names.add(buffer)
+        self.add(tirx.AllocBuffer(buffer))
+        self.add(tirx.BufferStore(buffer, value, [tirx.IntImm("int32", 0)]))
+        return tirx.BufferLoad(buffer, [tirx.IntImm("int32", 0)])
+
+    def store(self, buffer: Buffer, value: Expr, index: Expr) -> None:
+        """Store, rounding to the element type of the buffer."""
+        if dtype_name(value) != str(buffer.dtype):
+            value = tirx.Cast(str(buffer.dtype), value)
+        super().store(buffer, value, index)
+
+    def load(self, buffer: Buffer, index: Expr) -> Expr:
+        return widen(tirx.BufferLoad(buffer, [index]))
+
+    def prefetch(self, buffer: Buffer, index: Expr) -> None:
+        """Threads hide latency themselves."""
+
+
+class DeviceFunctions(Functions):
+    """Elementary functions of the device's library, which needs no vectoriser: within 2 ulp in f32, and right for nan and infinities."""
+
+    def __init__(self, bind: Callable[[Expr], Expr]) -> None:
+        super().__init__(bind)
+
+    def exp(self, x: Expr) -> Expr:
+        return self.bind(tirx.exp(x))
+
+    def log(self, x: Expr) -> Expr:
+        return self.bind(tirx.log(x))
+
+    def tanh(self, x: Expr) -> Expr:
+        return self.bind(tirx.tanh(x))
+
+    def erf(self, x: Expr) -> Expr:
+        return self.bind(tirx.erf(x))
+
+
+__all__ = ["NARROW", "DeviceFunctions", "ThreadEmitter", "literal", "widen"]
