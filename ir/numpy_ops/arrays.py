@@ -19,6 +19,12 @@ def wide(x: Array) -> Array:
     return x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x
 
 
+def mean(x: Array, axis: tuple[int, ...] | None = None, keepdims: bool = False) -> Array:
+    """The mean in float64; of nothing it is nan."""
+    total = np.asarray(np.sum(x, axis=axis, keepdims=keepdims, dtype=np.float64))
+    return np.asarray(total / (x.size // max(total.size, 1) if x.size else 0))
+
+
 def divide(a: Array, b: Array) -> Array:
     """Integers truncate toward zero."""
     if np.issubdtype(a.dtype, np.integer):

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..ops import reduced_axes
 from ..types import TensorType
-from .arrays import Array, Rule, Values, divide, wide
+from .arrays import Array, Rule, Values, divide, mean, wide
 
 
 def _reduce(function: Callable[..., Any]) -> Rule:
@@ -25,7 +25,7 @@ def _mean(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:
     if np.issubdtype(x.dtype, np.integer):
         count = np.array(math.prod(x.shape[i] for i in axis), x.dtype)
         return divide(np.sum(x, axis=axis, keepdims=keepdims, dtype=x.dtype), count)
-    return np.asarray(np.mean(x, axis=axis, keepdims=keepdims))
+    return mean(x, axis, keepdims)
 
 
 def _sum(x: Array, axis: tuple[int, ...], keepdims: bool) -> Array:

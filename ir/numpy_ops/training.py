@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .arrays import Array, Rule, Values, check_indices, wide
+from .arrays import Array, Rule, Values, check_indices, mean, wide
 from .rows import log_sum
 
 
@@ -15,7 +15,7 @@ def _cross_entropy(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     check_indices("label", labels, 0, logits.shape[-1])
     lse = log_sum(logits, -1)[..., 0]
     chosen = np.take_along_axis(logits, labels[..., None].astype(np.int64), -1)[..., 0]
-    return np.asarray(np.mean(lse - chosen)), lse
+    return mean(lse - chosen), lse
 
 
 def _cross_entropy_grad(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
@@ -26,7 +26,7 @@ def _cross_entropy_grad(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
 
 
 def _mse(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
-    return (np.asarray(np.mean(wide(x[0] - x[1]) ** 2)),)
+    return (mean(wide(x[0] - x[1]) ** 2),)
 
 
 def _sgd(x: Sequence[Array], a: Values) -> tuple[Array, ...]:

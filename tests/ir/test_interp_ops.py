@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from samples import HALF, RELATED, SAMPLES, Sample, samples_of
+from samples import HALF, RELATED, SAMPLES, Sample, samples_of, touched
 from torch_meaning import MEANING
 
 from penstock.ir.errors import VerifyError
@@ -89,23 +89,9 @@ def test_every_row_has_a_rule_and_a_judge() -> None:
     assert set(MEANING) == set(PURE)
 
 
-def _touched(kind: str) -> Callable[..., tuple[np.ndarray, ...]]:
-    """The rule with one element of its first result changed a little: what the comparison must at least see."""
-    right = NUMPY[kind]
-
-    def wrong(x: list[np.ndarray], a: dict[str, object]) -> tuple[np.ndarray, ...]:
-        first, *rest = (np.array(y) for y in right(x, a))
-        if first.size:
-            at = tuple(n - 1 for n in first.shape)
-            first[at] = ~first[at] if first.dtype == bool else first[at] + first.dtype.type(1)
-        return (first, *rest)
-
-    return wrong
-
-
 @pytest.mark.parametrize("kind", PURE)
 def test_control_one_wrong_element_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NUMPY, kind, _touched(kind))
+    monkeypatch.setitem(NUMPY, kind, touched(NUMPY[kind]))
     assert wrong_samples(kind)
 
 

@@ -6,6 +6,7 @@ elementwise, gemm, conv, rows, reduce, lookup, windows     one file per family o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from penstock.ir.graph import Op
@@ -13,6 +14,7 @@ from penstock.ir.graph import Op
 from ..target import Machine
 from . import conv, elementwise, gemm, lookup, reduce, rows, windows
 from .body import Body, Group, Kernel, NotOneKernel
+from .emit import literal
 
 # Operations that bring loops of their own; a group has at most one of them.
 MAIN: dict[str, Callable[[Body, Op], None]] = {
@@ -42,6 +44,21 @@ MAIN: dict[str, Callable[[Body, Op], None]] = {
 }
 
 
+# What comes out of nothing: the element of a result that is not empty although an operand is.
+_OF_NOTHING = {
+    **dict.fromkeys(("matmul", "conv", "conv_grad_input", "conv_grad_weight", "gather_grad", "sum", "layer_norm_grad_weight"), 0.0),
+    **dict.fromkeys(("mean", "mse", "cross_entropy"), math.nan),
+}
+
+
+def _emit_of_nothing(body: Body, op: Op) -> None:
+    """The results of an operation with an empty operand: each element is the same."""
+    full = [v for v in op.outs if v.type.size]
+    if full:
+        element = literal(_OF_NOTHING[op.kind], full[0].type.dtype)
+        elementwise.emit_nest(body, full[0].type.dims, 0, lambda index: body.finish(dict.fromkeys(full, (element, index))))
+
+
 def generate(group: Group, machine: Machine) -> Kernel:
     """The kernel of a group; NotOneKernel when it needs several."""
     if machine.is_device:
@@ -52,7 +69,9 @@ def generate(group: Group, machine: Machine) -> Kernel:
     main = [op for op in group.ops if op.kind in MAIN]
     if len(main) > 1:
         raise NotOneKernel(f"{main[0].kind} and {main[1].kind} both need loops of their own")
-    if main:
+    if main and any(v.type.size == 0 for v in (*main[0].ins, *main[0].outs)) and main[0].kind != "concat":
+        _emit_of_nothing(body, main[0])
+    elif main:
         MAIN[main[0].kind](body, main[0])
     else:
         elementwise.emit_elementwise(body)

@@ -102,6 +102,15 @@ class Body:
         self._near: set[Value] = set()
         self._passed: set[Value] = set()
         self._taken = {op.outs[0]: op for op in group.ops if op.kind == "take"}
+        # What has no elements is a parameter, and no loop gets to it.
+        for value in group.outs:
+            if value.type.size == 0:
+                self.result(value)
+                self._elsewhere.add(value)
+        for op in group.ops:
+            slot = slot_of(op) if op.kind in EFFECTS else None
+            if slot is not None and (op.ins or op.outs)[0].type.size == 0:
+                self.slot(slot, (op.ins or op.outs)[0])
 
     # ------------------------------------------------------------------------------ parameters
 
@@ -222,6 +231,8 @@ class Body:
                     self.at(op.outs[0], here)
                     where[op.outs[0]] = here
         for op in self.group.ops:
+            if op.kind in EFFECTS and (op.ins or op.outs)[0].type.size == 0:
+                continue
             if op.kind in ("accum", "write"):
                 value = op.ins[0]
                 if value not in where:

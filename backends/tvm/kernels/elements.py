@@ -53,6 +53,8 @@ def _number(x: Expr, value: float) -> Expr:
 
 def _sign(x: Expr) -> Expr:
     one, none = _number(x, 1), _number(x, 0)
+    if dtype_name(x).startswith("uint"):
+        return tirx.Select(x > none, one, none)
     signed = tirx.Select(x > none, one, tirx.Select(x < none, none - one, none))
     return tirx.Select(tirx.isnan(x), x, signed) if dtype_name(x).startswith("float") else signed
 
@@ -63,7 +65,7 @@ def _abs(x: Expr) -> Expr:
 
 def _neg(x: Expr) -> Expr:
     # -1 * x and not 0 - x: the negative of 0 is -0.
-    return x * _number(x, -1)
+    return x * _number(x, -1) if dtype_name(x).startswith("float") else _number(x, 0) - x
 
 
 def _cast(x: Expr, dtype: str) -> Expr:
@@ -74,8 +76,19 @@ def _cast(x: Expr, dtype: str) -> Expr:
     return cast(x, dtype)
 
 
-def _div(a: Expr, b: Expr) -> Expr:
-    return a / b if dtype_name(a).startswith("float") else tirx.truncdiv(a, b)
+def _div(f: Functions, a: Expr, b: Expr) -> Expr:
+    if dtype_name(a).startswith("float"):
+        return a / b
+    if isinstance(b, tirx.IntImm) and int(b.value) > 0:
+        return tirx.truncdiv(a, b)
+    # The processor stops at a division by zero, and of the smallest integer by -1: these are 0, and the smallest integer again.
+    a, b = f.bind(a), f.bind(b)
+    none = tirx.EQ(b, _number(b, 0))
+    if dtype_name(a).startswith("uint"):
+        return tirx.Select(none, _number(a, 0), tirx.truncdiv(a, tirx.Select(none, _number(b, 1), b)))
+    turned = tirx.EQ(b, _number(b, -1))
+    quotient = tirx.truncdiv(a, f.bind(tirx.Select(tirx.Or(none, turned), _number(b, 1), b)))
+    return tirx.Select(none, _number(a, 0), tirx.Select(turned, _number(a, 0) - a, quotient))
 
 
 def _relu(x: Expr) -> Expr:
@@ -128,7 +141,7 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "add": lambda f, a, x, y: x + y,
     "sub": lambda f, a, x, y: x - y,
     "mul": lambda f, a, x, y: x * y,
-    "div": lambda f, a, x, y: _div(x, y),
+    "div": lambda f, a, x, y: _div(f, x, y),
     "pow": lambda f, a, x, y: tirx.power(x, y),
     "minimum": lambda f, a, x, y: f.smaller(x, y),
     "maximum": lambda f, a, x, y: f.larger(x, y),
@@ -169,7 +182,9 @@ def linear(index: Index, shape: Sequence[int]) -> Expr:
 
 
 def unravel(position: Expr, shape: Sequence[int]) -> Index:
-    """The index at a row-major position."""
+    """The index at a row-major position. There is none where nothing is."""
+    if 0 in shape:
+        return tuple(zero() for _ in shape)
     index: list[Expr] = []
     rest = prod(shape)
     for axis, n in enumerate(shape):
