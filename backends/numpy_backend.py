@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock.ir.graph import Graph, Module, Slot, signature
 from penstock.ir.interp import run_graph
+from penstock.ir.types import numpy_dtype
 
 from .interface import Progress, StageProgram, stage_graphs
 
@@ -84,9 +85,25 @@ class NumpyProgram:
         import torch
 
         sig = self._signatures[graph]
-        arrays = [x.numpy() for x in args]
+        arrays = [array_of(x) for x in args]
         store = SlotStore(dict(zip(sig.slots, arrays[len(sig.ins) :], strict=True)))
         # Copied before the updates: a result may be what was read from a buffer that an update writes over.
         results = [np.array(result, order="C") for result in run_graph(self._graphs[graph], arrays[: len(sig.ins)], store)]
         store.finish()
-        return [torch.from_numpy(result) for result in results]
+        return [tensor_of(result) for result in results]
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor as an array; bf16 goes through its bits, which torch does not share with NumPy."""
+    import torch
+
+    return tensor.view(torch.int16).numpy().view(numpy_dtype("bf16")) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """The other way round."""
+    import torch
+
+    if array.dtype == numpy_dtype("bf16"):
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

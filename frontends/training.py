@@ -10,6 +10,7 @@ A training file is TOML; an unknown key, a missing one or a wrong value is an er
 
     loss = "cross_entropy"
     microbatches = 4
+    precision = "bf16"
     [optimizer]
     kind = "adamw"
     lr = 3e-4
@@ -33,6 +34,7 @@ from .pruning import live_ops
 
 LABELS = "labels"
 LOSSES = ("cross_entropy", "mse", "output:NAME")
+TRAINING_PRECISIONS = ("f32", "bf16")
 
 # ---------------------------------------------------------------------------------------- settings
 
@@ -115,11 +117,13 @@ def optimizer_of(kind: str, **settings: float) -> Optimizer:
 
 @dataclass(frozen=True)
 class Training:
-    """`loss` is cross_entropy, mse or output:NAME; `microbatches` is how many make one step of the optimiser."""
+    """`loss` is cross_entropy, mse or output:NAME; `microbatches` is how many make one step of the optimiser; `precision` is what activations
+    and products are computed in, f32 or bf16, with weights kept in f32."""
 
     loss: str
     optimizer: Optimizer = SGD()
     microbatches: int = 1
+    precision: str = "f32"
 
     def __post_init__(self) -> None:
         named = self.loss.startswith("output:") and len(self.loss) > len("output:")
@@ -128,6 +132,9 @@ class Training:
             wrong.append(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.microbatches < 1:
             wrong.append(f"microbatches must be 1 or more, got {self.microbatches}")
+        if self.precision not in TRAINING_PRECISIONS:
+            scaling = " (f16 would need loss scaling, which does not exist yet)" if self.precision == "f16" else ""
+            wrong.append(f"precision must be one of {', '.join(TRAINING_PRECISIONS)}, got {self.precision!r}{scaling}")
         if wrong:
             raise UsageError("; ".join(wrong), where="training")
 
@@ -146,7 +153,7 @@ def load_training(path: str | Path) -> Training:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"not a TOML file: {error}", where=where) from error
     problems: list[str] = []
-    chosen = _pick(table, {"loss": str, "microbatches": int, "optimizer": dict}, "", problems)
+    chosen = _pick(table, {"loss": str, "microbatches": int, "precision": str, "optimizer": dict}, "", problems)
     if "loss" not in table:
         problems.append("loss is missing")
     optimizer = _load_optimizer(chosen.pop("optimizer"), problems) if "optimizer" in chosen else SGD()

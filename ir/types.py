@@ -28,6 +28,8 @@ _NUMPY = {
 DTYPES = ("f32", "f16", "bf16", "f64", "i64", "i32", "i8", "u8", "bool")
 FLOATS = ("f32", "f16", "bf16", "f64")
 INTS = ("i64", "i32", "i8", "u8")
+# The largest relative error of rounding to the nearest number: 2^-p with p bits of significand, the hidden one counted.
+UNIT_ROUNDOFF = {"f64": 2.0**-53, "f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8, "i64": 8, "i32": 4, "i8": 1, "u8": 1, "bool": 1}
 
 

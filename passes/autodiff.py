@@ -13,7 +13,7 @@ Every operation of B carries the loc of its forward operation, and `of=` names t
 and whatever depends on constants and variables only (any stage can compute that), sums of gradients, and `accum`.
 
 What B needs from F is saved, except: what depends on constants and variables only is computed again in B (a read in B gives the version
-that F read), and of a reshape or broadcast the operand is saved and the operation is repeated.
+that F read), and of a reshape, a broadcast or the widening of a 16-bit float the operand is saved and the operation is repeated.
 
 Known limits: first derivatives only; one loss; a parameter is read, never written, by main. Integers and booleans carry no gradient.
 A float path from a parameter to the loss through floor, sign or argmax is an error, as is an operation without a rule.
@@ -31,6 +31,11 @@ from ..ir.types import FLOATS
 from .vjp import FLAT, VJP, sum_to
 
 REPEATED = ("reshape", "broadcast")
+
+
+def is_repeated(op: Op) -> bool:
+    """Whether it is cheaper to do an operation again than to keep its result: it makes nothing but a copy, or one of twice the size."""
+    return op.kind in REPEATED or (op.kind == "cast" and op.ins[0].type.dtype in ("f16", "bf16") and op.outs[0].type.dtype == "f32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +176,7 @@ class _Backward:
         if value in self.bases or value in self.available or value in self.saved:
             return
         op = self.producers.get(value)
-        if op is None or not (value in self.free or op.kind in REPEATED):
+        if op is None or not (value in self.free or is_repeated(op)):
             self.saved.add(value)
             return
         for operand in op.ins:

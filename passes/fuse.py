@@ -27,6 +27,9 @@ INLINE = "inline"
 _SOURCES = ("const", "iota")
 _LAYOUTS = ("reshape", "transpose", "broadcast", "slice")
 _EFFECTS = ("accum", "write", "take")
+_HALVES = ("f16", "bf16")
+# Operations that read each operand once, into packed panels.
+_PACKING = ("matmul", "conv", "conv_grad_input")
 # Operations whose results can be worked on while they stand in registers, by name of the first that can.
 _OPEN = {
     *("matmul", "conv", "conv_grad_input", "conv_grad_weight"),
@@ -170,6 +173,8 @@ class _Fuser:
             return not isinstance(op.attrs["value"], tuple)
         if op.kind == "iota":
             return True
+        if op.kind == "cast" and self.options.layouts:
+            return self._is_inline_cast(op)
         if op.kind not in _LAYOUTS or not self.options.layouts:
             return False
         if self._stores_in_layout(op) is not None:
@@ -179,6 +184,29 @@ class _Fuser:
             # Read against the grain: fine for packing loops, otherwise only if it is read once anyway.
             return all(u.kind == "matmul" for u in users) or len(users) == 1
         return True
+
+    def _is_inline_cast(self, op: Op) -> bool:
+        """The widening of a 16-bit float costs its readers nothing where it would be in memory anyway, and memory in 16 bits is half as much;
+        nor does the rounding of a variable that only products read, as they pack it."""
+        source = op.ins[0]
+        widens, rounds = source.type.dtype in _HALVES, op.outs[0].type.dtype in _HALVES
+        maker = self.makers.get(source)
+        if widens and op.outs[0].type.dtype == "f32":
+            alone = len(self.readers.get(source, [])) == 1 and source not in self.results
+            followed = all(OPS[u.kind].family == "elementwise" or u.kind in _EFFECTS for u in self.readers.get(op.outs[0], []))
+            return not (alone and followed and self.options.chains and maker is not None and source in self._in_registers(maker))
+        return rounds and maker is not None and maker.kind == "read" and all(self._packs(u) for u in self.readers.get(op.outs[0], []))
+
+    def _in_registers(self, maker: Op) -> set[Value]:
+        """Results of an operation that stand in registers where its kernel could go on."""
+        group = self.of.get(id(maker))
+        return group.reached if group is not None and len(group.ops) < _LARGEST else set()
+
+    def _packs(self, op: Op) -> bool:
+        """Whether an operation reads its operands in packing loops, be it through layout changes."""
+        if op.kind in _LAYOUTS and self._is_inline(op):
+            return all(self._packs(u) for u in self.readers.get(op.outs[0], []))
+        return op.kind in _PACKING
 
     def _stores_in_layout(self, op: Op) -> _Group | None:
         """The group that can store its result in the layout that `op` makes."""

@@ -14,6 +14,7 @@ from .lifetimes import LifetimesOptions, lifetimes
 from .manager import Call, Pass, parse_pipeline
 from .optimizers import OptimizerOptions, optimizer
 from .partition import PartitionOptions, partition
+from .precision import PrecisionOptions, check_precision, precision
 from .schedules import ScheduleOptions, schedule
 from .simplify import SimplifyOptions, simplify
 from .split import SplitOptions, split
@@ -24,6 +25,7 @@ PASSES: dict[str, Pass] = {
     for row in (
         Pass("simplify", simplify, SimplifyOptions),
         Pass("decompose", decompose, DecomposeOptions),
+        Pass("precision", precision, PrecisionOptions),
         Pass("autodiff", autodiff, AutodiffOptions, gives=("differentiated",)),
         Pass("optimizer", optimizer, OptimizerOptions, needs=("differentiated",)),
         Pass("partition", partition, PartitionOptions),
@@ -39,12 +41,16 @@ PASSES: dict[str, Pass] = {
 Entry = tuple[str, dict[str, Attr]]
 
 
-def training_pipeline(optimizer: dict[str, Attr], partition: dict[str, Attr], schedule: str, microbatches: int) -> list[Call]:
-    """From a model with its loss to the program of every rank."""
+def training_pipeline(
+    optimizer: dict[str, Attr], partition: dict[str, Attr], schedule: str, microbatches: int, compute: str = "f32"
+) -> list[Call]:
+    """From a model with its loss to the program of every rank. `compute` is the element type of activations."""
+    check_precision(compute, training=True)
     return _calls(
         [
             ("simplify", {}),  # first, so that nothing dead or constant is differentiated
             ("decompose", {}),  # composites without a gradient rule or kernel of their own, before gradients are taken
+            *_precision(compute),  # before gradients are taken, so that they have the types of what they are gradients of
             ("autodiff", {"microbatches": microbatches}),  # on the whole model: gradients of values used by several stages are summed once
             ("optimizer", optimizer),  # after the gradients exist that it consumes
             ("simplify", {}),  # gradients bring new constants and common subexpressions; merge them before costs are counted
@@ -59,12 +65,14 @@ def training_pipeline(optimizer: dict[str, Attr], partition: dict[str, Attr], sc
     )
 
 
-def inference_pipeline(partition: dict[str, Attr], microbatches: int) -> list[Call]:
+def inference_pipeline(partition: dict[str, Attr], microbatches: int, compute: str = "f32") -> list[Call]:
     """From a model to the forward program of every rank."""
+    check_precision(compute, training=False)
     return _calls(
         [
             ("simplify", {}),  # constants first
             ("decompose", {}),  # composites without a kernel of their own
+            *_precision(compute),  # when no composite is left that has no kernel
             ("partition", partition),  # forward cost only
             ("split", {}),  # annotations become one graph per stage
             ("schedule", {"kind": "forward", "microbatches": microbatches}),  # forwards in order
@@ -74,6 +82,10 @@ def inference_pipeline(partition: dict[str, Attr], microbatches: int) -> list[Ca
             ("fuse", {}),  # last: kernels are chosen in graphs that no longer change
         ]
     )
+
+
+def _precision(compute: str) -> list[Entry]:
+    return [("precision", {"compute": compute})] if compute != "f32" else []
 
 
 def _calls(entries: list[Entry]) -> list[Call]:

@@ -85,10 +85,12 @@ def plan(
     stages: int = 0,
     split_at: Sequence[str] = (),
     microbatches: int = 1,
+    precision: str | None = None,
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
-    """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device."""
+    """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device. `precision` is f32, bf16 or, for
+    inference, f16; if it is not given, training settings say it."""
     from penstock.frontends.training import attach_loss
     from penstock.passes.manager import run_passes
     from penstock.passes.pipelines import PASSES, inference_pipeline, training_pipeline
@@ -96,10 +98,11 @@ def plan(
     cuts: dict[str, Attr] = {"stages": stages, "split_at": tuple(split_at)}
     module = model.module.but(cluster=cluster)
     if training is None:
-        calls = inference_pipeline(cuts, microbatches)
+        calls = inference_pipeline(cuts, microbatches, precision or "f32")
     else:
         module = attach_loss(module, training)
-        calls = training_pipeline(training.optimizer.pass_options(), cuts, schedule, training.microbatches)
+        compute = precision or training.precision
+        calls = training_pipeline(training.optimizer.pass_options(), cuts, schedule, training.microbatches, compute)
     seen: list[Module] = []
 
     def remember(call: Call, before: Module) -> None:

@@ -4,12 +4,17 @@ A model is run forward by onnxruntime, by the interpreter, and by compiled stage
 worker processes, and every microbatch loss is compared with the sequential recurrence W(t+1) = W(t) - upd(grad f(W(t - delay))) that the
 interpreter computes in float64 on the model before it was cut into stages. An inference bundle is compared with the interpreter.
 Errors are relative to the largest magnitude of the expected array.
+
+What passes: 1e-5 where everything is computed in f32 or f64. Where a model has 16-bit floats, of unit roundoff u (2^-8 for bf16, 2^-11 for
+f16), no fixed number would do, because roundings add up along the model. So the interpreter runs it twice, in float64 and rounding every
+result as the IR says; the distance of the two is what these roundings do to this model, and compiled stages, which round at no more places
+than that but add up in another order, may be MARGIN times as far off, or u, whichever is more. `--tolerance` overrides this.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +24,13 @@ from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Module
 from penstock.ir.interp import DictStore, initial_arrays, run_graph, run_recurrence
 from penstock.ir.numpy_ops import F64, TYPED
+from penstock.ir.types import UNIT_ROUNDOFF
 from penstock.terminal import say, table
 
 Arrays = Mapping[str, np.ndarray]
+TOLERANCE = 1e-5
+# Two runs whose roundings differ in some places only may still differ by more than one of them from the exact result.
+MARGIN = 4.0
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
@@ -34,6 +43,25 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
         return 0.0 if not finite.size else float("inf")
     scale = float(np.abs(b[finite]).max())
     return float(np.abs(a[finite] - b[finite]).max()) / (scale or 1.0)
+
+
+def coarsest_roundoff(module: Module) -> float | None:
+    """The unit roundoff of the shortest float of a module, if it has 16-bit floats."""
+    found = {v.type.dtype for graph in module.graphs.values() for op in graph.ops for v in (*op.ins, *op.outs)}
+    return max((UNIT_ROUNDOFF[dtype] for dtype in found & {"bf16", "f16"}), default=None)
+
+
+def allowed_error(module: Module, asked: float | None, roundings: Callable[[], list[float]]) -> float:
+    """The largest error that passes. `roundings` runs the interpreter in the declared types, and gives its errors."""
+    u = coarsest_roundoff(module)
+    if asked is not None or u is None:
+        return TOLERANCE if asked is None else asked
+    own = max(roundings(), default=0.0)
+    limit = max(u, MARGIN * own)
+    say(
+        f"16-bit floats, unit roundoff {u:.1e}: the interpreter, rounding as the IR says, is off by {own:.1e}; up to {limit:.1e} is allowed"
+    )
+    return limit
 
 
 def synthetic_batch(module: Module, microbatches: int, seed: int, batch: int = 0) -> dict[str, np.ndarray]:
@@ -63,7 +91,7 @@ def _report(rows: list[tuple[str, float]], tolerance: float) -> int:
 # ------------------------------------------------------------------------------------------------ models
 
 
-def verify_model(path: str, *, dims: Mapping[str, int], seed: int, tolerance: float, backend: str) -> int:
+def verify_model(path: str, *, dims: Mapping[str, int], seed: int, tolerance: float | None, backend: str) -> int:
     """Compare the forward pass of an ONNX file: onnxruntime against the interpreter, and against a compiled bundle of one stage."""
     import onnxruntime
 
@@ -88,13 +116,19 @@ def verify_model(path: str, *, dims: Mapping[str, int], seed: int, tolerance: fl
         with open_job(bundle) as job:
             found = job.infer(inputs)
     rows += [(f"{backend}: {name}", relative_error(found[name], b)) for name, b in zip(module.outputs, expected, strict=True)]
-    return _report(rows, tolerance)
+
+    def roundings() -> list[float]:
+        wide = DictStore(initial_arrays(module, model.imported.weights, list(module.vars), F64))
+        exact = run_graph(module.graphs["main"], inputs, wide, precision=F64)
+        return [relative_error(a, b) for a, b in zip(interpreted, exact, strict=True)]
+
+    return _report(rows, allowed_error(module, tolerance, roundings))
 
 
 # ------------------------------------------------------------------------------------------------ bundles
 
 
-def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float) -> int:
+def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float | None) -> int:
     """Run a bundle for real, and compare with the interpreter in float64."""
     bundle = open_bundle(path)
     reference = bundle.reference
@@ -120,7 +154,7 @@ def delay_of(module: Module) -> int:
     return SCHEDULES[module.schedule.name].delay
 
 
-def _verify_training(bundle: Bundle, reference: Module, weights: Arrays, steps: int, seed: int, tolerance: float) -> int:
+def _verify_training(bundle: Bundle, reference: Module, weights: Arrays, steps: int, seed: int, tolerance: float | None) -> int:
     from penstock.runtime.job import open as open_job
 
     schedule = bundle.module.schedule
@@ -135,10 +169,15 @@ def _verify_training(bundle: Bundle, reference: Module, weights: Arrays, steps: 
         (f"step {i // schedule.microbatches} microbatch {i % schedule.microbatches} loss {b:.6f}", relative_error(np.array(a), np.array(b)))
         for i, (a, b) in enumerate(zip(found, expected, strict=True))
     ]
-    return _report(rows, tolerance)
+
+    def roundings() -> list[float]:
+        losses = run_recurrence(reference, weights, batches, delay=delay, precision=TYPED).losses
+        return [relative_error(np.array(a), np.array(b)) for a, b in zip(losses, expected, strict=True)]
+
+    return _report(rows, allowed_error(reference, tolerance, roundings))
 
 
-def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: int, tolerance: float) -> int:
+def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: int, tolerance: float | None) -> int:
     from penstock.runtime.job import open as open_job
 
     inputs = synthetic_batch(bundle.module, 1, seed)
@@ -147,4 +186,11 @@ def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: 
     with open_job(bundle.path) as job:
         found = job.infer(inputs)
     say(f"{bundle.module.name}: outputs of the pipeline against the interpreter in float64")
-    return _report([(name, relative_error(found[name], b)) for name, b in zip(reference.outputs, expected, strict=True)], tolerance)
+
+    def roundings() -> list[float]:
+        typed = DictStore(initial_arrays(reference, weights, list(reference.vars), TYPED))
+        rounded = run_graph(reference.graphs["main"], inputs, typed, precision=TYPED)
+        return [relative_error(a, b) for a, b in zip(rounded, expected, strict=True)]
+
+    rows = [(name, relative_error(found[name], b)) for name, b in zip(reference.outputs, expected, strict=True)]
+    return _report(rows, allowed_error(reference, tolerance, roundings))

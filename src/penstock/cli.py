@@ -148,7 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--dim", action="append", default=[], metavar="NAME=INT", help="bind a symbolic dimension of the model")
     verify.add_argument("--steps", type=_positive, default=4, metavar="N", help="optimiser steps for a training bundle (default: 4)")
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="for the random inputs (default: 0)")
-    verify.add_argument("--tolerance", type=float, default=1e-5, metavar="X", help="largest relative error that passes (default: 1e-5)")
+    verify.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest relative error that passes (default: 1e-5; with 16-bit floats what their roundings do to this model)",
+    )
     verify.add_argument("--backend", choices=("tvm", "numpy"), help="what to check a model with (default: tvm)")
     return parser
 
@@ -180,6 +185,11 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
         "--dim", action="append", default=[], metavar="NAME=INT", help="bind a symbolic dimension; the batch dimension is one microbatch"
     )
     parser.add_argument("--frozen", metavar="REGEX", help="parameters that are not trained")
+    parser.add_argument(
+        "--precision",
+        choices=("f32", "bf16", "f16"),
+        help="element type of activations and products; weights, sums and losses stay f32; f16 for inference only (default: f32)",
+    )
     training = parser.add_argument_group("training (without a loss, the bundle is for inference)")
     training.add_argument("--train", metavar="FILE", help="training settings (TOML); the flags below override it")
     training.add_argument("--loss", metavar="L", help="cross_entropy or mse on the first output, or output:NAME")

@@ -54,7 +54,7 @@ def random_array(rng: np.random.Generator, t: TensorType, positive: bool = False
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
     """A tensor of torch's own memory, which is aligned."""
-    return torch.tensor(array)
+    return torch.tensor(array.view(np.int16)).view(torch.bfloat16) if array.dtype == numpy_dtype("bf16") else torch.tensor(array)
 
 
 def slot_types(graph: Graph) -> dict[Slot, TensorType]:

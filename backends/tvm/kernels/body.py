@@ -22,7 +22,7 @@ from penstock.ir.graph import Op, Slot, Value, slot_of
 from ..pipeline import HOLDS_BOOLS
 from ..target import Machine
 from .elements import INDEXED, POINTWISE, Index, element, forward_index, has_element_rule, linear
-from .emit import TVM_DTYPES, Buffer, Emitter, Expr, literal
+from .emit import MEMORY_DTYPES, TVM_DTYPES, Buffer, Emitter, Expr, literal, load
 from .functions import Functions
 
 BIJECTIONS = ("reshape", "transpose")
@@ -87,7 +87,7 @@ class Body:
     def __init__(self, group: Group, machine: Machine) -> None:
         self.group, self.machine, self.emit = group, machine, Emitter()
         self.lanes = machine.lanes
-        self.functions = Functions(self.emit.bind)
+        self.functions = Functions(self.emit.bind, self.emit.rounded)
         self._producers = {v: op for op in group.ops for v in op.outs if op.kind != "take"}
         self._ins: dict[Value, Buffer] = {}
         self._slots: dict[Slot, Buffer] = {}
@@ -120,7 +120,7 @@ class Body:
             table[key] = tirx.decl_buffer(shape, TVM_DTYPES[value.type.dtype], name=f"b{len(self._views)}")
             data = tirx.buffer_data(table[key])
             size = max(value.type.size, 1)
-            self._views[key] = tirx.decl_buffer((size,), TVM_DTYPES[value.type.dtype], name=f"f{len(self._views)}", data=data)
+            self._views[key] = tirx.decl_buffer((size,), MEMORY_DTYPES[value.type.dtype], name=f"f{len(self._views)}", data=data)
         return self._views[key]
 
     def operand(self, value: Value) -> Buffer:
@@ -187,7 +187,7 @@ class Body:
                 self._loaded.add(home)
             position = linear(index, value.type.dims)
             self._ask_ahead(value, self.operand(value), position, home is not None)
-            expr = tirx.BufferLoad(self.operand(value), [position])
+            expr = load(self.operand(value), position)
             expr = self.emit.bind(expr, "x")
             self._frame[key] = (expr, index)
             return expr
@@ -246,7 +246,7 @@ class Body:
                 if op.var not in self._loaded:
                     self._ask_ahead(value, buffer, position, True)
                 if op.kind == "accum":
-                    expr = self.emit.bind(tirx.BufferLoad(buffer, [position]) + expr)
+                    expr = self.emit.bind(load(buffer, position) + expr)
                 stores.append((buffer, expr, position))
             elif op.kind == "take":
                 value = op.outs[0]

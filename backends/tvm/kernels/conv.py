@@ -9,7 +9,7 @@ In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, paddi
   * a product per image (conv_points.py): one tap, every position once, and not a small image;
   * sums over positions (conv_weight.py): gradients for the weight, and conv_depth.py for small groups;
   * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, convolutions that take
-    some positions with one tap, and element types other than f32 and f64.
+    some positions with one tap, and integers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from math import gcd, prod
 
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import Window, complete_attrs, ints, window_of
+from penstock.ir.types import FLOATS
 
 from . import windows
 from .body import EFFECTS, Body
@@ -64,7 +65,7 @@ def _geometry(w: Window) -> Geometry | None:
 
 def _is_direct(op: Op, geometry: Geometry | None) -> bool:
     values = (*op.ins, *op.outs)
-    return geometry is not None and op.outs[0].type.dtype in ("f32", "f64") and all(prod(v.type.dims) for v in values)
+    return geometry is not None and op.outs[0].type.dtype in FLOATS and all(prod(v.type.dims) for v in values)
 
 
 def _stored(body: Body, value: Value) -> Buffer | None:

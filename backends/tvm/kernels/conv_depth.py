@@ -20,7 +20,7 @@ from penstock.ir.types import ITEM_BYTES
 
 from .body import Body, parallel_if
 from .conv_weight import WeightGradient
-from .emit import SERIAL, VECTOR, Buffer, Expr, literal
+from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal, load
 from .gemm import ceil_div
 from .transpose import pieces
 
@@ -32,7 +32,7 @@ def emit_depthwise_gradient(body: Body, w: WeightGradient) -> None:
 class _Depthwise:
     def __init__(self, body: Body, w: WeightGradient) -> None:
         self.body, self.w, self.emit = body, w, body.emit
-        self.dtype = w.out.type.dtype
+        self.dtype = compute_dtype(w.out.type.dtype)
         lanes = max(body.lanes * 4 // ITEM_BYTES[self.dtype], 1)
         while lanes > 4 and w.spatial[1] <= lanes // 2:
             lanes //= 2
@@ -96,14 +96,14 @@ class _Depthwise:
                 count = ceil_div(w.sizes[1] - begin, self.split)
                 at = remainder * self.width + (begin + w.low[1]) // self.split
                 for v, _ in pieces(emit, max(count, 0), self.lanes):
-                    emit.store(target, tirx.BufferLoad(w.x, [source + v * self.split + begin]), line + at + v)
+                    emit.store(target, load(w.x, source + v * self.split + begin), line + at + v)
 
     def _copy_dy(self, target: Buffer, group: Expr) -> None:
         w, emit = self.w, self.emit
         with emit.loop(w.filters * w.spatial[0], SERIAL, "h") as h:
             source = emit.bind((group * (w.filters * w.spatial[0]) + h) * w.spatial[1], "source")
             for v, _ in pieces(emit, w.spatial[1], self.lanes):
-                emit.store(target, tirx.BufferLoad(w.dy, [source + v]), h * self.dy_width + v)
+                emit.store(target, load(w.dy, source + v), h * self.dy_width + v)
             for v in range(w.spatial[1], self.dy_width):
                 emit.store(target, literal(0, self.dtype), h * self.dy_width + v)
 

@@ -23,7 +23,7 @@ from penstock.ir.types import ITEM_BYTES
 from .body import Body, parallel_if
 from .conv_tiles import cover, most_rows
 from .elements import Index
-from .emit import SERIAL, VECTOR, Buffer, Expr, literal
+from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
 from .gemm import ceil_div
 from .transpose import pieces
 
@@ -51,7 +51,7 @@ def emit_points(body: Body, p: PointProduct) -> None:
 class _Points:
     def __init__(self, body: Body, p: PointProduct) -> None:
         self.body, self.p, self.emit = body, p, body.emit
-        self.dtype = p.out.type.dtype
+        self.dtype = compute_dtype(p.out.type.dtype)
         self.lanes = max(body.lanes * 4 // ITEM_BYTES[self.dtype], 1)
         self.vectors = min(body.machine.vectors, ceil_div(p.positions, self.lanes))
         self.width = self.vectors * self.lanes

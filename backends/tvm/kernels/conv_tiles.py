@@ -14,7 +14,7 @@ Few output channels (depthwise, images with three colours) do not fill lanes. Th
 columns apart by their remainder modulo the stride, so that neighbouring windows read neighbouring elements.
 
 Order: images outside when all weights are smaller than what the panels would read of the images, else panels outside.
-Limits: two spatial dimensions (one is two of which the first has size 1), f32 and f64.
+Limits: two spatial dimensions (one is two of which the first has size 1), floats.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.ir.types import ITEM_BYTES
 
 from .body import Body, parallel_if
 from .elements import Index
-from .emit import SERIAL, VECTOR, Buffer, Emitter, Expr, literal
+from .emit import SERIAL, VECTOR, Buffer, Emitter, Expr, compute_dtype, literal, load
 from .gemm import ceil_div
 from .transpose import pieces, transpose_block
 
@@ -81,7 +81,7 @@ class Correlation:
 
     @property
     def dtype(self) -> str:
-        return self.out.type.dtype
+        return compute_dtype(self.out.type.dtype)
 
     @property
     def needs_border(self) -> bool:
@@ -184,7 +184,7 @@ class _Source:
         return channel * self.plane + h * (self.width * self.split) + remainder * self.width + w
 
     def load(self, position: Expr) -> Expr:
-        return tirx.BufferLoad(self.c.plain if self.buffer is None else self.buffer, [position])
+        return load(self.c.plain if self.buffer is None else self.buffer, position)
 
 
 class _Panels:
@@ -283,7 +283,7 @@ class _Panels:
                 for v in range(self.vectors):
                     with emit.loop(lanes, VECTOR, "ji") as ji:
                         j = ji + v * lanes
-                        value = tirx.BufferLoad(c.stored, [row + j * length + (k + done)])
+                        value = load(c.stored, row + j * length + (k + done))
                         emit.store(packed, value, base + (k + done) * self.width + j)
             return
         channels_done = 0

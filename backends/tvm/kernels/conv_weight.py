@@ -28,7 +28,7 @@ from penstock.ir.types import ITEM_BYTES
 from .body import Body, parallel_if
 from .conv_tiles import Pair, cover, most_rows
 from .elements import Index
-from .emit import SERIAL, VECTOR, Buffer, Expr, literal
+from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal, load
 from .gemm import ceil_div
 from .transpose import pieces, transpose_block
 
@@ -60,12 +60,12 @@ class WeightGradient:
 
 
 def is_suited(body: Body, w: WeightGradient) -> bool:
-    lanes = max(body.lanes * 4 // ITEM_BYTES[w.out.type.dtype], 1)
+    lanes = max(body.lanes * 4 // ITEM_BYTES[compute_dtype(w.out.type.dtype)], 1)
     return max(w.filters, w.channels) * 2 > lanes and w.kernel[1] <= most_rows(body, body.machine.vectors)
 
 
 def emit_weight_gradient(body: Body, w: WeightGradient) -> None:
-    lanes = max(body.lanes * 4 // ITEM_BYTES[w.out.type.dtype], 1)
+    lanes = max(body.lanes * 4 // ITEM_BYTES[compute_dtype(w.out.type.dtype)], 1)
     positions, taps = prod(w.spatial), prod(w.kernel)
 
     def cost(wide: int, other: int, turned: int) -> float:
@@ -86,7 +86,7 @@ class _Sums:
 
     def __init__(self, body: Body, w: WeightGradient, lanes: int, wide: int) -> None:
         self.body, self.w, self.emit, self.lanes, self.wide = body, w, body.emit, lanes, wide
-        self.dtype = w.out.type.dtype
+        self.dtype = compute_dtype(w.out.type.dtype)
         self.vectors = min(body.machine.vectors, ceil_div(wide, lanes))
         self.width = self.vectors * lanes
         self.most = most_rows(body, self.vectors)
@@ -173,7 +173,7 @@ class _Sums:
                 at = emit.bind(row(p + whole * lanes) * self.width, "at")
                 for v in range(self.vectors):
                     with emit.loop(lanes, VECTOR, "l") as lane:
-                        emit.store(packed, tirx.BufferLoad(source, [plane(v, lane) + (p + whole * lanes)]), at + (lane + v * lanes))
+                        emit.store(packed, load(source, plane(v, lane) + (p + whole * lanes)), at + (lane + v * lanes))
 
     def tile(
         self,
@@ -200,7 +200,7 @@ class _Sums:
                 with emit.loop(lanes, VECTOR, "l") as lane:
                     emit.store(line, tirx.BufferLoad(packed, [row + (lane + v)]), lane + v)
             for acc, element in zip(accs, elements, strict=True):
-                a = emit.bind(tirx.BufferLoad(source, [element]), "a")
+                a = emit.bind(load(source, element), "a")
                 for v in spans:
                     with emit.loop(lanes, VECTOR, "l") as lane:
                         column = lane + v
@@ -332,7 +332,7 @@ class _FiltersInLanes(_Sums):
                 line = emit.bind(c * self.plane + (h + w.low[0]) * self.columns + w.low[1], "line")
                 source = emit.bind((c * w.sizes[0] + h) * w.sizes[1], "source")
                 for i, _ in pieces(emit, w.sizes[1], self.lanes):
-                    emit.store(self.copy, tirx.BufferLoad(w.x, [source + i]), line + i)
+                    emit.store(self.copy, load(w.x, source + i), line + i)
 
     def pack(self, packed: Buffer, start: Expr, image: Expr, group: Expr, first: Expr) -> None:
         w, emit = self.w, self.emit

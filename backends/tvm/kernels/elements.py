@@ -4,6 +4,10 @@ In: an operation, a function that reads operand k at an index, and the index of 
 Out: one expression per result. POINTWISE operations read their operands at the same index (after broadcasting); INDEXED ones compute
 the index they read. Layout operations are therefore free wherever they are read through these rules instead of being stored.
 
+Rounding: 16-bit floats are f32 here (see emit.py). An operation's result is not rounded before it is stored, so fusing never rounds more
+often, nor less accurately, than the operations one by one; only `cast`, constants and `iota` are rounded where they stand, because
+somebody asked for just that number.
+
 Limits: integer division by zero and lookups outside a table are the caller's error; lookups are clamped, so they never read foreign memory.
 """
 
@@ -18,7 +22,7 @@ from tvm import tirx
 from penstock.ir.graph import Attr, Op, Value
 from penstock.ir.ops import complete_attrs, ints
 
-from .emit import Expr, cast, dtype_name, literal
+from .emit import HALVES, Expr, cast, dtype_name, literal, rounded_literal
 from .functions import Functions
 
 Index = tuple[Expr, ...]
@@ -68,7 +72,9 @@ def _neg(x: Expr) -> Expr:
     return x * _number(x, -1) if dtype_name(x).startswith("float") else _number(x, 0) - x
 
 
-def _cast(x: Expr, dtype: str) -> Expr:
+def _cast(f: Functions, x: Expr, dtype: str) -> Expr:
+    if dtype in HALVES:
+        return f.rounded(_cast(f, x, "f32"), dtype)
     if dtype == "bool":
         return x if dtype_name(x).startswith("bool") else tirx.NE(x, _number(x, 0))
     if dtype_name(x).startswith("bool"):
@@ -137,7 +143,7 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "relu": lambda f, a, x: _relu(x),
     "gelu": lambda f, a, x: f.gelu(x, str(a["approximate"])),
     "not": lambda f, a, x: tirx.Not(x),
-    "cast": lambda f, a, x: _cast(x, str(a["dtype"])),
+    "cast": lambda f, a, x: _cast(f, x, str(a["dtype"])),
     "add": lambda f, a, x, y: x + y,
     "sub": lambda f, a, x, y: x - y,
     "mul": lambda f, a, x, y: x * y,
@@ -241,7 +247,7 @@ def _pad(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     inside: list[Expr] = []
     source: list[Expr] = []
     if x.size == 0:
-        return literal(a["value"], x.dtype)  # type: ignore[arg-type]
+        return rounded_literal(a["value"], x.dtype)  # type: ignore[arg-type]
     for i, n, m, low, gap in zip(index, x.dims, y.dims, ints(a["low"]), inner, strict=True):
         if n == m:
             source.append(i)
@@ -253,7 +259,7 @@ def _pad(f: Functions, op: Op, read: Read, index: Index) -> Expr:
         inside += [place >= 0, place < n]
         source.append(_clamped(place, n))
     value = read(0, tuple(source))
-    return tirx.Select(tirx.all(*inside), value, literal(a["value"], x.dtype)) if inside else value  # type: ignore[arg-type]
+    return tirx.Select(tirx.all(*inside), value, rounded_literal(a["value"], x.dtype)) if inside else value  # type: ignore[arg-type]
 
 
 def _concat(f: Functions, op: Op, read: Read, index: Index) -> Expr:
@@ -274,11 +280,11 @@ def _concat(f: Functions, op: Op, read: Read, index: Index) -> Expr:
 
 def _iota(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     axis = axis_of(op, op.outs[0])
-    return cast(index[axis], op.outs[0].type.dtype)
+    return _cast(f, index[axis], op.outs[0].type.dtype)
 
 
 def _const(f: Functions, op: Op, read: Read, index: Index) -> Expr:
-    return literal(op.attrs["value"], op.outs[0].type.dtype)  # type: ignore[arg-type]
+    return rounded_literal(op.attrs["value"], op.outs[0].type.dtype)  # type: ignore[arg-type]
 
 
 def table_row(at: Expr, rows: int) -> Expr:

@@ -3,6 +3,10 @@
 Kernels are emitted loop by loop instead of being scheduled from a default nest: what is written here is what the code generator sees, and no
 schedule primitive can refuse a ragged size or a second output. Every buffer is one-dimensional; addresses are computed by the callers.
 
+Element types of 16 bits are for storage: `load` widens to f32, `Emitter.store` rounds to the nearest, ties to even, and everything between
+is f32, sums and scratch memory included (`literal` and `alloc` take f32 for f16 and bf16). bf16 memory is read and written as 16-bit integers:
+a bf16 is the upper half of an f32, so the conversions are shifts on every machine, and inf, nan and denormals come out right.
+
 Invariant: a variable bound or a buffer allocated inside a block is used only inside that block.
 """
 
@@ -12,8 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
+
+from penstock.ir.types import FLOATS, numpy_dtype
 
 # TIR nodes have no static types of their own.
 Expr = Any
@@ -32,19 +39,46 @@ TVM_DTYPES = {
     "u8": "uint8",
     "bool": "bool",
 }
+# How kernels see the memory of an element type; elsewhere TVM_DTYPES.
+MEMORY_DTYPES = {**TVM_DTYPES, "bf16": "uint16"}
+HALVES = ("f16", "bf16")
+
+
+def compute_dtype(dtype: str) -> str:
+    """The element type that kernels compute in."""
+    return "f32" if dtype in HALVES else dtype
+
+
+def _unsigned(value: int) -> Expr:
+    return tirx.IntImm("uint32", value)
+
+
+def load(buffer: Buffer, index: Expr) -> Expr:
+    """An element of a buffer, which may be memory of 16-bit floats: then as f32."""
+    value = tirx.BufferLoad(buffer, [index])
+    dtype = str(buffer.dtype)
+    if dtype == MEMORY_DTYPES["bf16"]:
+        return tirx.reinterpret("float32", tirx.Cast("uint32", value) << _unsigned(16))
+    return tirx.Cast("float32", value) if dtype == "float16" else value
 
 
 def literal(value: bool | int | float, dtype: str) -> Expr:
     """A constant of one of our element types. Python floats are rounded to f32 by TVM where needed; inf and nan are allowed."""
-    name = TVM_DTYPES[dtype]
-    if dtype in ("f32", "f64", "f16", "bf16"):
+    name = TVM_DTYPES[compute_dtype(dtype)]
+    if dtype in FLOATS:
         return tirx.FloatImm(name, float(value))
     return tirx.IntImm(name, int(value))
 
 
+def rounded_literal(value: bool | int | float, dtype: str) -> Expr:
+    """A constant as memory of that element type would hold it."""
+    return literal(float(np.array(value, numpy_dtype(dtype))) if dtype in HALVES else value, dtype)
+
+
 def cast(value: Expr, dtype: str) -> Expr:
-    """Change of element type; the same expression when it has that type already."""
-    return value if dtype_name(value) == TVM_DTYPES[dtype] else tirx.Cast(TVM_DTYPES[dtype], value)
+    """Change of element type; the same expression when it has that type already. For 16-bit floats: f32 that is not rounded yet."""
+    name = TVM_DTYPES[compute_dtype(dtype)]
+    return value if dtype_name(value) == name else tirx.Cast(name, value)
 
 
 def dtype_name(value: Expr) -> str:
@@ -160,7 +194,28 @@ class Emitter:
         return self._width
 
     def store(self, buffer: Buffer, value: Expr, index: Expr) -> None:
+        """Store an element; into memory of 16-bit floats rounded."""
+        dtype = str(buffer.dtype)
+        if dtype == MEMORY_DTYPES["bf16"]:
+            value = tirx.Cast("uint16", self._upper_half(value))
+        elif dtype == "float16":
+            value = tirx.Cast("float16", value)
         self.add(tirx.BufferStore(buffer, value, [index]))
+
+    def _upper_half(self, value: Expr) -> Expr:
+        """The bits of the bf16 nearest to an f32, ties to even. A nan keeps its sign and leading bits and becomes a quiet one: rounding its
+        bits could carry into the sign."""
+        value = self.bind(value)
+        bits = self.bind(tirx.reinterpret("uint32", value))
+        upper = self.bind(bits >> _unsigned(16))
+        nearest = (bits + (upper & _unsigned(1)) + _unsigned(0x7FFF)) >> _unsigned(16)
+        return tirx.Select(tirx.isnan(value), upper | _unsigned(0x40), nearest)
+
+    def rounded(self, value: Expr, dtype: str) -> Expr:
+        """What memory of that element type would hold of an f32, as f32."""
+        if dtype == "bf16":
+            return self.bind(tirx.reinterpret("float32", self._upper_half(value) << _unsigned(16)))
+        return self.bind(tirx.Cast("float32", self.bind(tirx.Cast("float16", value)))) if dtype == "f16" else value
 
     def prefetch(self, buffer: Buffer, index: Expr) -> None:
         """A hint that this cache line will soon be read and written. Addresses outside the buffer are allowed."""
@@ -177,7 +232,7 @@ class Emitter:
     def alloc(self, size: int, dtype: str, name: str) -> Buffer:
         """Scratch storage of this block: below 1024 bytes on the stack, from where LLVM moves it into registers if it can, else from the
         thread's workspace. (In TVM's scope "local", of all things, everything would come from the workspace.)"""
-        buffer = tirx.decl_buffer((size,), TVM_DTYPES[dtype], name=self.fresh(name))
+        buffer = tirx.decl_buffer((size,), TVM_DTYPES[compute_dtype(dtype)], name=self.fresh(name))
         self.holds_bools |= dtype == "bool"
         (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
         return buffer

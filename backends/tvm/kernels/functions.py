@@ -69,10 +69,11 @@ def _is_f32(x: Expr) -> bool:
 
 
 class Functions:
-    """The functions over a way to name intermediate results: TIR expressions are trees, and a value used twice would be computed twice."""
+    """The functions over a way to name intermediate results: TIR expressions are trees, and a value used twice would be computed twice.
+    `rounded` gives an f32 as memory of a 16-bit float would hold it."""
 
-    def __init__(self, bind: Callable[[Expr], Expr]) -> None:
-        self.bind = bind
+    def __init__(self, bind: Callable[[Expr], Expr], rounded: Callable[[Expr, str], Expr]) -> None:
+        self.bind, self.rounded = bind, rounded
 
     def _horner(self, x: Expr, coefficients: tuple[float, ...]) -> Expr:
         value = _f32(coefficients[0])

@@ -15,7 +15,7 @@ from penstock.ir.graph import Op, slot_of
 
 from .body import Body, NotOneKernel, parallel_if
 from .elements import axis_of, linear, table_row, unravel
-from .emit import SERIAL, literal
+from .emit import HALVES, SERIAL, literal, load
 
 
 def emit_gather_grad(body: Body, op: Op) -> None:
@@ -27,14 +27,12 @@ def emit_gather_grad(body: Body, op: Op) -> None:
     others = [o for o in body.group.ops if o is not op]
     if others and (len(others) > 1 or others[0].kind != "accum" or body.group.outs):
         raise NotOneKernel("a lookup's gradient can only be stored or accumulated")
-    emit, lanes = body.emit, body.lanes
-    if others:
-        slot = slot_of(others[0])
-        assert slot is not None
-        target = body.slot(slot, table)
-    else:
-        target = body.result(table)
-        size = table.type.size
+    emit, lanes, size = body.emit, body.lanes, table.type.size
+    slot = slot_of(others[0]) if others else None
+    stored = body.slot(slot, table) if slot is not None else body.result(table)
+    # Sums of 16-bit floats are taken in f32 and rounded once.
+    target = emit.alloc(max(size, 1), dtype, "sums") if dtype in HALVES else stored
+    if slot is None or target is not stored:
         for i, _ in emit.spans(size, lanes, parallel_if(body.machine, size)):
             emit.store(target, literal(0, dtype), i)
     places = indices.type.dims
@@ -49,3 +47,7 @@ def emit_gather_grad(body: Body, op: Op) -> None:
                     position = linear((*lead, row, *rest), shape)
                     value = body.at(dy, (*lead, *at, *rest))
                     emit.store(target, tirx.BufferLoad(target, [position]) + value, position)
+    if target is not stored:
+        for i, _ in emit.spans(size, lanes, parallel_if(body.machine, size)):
+            total = tirx.BufferLoad(target, [i])
+            emit.store(stored, total if slot is None else load(stored, i) + total, i)

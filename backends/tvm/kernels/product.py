@@ -31,7 +31,7 @@ from penstock.ir.types import ITEM_BYTES
 
 from .body import Body, parallel_if
 from .elements import Index, linear, unravel
-from .emit import SERIAL, VECTOR, Buffer, Expr, literal
+from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
 from .transpose import transpose_block
 
 _LONGEST_K = 4096
@@ -100,7 +100,7 @@ class _Tiles:
 
     def __init__(self, body: Body, p: Product) -> None:
         self.body, self.p, self.emit = body, p, body.emit
-        self.dtype = p.out.type.dtype
+        self.dtype = compute_dtype(p.out.type.dtype)
         self.lanes = max(body.lanes * 4 // ITEM_BYTES[self.dtype], 1)
         machine = body.machine
         sums = machine.product_rows * machine.product_vectors
@@ -422,7 +422,7 @@ _DOT_COLUMNS = 4
 
 def _emit_dots(body: Body, p: Product) -> None:
     """Few rows and both operands contiguous along k: packing would cost more than the product, so vectors run along k and are folded."""
-    emit, dtype = body.emit, p.out.type.dtype
+    emit, dtype = body.emit, compute_dtype(p.out.type.dtype)
     lanes = max(body.lanes * 4 // ITEM_BYTES[dtype], 1)
     whole, rest = divmod(p.k, lanes)
 

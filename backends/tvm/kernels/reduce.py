@@ -18,6 +18,7 @@ from tvm import tirx
 
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs, reduced_axes
+from penstock.ir.types import FLOATS
 
 from .body import Body, parallel_if
 from .elements import Index, axis_of, unravel, zero
@@ -187,7 +188,7 @@ def emit_reduction(body: Body, op: Op) -> None:
     def result(index: Index, totals: Sequence[Expr]) -> None:
         value = totals[0]
         if op.kind == "mean":
-            value = value * literal(1 / max(count, 1), dtype) if dtype in ("f32", "f64") else tirx.truncdiv(value, literal(count, dtype))
+            value = value * literal(1 / max(count, 1), dtype) if dtype in FLOATS else tirx.truncdiv(value, literal(count, dtype))
         if keep:
             rest = iter(index)
             index = tuple(zero() if d in axes else next(rest) for d in range(len(shape)))

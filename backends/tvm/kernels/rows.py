@@ -18,6 +18,7 @@ from tvm import tirx
 
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs
+from penstock.ir.types import FLOATS
 
 from .body import Body, parallel_if
 from .elements import Index, axis_of, number, table_row, unravel, zero
@@ -336,7 +337,7 @@ def emit_argmax(body: Body, op: Op) -> None:
     x, y = op.ins[0], op.outs[0]
     axis, dtype = axis_of(op, x), x.type.dtype
     rows = rows_of(body, x.type.dims, axis, axis + 1, [x])
-    lowest = -math.inf if dtype in ("f32", "f64") else {"i64": -(2**63), "i32": -(2**31), "i8": -128, "u8": 0}[dtype]
+    lowest = -math.inf if dtype in FLOATS else {"i64": -(2**63), "i32": -(2**31), "i8": -128, "u8": 0}[dtype]
 
     def one_row() -> None:
         top = rows.one(dtype, lowest, body.functions.larger, lambda c: body.at(x, rows.index(c)))
@@ -344,7 +345,7 @@ def emit_argmax(body: Body, op: Op) -> None:
         def candidate(c: Expr) -> Expr:
             value = body.at(x, rows.index(c))
             hit = tirx.EQ(value, top)
-            if dtype in ("f32", "f64"):
+            if dtype in FLOATS:
                 hit = tirx.Or(hit, tirx.isnan(value))
             return tirx.Select(hit, cast(c, "i32"), literal(rows.length, "i32"))
 

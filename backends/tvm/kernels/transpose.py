@@ -11,7 +11,7 @@ from typing import Any
 
 from tvm import tirx
 
-from .emit import SERIAL, VECTOR, Buffer, Emitter, Expr
+from .emit import SERIAL, TVM_DTYPES, VECTOR, Buffer, Emitter, Expr, load
 
 
 def transpose_block(emit: Emitter, dtype: str, lanes: int, columns: int, source: Buffer, starts: Sequence[Expr]) -> list[Expr]:
@@ -34,6 +34,8 @@ def transpose_block(emit: Emitter, dtype: str, lanes: int, columns: int, source:
         indices: list[Any] = [tirx.IntImm("int32", k) for k in lanes_of]
         return tirx.Shuffle([a, b], indices)
 
+    if str(source.dtype) != TVM_DTYPES[dtype]:
+        source, starts = _widened(emit, dtype, lanes, source, starts)
     current = keep([tirx.BufferLoad(source, [tirx.Ramp(start, 1, lanes)]) for start in starts])
     step = lanes // 2
     while step:
@@ -46,6 +48,15 @@ def transpose_block(emit: Emitter, dtype: str, lanes: int, columns: int, source:
         current = keep(exchanged)
         step //= 2
     return current[:columns]
+
+
+def _widened(emit: Emitter, dtype: str, lanes: int, source: Buffer, starts: Sequence[Expr]) -> tuple[Buffer, list[Expr]]:
+    """Rows of 16-bit floats as rows of the element type that is computed in."""
+    copy = emit.alloc(len(starts) * lanes, dtype, "w")
+    for row, start in enumerate(starts):
+        with emit.loop(lanes, VECTOR, "l") as lane:
+            emit.store(copy, load(source, start + lane), lane + row * lanes)
+    return copy, [tirx.IntImm("int32", row * lanes) for row in range(len(starts))]
 
 
 def pieces(emit: Emitter, extent: int, lanes: int) -> Iterator[tuple[Expr, Expr]]:

@@ -26,7 +26,7 @@ from penstock.ir.types import FLOATS
 from .body import Body, NotOneKernel, parallel_if
 from .elements import Index, linear, unravel
 from .elementwise import emit_nest
-from .emit import SERIAL, Expr, literal
+from .emit import HALVES, SERIAL, Expr, literal
 from .gemm import Product, ceil_div, emit_product
 from .reduce import LOWEST
 from .transpose import pieces
@@ -241,7 +241,7 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
     attrs = complete_attrs(op)
     kernel, dtype, sizes, outs = ints(attrs["window"]), x.type.dtype, x.type.dims[2:], y.type.dims[2:]
     window = window_of(attrs, kernel)
-    emit, target, lanes = body.emit, body.result(dx), body.lanes
+    emit, stored, lanes = body.emit, body.result(dx), body.lanes
     planes, plane = x.type.dims[:2], prod(sizes)
     # All dimensions but the last are gone through position by position, windows that reach over their edge are cut there.
     split, low = window.strides[-1], window.low[-1]
@@ -250,8 +250,10 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
     lines = prod(sizes[:-1])
     with emit.loop(prod(planes), parallel_if(body.machine, x.type.size), "p") as p:
         lead = tuple(i if isinstance(i, tirx.IntImm) else emit.bind(i, "p") for i in unravel(p, planes))
+        # Sums of 16-bit floats are taken in f32 and rounded once.
+        target, origin = (emit.alloc(plane, dtype, "sums"), literal(0, "i32")) if dtype in HALVES else (stored, p * plane)
         for i, _ in emit.spans(plane, lanes):
-            emit.store(target, literal(0, dtype), p * plane + i)
+            emit.store(target, literal(0, dtype), origin + i)
         copy = emit.alloc(lines * split * width, dtype, "xp")
         found = emit.alloc(outs[-1], "i32", "found")
         for i, _ in emit.spans(lines * split * width, lanes):
@@ -293,5 +295,8 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
             with emit.loop(outs[-1], SERIAL, "v") as v, body.point():
                 gradient = body.at(dy, (*lead, *out, v))
                 with emit.when(tirx.BufferLoad(found, [v]) >= 0):
-                    position = p * plane + tirx.BufferLoad(found, [v])
+                    position = origin + tirx.BufferLoad(found, [v])
                     emit.store(target, tirx.BufferLoad(target, [position]) + gradient, position)
+        if target is not stored:
+            for i, _ in emit.spans(plane, lanes):
+                emit.store(stored, tirx.BufferLoad(target, [i]), p * plane + i)
