@@ -394,7 +394,7 @@ def verify_command(arguments: Namespace) -> int:
             raise UsageError("--dim and --backend are for models; a bundle has both built in")
         return verify_bundle(arguments.file, steps=arguments.steps, seed=arguments.seed, tolerance=arguments.tolerance)
     return verify_model(
-        arguments.file, dims=_dims(arguments.dim), seed=arguments.seed, tolerance=arguments.tolerance, backend=arguments.backend
+        arguments.file, dims=_dims(arguments.dim), seed=arguments.seed, tolerance=arguments.tolerance, backend=arguments.backend or "tvm"
     )
 
 
