@@ -82,7 +82,6 @@ class NumpyProgram:
         self._signatures = {g.name: signature(g) for g in graphs}
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        import torch
 
         sig = self._signatures[graph]
         arrays = [array_of(x) for x in args]

@@ -14,7 +14,7 @@ from penstock.ir.graph import Op, Slot, Value
 
 from ..kernels.body import Body, Group
 from ..kernels.elements import Index
-from ..kernels.emit import Buffer, Expr
+from ..kernels.emit import TVM_DTYPES, Buffer, Expr
 from ..target import Machine
 from .threads import NARROW, DeviceFunctions, ThreadEmitter
 
@@ -23,11 +23,13 @@ class DeviceBody(Body):
     """One GPU kernel while it is being emitted."""
 
     emit: ThreadEmitter
+    # The device converts 16-bit floats itself.
+    memory_dtypes = TVM_DTYPES
 
     def __init__(self, group: Group, machine: Machine) -> None:
         super().__init__(group, machine)
         self.emit = ThreadEmitter()
-        self.functions = DeviceFunctions(self.emit.bind)
+        self.functions = DeviceFunctions(self.emit.bind, self.emit.rounded)
         self._narrow: dict[Value, Value] = {}
         # Set where all threads of a block compute the same: the condition under which one of them stores it.
         self.alone: Expr | None = None

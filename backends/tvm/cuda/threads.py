@@ -10,7 +10,7 @@ that depends on the order in which blocks run: results are the same in every run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,6 +111,9 @@ class ThreadEmitter(Emitter):
             value = tirx.Cast(str(buffer.dtype), value)
         super().store(buffer, value, index)
 
+    def rounded(self, value: Expr, dtype: str) -> Expr:
+        return self.bind(tirx.Cast("float32", tirx.Cast(TVM_DTYPES[dtype], value))) if dtype in NARROW else value
+
     def load(self, buffer: Buffer, index: Expr) -> Expr:
         return widen(tirx.BufferLoad(buffer, [index]))
 
@@ -120,9 +123,6 @@ class ThreadEmitter(Emitter):
 
 class DeviceFunctions(Functions):
     """Elementary functions of the device's library, which needs no vectoriser: within 2 ulp in f32, and right for nan and infinities."""
-
-    def __init__(self, bind: Callable[[Expr], Expr]) -> None:
-        super().__init__(bind)
 
     def exp(self, x: Expr) -> Expr:
         return self.bind(tirx.exp(x))

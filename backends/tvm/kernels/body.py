@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from tvm import tirx
 
@@ -81,6 +81,8 @@ class Loops(Protocol):
 class Body:
     """One kernel while it is being emitted."""
 
+    # How the element types stand in memory.
+    memory_dtypes: ClassVar[Mapping[str, str]] = MEMORY_DTYPES
     # None: the loops for CPUs that stand beside the generators.
     loops: Loops | None = None
 
@@ -120,7 +122,7 @@ class Body:
             table[key] = tirx.decl_buffer(shape, TVM_DTYPES[value.type.dtype], name=f"b{len(self._views)}")
             data = tirx.buffer_data(table[key])
             size = max(value.type.size, 1)
-            self._views[key] = tirx.decl_buffer((size,), MEMORY_DTYPES[value.type.dtype], name=f"f{len(self._views)}", data=data)
+            self._views[key] = tirx.decl_buffer((size,), self.memory_dtypes[value.type.dtype], name=f"f{len(self._views)}", data=data)
         return self._views[key]
 
     def operand(self, value: Value) -> Buffer:

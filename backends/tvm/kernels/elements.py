@@ -280,11 +280,11 @@ def _concat(f: Functions, op: Op, read: Read, index: Index) -> Expr:
 
 def _iota(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     axis = axis_of(op, op.outs[0])
-    return _cast(f, index[axis], op.outs[0].type.dtype)
+    return _cast(f, index[axis], str(op.attrs["dtype"]))
 
 
 def _const(f: Functions, op: Op, read: Read, index: Index) -> Expr:
-    return rounded_literal(op.attrs["value"], op.outs[0].type.dtype)  # type: ignore[arg-type]
+    return rounded_literal(op.attrs["value"], str(op.attrs["dtype"]))  # type: ignore[arg-type]
 
 
 def table_row(at: Expr, rows: int) -> Expr:

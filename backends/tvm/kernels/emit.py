@@ -42,6 +42,7 @@ TVM_DTYPES = {
 # How kernels see the memory of an element type; elsewhere TVM_DTYPES.
 MEMORY_DTYPES = {**TVM_DTYPES, "bf16": "uint16"}
 HALVES = ("f16", "bf16")
+_NATIVE_HALVES = tuple(TVM_DTYPES[dtype] for dtype in HALVES)
 
 
 def compute_dtype(dtype: str) -> str:
@@ -59,7 +60,7 @@ def load(buffer: Buffer, index: Expr) -> Expr:
     dtype = str(buffer.dtype)
     if dtype == MEMORY_DTYPES["bf16"]:
         return tirx.reinterpret("float32", tirx.Cast("uint32", value) << _unsigned(16))
-    return tirx.Cast("float32", value) if dtype == "float16" else value
+    return tirx.Cast("float32", value) if dtype in _NATIVE_HALVES else value
 
 
 def literal(value: bool | int | float, dtype: str) -> Expr:
@@ -198,8 +199,8 @@ class Emitter:
         dtype = str(buffer.dtype)
         if dtype == MEMORY_DTYPES["bf16"]:
             value = tirx.Cast("uint16", self._upper_half(value))
-        elif dtype == "float16":
-            value = tirx.Cast("float16", value)
+        elif dtype in _NATIVE_HALVES and dtype_name(value) != dtype:
+            value = tirx.Cast(dtype, value)
         self.add(tirx.BufferStore(buffer, value, [index]))
 
     def _upper_half(self, value: Expr) -> Expr:
