@@ -1,6 +1,7 @@
-"""The interface every back end implements: compile the graphs of one stage into files, load those files into a callable program.
+"""The interface every back end implements: compile the graphs of stages into files, load those of one stage into a callable program.
 
-In: a scheduled module and a stage number. Out of `compile_stage`: files in a folder, named relative to it, so that a bundle can be moved.
+In: a scheduled module and stage numbers. Out of `compile_stages`: for each stage its files in a folder, named relative to it, so that a bundle
+can be moved. All stages are given at once, so that a back end can compile what they have in common once, and use all cores.
 Out of `load_stage`: a StageProgram, whose `call` follows the convention of `penstock.ir.graph.signature`: positional arguments are the
 graph's inputs, then one tensor per slot in order of first use; results are its outputs, then the saved values. Slots are updated in place.
 
@@ -11,6 +12,7 @@ Programs are not re-entrant: one caller at a time for each StageProgram.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,21 +40,29 @@ class StageProgram(Protocol):
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 
 
+@dataclass(frozen=True)
+class CompileOptions:
+    """How to compile. `target` names an instruction set (`host`, or a name the back end knows); `jobs` is the most processes to compile with,
+    one per core if not given; `dump_dir` is where the back end shows people what it made."""
+
+    target: str = "host"
+    jobs: int | None = None
+    progress: Progress | None = None
+    dump_dir: Path | None = None
+
+
+# What one gets without asking for anything.
+DEFAULTS = CompileOptions()
+
+
 class Backend(Protocol):
-    """One way to compile and run stages. `target` names an instruction set (`host`, or a name the back end knows)."""
+    """One way to compile and run stages."""
 
     name: str
 
-    def compile_stage(
-        self,
-        module: Module,
-        stage: int,
-        out_dir: Path,
-        *,
-        target: str = "host",
-        progress: Progress | None = None,
-        dump_dir: Path | None = None,
-    ) -> tuple[str, ...]: ...
+    def compile_stages(
+        self, module: Module, stages: Sequence[int], out_dir: Path, options: CompileOptions = DEFAULTS
+    ) -> dict[int, tuple[str, ...]]: ...
 
     def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1) -> StageProgram: ...
 

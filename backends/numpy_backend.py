@@ -1,6 +1,6 @@
 """The reference back end: a stage runs in the NumPy interpreter. For tests, and for machines without TVM.
 
-There is nothing to compile: the program of a stage is the text of its module, which the bundle holds anyway, so `compile_stage` gives no
+There is nothing to compile: the program of a stage is the text of its module, which the bundle holds anyway, so `compile_stages` gives no
 files. Slow by design; exact in what it means.
 """
 
@@ -16,7 +16,7 @@ from penstock.ir.graph import Graph, Module, Slot, signature
 from penstock.ir.interp import run_graph
 from penstock.ir.types import numpy_dtype
 
-from .interface import Progress, StageProgram, stage_graphs
+from .interface import DEFAULTS, CompileOptions, StageProgram, stage_graphs
 
 if TYPE_CHECKING:
     import torch
@@ -27,17 +27,10 @@ class NumpyBackend:
 
     name = "numpy"
 
-    def compile_stage(
-        self,
-        module: Module,
-        stage: int,
-        out_dir: Path,
-        *,
-        target: str = "host",
-        progress: Progress | None = None,
-        dump_dir: Path | None = None,
-    ) -> tuple[str, ...]:
-        return ()
+    def compile_stages(
+        self, module: Module, stages: Sequence[int], out_dir: Path, options: CompileOptions = DEFAULTS
+    ) -> dict[int, tuple[str, ...]]:
+        return dict.fromkeys(stages, ())
 
     def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1) -> StageProgram:
         return NumpyProgram(stage_graphs(module, stage))

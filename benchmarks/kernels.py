@@ -170,7 +170,7 @@ def _program(work: Work, folder: Path) -> StageProgram:
     from penstock.backends.interface import backend_of
 
     module, backend = fused(*work.graphs), backend_of("tvm")
-    files = backend.compile_stage(module, 0, folder)
+    files = backend.compile_stages(module, [0], folder)[0]
     return backend.load_stage(module, 0, [folder / name for name in files], threads=1)
 
 

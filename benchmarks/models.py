@@ -147,7 +147,7 @@ def penstock_contender(spec: Spec, file: Path, feeds: Arrays, folder: Path, thre
     plan = ps.plan(model, Cluster.local(1), training)
     planned = time.perf_counter() - begin
     module, backend = plan.module, backend_of("tvm")
-    names = backend.compile_stage(module, 0, folder)
+    names = backend.compile_stages(module, [0], folder)[0]
     about = {"planned in s": round(planned, 1), "compiled in s": round(time.perf_counter() - begin - planned, 1)}
     program = backend.load_stage(module, 0, [folder / name for name in names], threads)
     graphs = {kind: graph for kind in "FBU" if (graph := module.stage_graph(0, kind)) is not None}

@@ -1,14 +1,16 @@
-"""The TVM back end for CPUs and CUDA devices: graphs become kernels (kernels/), one Relax function each (lower.py), one library per stage (build.py, load.py)."""
+"""The TVM back end for CPUs and CUDA devices: graphs become kernels (kernels/) in an order (plan.py), one Relax function each (lower.py), one
+library per stage (build.py, load.py). Code is made by worker processes (pool.py, jobs.py) and kept (store.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Module
 
-from ..interface import Progress, StageProgram, device_of, stage_graphs
+from ..interface import DEFAULTS, CompileOptions, StageProgram, device_of, stage_graphs, target_of
 
 
 class TvmBackend:
@@ -16,32 +18,31 @@ class TvmBackend:
 
     name = "tvm"
 
-    def compile_stage(
-        self,
-        module: Module,
-        stage: int,
-        out_dir: Path,
-        *,
-        target: str = "host",
-        progress: Progress | None = None,
-        dump_dir: Path | None = None,
-    ) -> tuple[str, ...]:
-        """Write the library of a stage; gives its file name inside `out_dir`."""
-        from .build import build_graphs
-        from .cuda.build import build_graphs as build_for_device
+    def compile_stages(
+        self, module: Module, stages: Sequence[int], out_dir: Path, options: CompileOptions = DEFAULTS
+    ) -> dict[int, tuple[str, ...]]:
+        """Write the libraries of stages; gives their file names inside `out_dir`."""
+        from .build import Builder, Part
         from .cuda.target import is_cuda
-        from .target import machine_of
 
-        graphs = stage_graphs(module, stage)
-        if not graphs:
-            raise VerifyError(f"stage {stage} has no graphs", where=f"module {module.name}")
-        if is_cuda(target):
-            name = f"s{stage}.{target}.so"
-            build_for_device(graphs, out_dir / name, target=target, progress=progress, dump_dir=dump_dir)
-            return (name,)
-        name = f"s{stage}.{machine_of(target).name}.so"
-        build_graphs(graphs, out_dir / name, target=target, progress=progress, dump_dir=dump_dir)
-        return (name,)
+        graphs = {stage: stage_graphs(module, stage) for stage in stages}
+        for stage in stages:
+            if not graphs[stage]:
+                raise VerifyError(f"stage {stage} has no graphs", where=f"module {module.name}")
+        names: dict[int, str] = {}
+        targets = {stage: target_of(module, stage, options.target) for stage in stages}
+        for stage in stages:
+            if is_cuda(targets[stage]):
+                from .cuda.build import build_graphs as build_for_device
+
+                names[stage] = f"s{stage}.{targets[stage]}.so"
+                build_for_device(graphs[stage], out_dir / names[stage], replace(options, target=targets[stage]))
+        rest = [stage for stage in stages if stage not in names]
+        if rest:
+            with Builder(options) as builder:
+                names |= {stage: f"s{stage}.{builder.cpu}.so" for stage in rest}
+                builder.build([Part(graphs[stage], out_dir / names[stage]) for stage in rest])
+        return {stage: (names[stage],) for stage in stages}
 
     def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1) -> StageProgram:
         from .load import TvmProgram

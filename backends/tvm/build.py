@@ -1,206 +1,244 @@
-"""From the graphs of a stage to one shared library, through a cache keyed by content.
+"""From the graphs of stages to one shared library each, through a cache of kernels and libraries keyed by content.
 
-In: the stage's graphs, a target. Out: a relocatable .so that the loader needs nothing else for. The cache key is the sha256 of the graphs'
-text, the target, the versions of TVM and LLVM, and the source of this back end, so that a hit needs no lowering and a change of a
-kernel generator is never missed. An entry holds the library and the hash of its bytes, is written under a temporary name and renamed, so
-that readers never see half of it, and is rebuilt when the hash does not fit. Folder: $PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else
-~/.cache/penstock; PENSTOCK_CACHE=off turns it off.
+In: graphs, a target. Out: relocatable .so files that the loader needs nothing else for.
 
-The same inputs give the same bytes: names come from the graphs, and the link is done with no build id, path or time in it.
+    library   key: text of the graphs (without places), target, sources and tools (fingerprint.py). A hit needs no planning and no TVM.
+    kernel    key: text of the group under neutral names (group.py), target, sources and tools. So equal kernels are compiled once, be they of
+              another layer, stage or model; a refusal to make one kernel of a group is remembered like a kernel.
+
+What is missing is compiled by a pool of processes (pool.py), all kernels of all stages in one go; then each stage is linked from kernel
+objects and its Relax code. `compile_kernel` in jobs.py is the one function that makes a kernel for a target.
+
+The same inputs give the same bytes: kernels are named after their content, and the link is done with no build id, path or time in it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
-import tvm
-from tvm.target import codegen
+import msgspec
 
-from penstock.ir.errors import PenstockError
 from penstock.ir.graph import Graph
 from penstock.ir.text import print_graph
 
-from ..interface import Progress
-from .lower import Lowered, lower_graphs
-from .pipeline import PIPELINE
-from .target import Machine, machine_of, tvm_target
+from ..interface import DEFAULTS, CompileOptions
+from .fingerprint import key_of, processor
+from .group import Group, Kernel, NotOneKernel, Renamed, module_text, name_of, rename
+from .messages import Call, Job, LinkStage, Made, MakeKernel, Named, NameTarget, Parameters, Refused, title
+from .plan import Lowered, plan_graphs
+from .pool import BuildError, Pool
+from .store import Store
 
-# TVM builds Relax functions on one stack for the whole process: stages may be linked side by side, but not lowered.
-ONE_AT_A_TIME = threading.Lock()
+_ENTRY = msgspec.json.Decoder(Made | Refused)
 
 
-class BuildError(PenstockError):
-    """The compiler or the linker failed on a stage."""
+@dataclass(frozen=True)
+class Part:
+    """The graphs of one library, and its file."""
+
+    graphs: tuple[Graph, ...]
+    out: Path
+
+    @property
+    def where(self) -> str:
+        return ", ".join(graph.name for graph in self.graphs)
 
 
 @dataclass(frozen=True)
 class Built:
-    """What a build gave, and where the time went."""
+    """A library, and whether it was found in the cache."""
 
     path: Path
     sha256: str
     cached: bool
-    seconds: float
 
 
-def cache_folder() -> Path | None:
-    """Where compiled stages are kept; None when the cache is off."""
-    chosen = os.environ.get("PENSTOCK_CACHE")
-    if chosen == "off":
-        return None
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "penstock"
+@dataclass
+class Counts:
+    """What a build did, for people and benchmarks: distinct kernels, and wall seconds of the phases."""
+
+    kernels: int = 0
+    compiled: int = 0
+    plan_s: float = 0.0
+    kernels_s: float = 0.0
+    link_s: float = 0.0
 
 
-def content_key(graphs: Sequence[Graph], machine: Machine, compiler: str = "") -> str:
-    """The name of a stage's library in the cache. `compiler` is that of the device, where another one than LLVM makes its code."""
-    digest = hashlib.sha256(source_fingerprint())
-    target = f"cuda {machine.name} {compiler}" if machine.is_device else str(tvm_target(machine.name))
-    versions = (tvm.__version__, str(codegen.llvm_version_major()), target)
-    texts = ("\n".join(print_graph(_without_locations(graph))) for graph in graphs)
-    for part in (*versions, *texts):
-        digest.update(part.encode())
-        digest.update(b"\0")
-    return digest.hexdigest()
+class Builder:
+    """Builds libraries for one target: `with Builder(options) as builder: builder.build(parts)`."""
 
+    def __init__(self, options: CompileOptions) -> None:
+        self.options, self.store, self.counts = options, Store.of_user(), Counts()
+        self._pool = Pool(options.jobs)
+        self._report = options.progress or (lambda done, total, what: None)
+        self._kernels: dict[str, Made | Refused] = {}
+        self._objects: dict[str, Path] = {}
+        self._done = self._total = 0
+        self._cpu = ""
 
-def _without_locations(graph: Graph) -> Graph:
-    """Where an operation came from does not change the code."""
-    return replace(graph, ops=tuple(replace(op, loc="") for op in graph.ops))
+    def __enter__(self) -> Builder:
+        return self
 
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.close()
 
-@cache
-def source_fingerprint() -> bytes:
-    """A hash over the source files that turn graphs into code."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.relative_to(Path(__file__).parent).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.digest()
+    @property
+    def cpu(self) -> str:
+        """LLVM's name of the target. Asking costs a load of TVM, so the answer is kept in the cache, by what the processor says of itself."""
+        if not self._cpu:
+            target = self.options.target
+            mark = processor() if target == "host" else "named"
+            key = key_of("target", target, mark)
+            kept = self.store.get(key) if mark else None
+            if kept is None:
+                (answer,) = self._pool.run([NameTarget(target)])
+                assert isinstance(answer, Named)
+                kept = answer.cpu.encode()
+                if mark:
+                    self.store.put(key, kept)
+            self._cpu = kept.decode()
+        return self._cpu
 
+    def build(self, parts: Sequence[Part]) -> list[Built]:
+        """Make all libraries."""
+        keys = [key_of("library", self.cpu, *texts_of(part.graphs)) for part in parts]
+        for part in parts:
+            part.out.parent.mkdir(parents=True, exist_ok=True)
+        found = [self._find(part, key) for part, key in zip(parts, keys, strict=True)]
+        missing = [i for i, library in enumerate(found) if library is None]
+        self._done, self._total = 0, len(missing)
+        if missing:
+            self._report(0, self._total, f"planning kernels of {', '.join(parts[i].where for i in missing)}")
+            with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as scratch:
+                self._compile([parts[i] for i in missing], Path(scratch))
+            for i in missing:
+                content = parts[i].out.read_bytes()
+                self.store.put(keys[i], content)
+                found[i] = Built(parts[i].out, hashlib.sha256(content).hexdigest(), False)
+            self.store.trim()
+        if self.options.dump_dir is not None:
+            for part in parts:
+                _dump(self.options.dump_dir, part, self.cpu)
+        self._report(self._total, self._total, self._summary(len(parts), len(missing)))
+        return [library for library in found if library is not None]
 
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    def _find(self, part: Part, key: str) -> Built | None:
+        content = self.store.get(key)
+        if content is None:
+            return None
+        part.out.write_bytes(content)
+        return Built(part.out, hashlib.sha256(content).hexdigest(), True)
 
+    def _summary(self, parts: int, missing: int) -> str:
+        text = f"{parts - missing} libraries found, {missing} made; {self.counts.compiled} of {self.counts.kernels} kernels compiled"
+        return f"{text} ({self.store.trouble})" if self.store.trouble else text
 
-class Cache:
-    """Libraries by key. An entry is KEY.so beside KEY.sha256."""
+    # ------------------------------------------------------------------------------ kernels
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder / "tvm" if folder is not None else None
+    def _compile(self, parts: Sequence[Part], scratch: Path) -> None:
+        begin = time.perf_counter()
+        graphs = [graph for part in parts for graph in part.graphs]
+        lowered = iter(plan_graphs(graphs, lambda groups: self._make(groups, scratch)))
+        plans = [[next(lowered) for _ in part.graphs] for part in parts]
+        middle = time.perf_counter()
+        self.counts.plan_s += middle - begin - self.counts.kernels_s
+        jobs = [self._link_job(part, plan) for part, plan in zip(parts, plans, strict=True)]
+        self._pool.run(jobs, self._count)
+        self.counts.link_s += time.perf_counter() - middle
 
-    def fetch(self, key: str, to: Path) -> bool:
-        """Copy an entry; False when there is none or its bytes are not what was stored."""
-        if self.folder is None:
+    def _make(self, groups: Sequence[Group], scratch: Path) -> list[tuple[str, Kernel] | NotOneKernel]:
+        """The kernels of groups: from the cache, or compiled now."""
+        begin = time.perf_counter()
+        renamed = [rename(group) for group in groups]
+        symbols = [f"{name_of(group)}_{key_of('kernel', self.cpu, r.text)}" for group, r in zip(groups, renamed, strict=True)]
+        wanted: dict[str, MakeKernel] = {}
+        for symbol, group in zip(symbols, renamed, strict=True):
+            if symbol not in self._kernels and symbol not in wanted and not self._recall(symbol, scratch):
+                wanted[symbol] = MakeKernel(group.text, self.cpu, symbol, str(scratch / f"{symbol}.o"))
+        # The longest first, or one core waits for the other at the end.
+        jobs = sorted(wanted.values(), key=_effort)
+        self._total += len(jobs)
+        for job, answer in zip(jobs, self._pool.run(jobs, self._count), strict=True):
+            assert isinstance(answer, Made | Refused)
+            self._remember(job, answer)
+        self.counts.kernels, self.counts.compiled = len(self._kernels), self.counts.compiled + len(jobs)
+        self.counts.kernels_s += time.perf_counter() - begin
+        return [self._outcome(symbol, group) for symbol, group in zip(symbols, renamed, strict=True)]
+
+    def _count(self, job: Job) -> None:
+        self._done += 1
+        # The last line is the summary.
+        if self._done < self._total:
+            self._report(self._done, self._total, title(job))
+
+    def _recall(self, symbol: str, scratch: Path) -> bool:
+        content = self.store.get(symbol)
+        if content is None:
             return False
-        entry, digest = self.folder / f"{key}.so", self.folder / f"{key}.sha256"
-        try:
-            expected = digest.read_text().strip()
-            _publish(entry, to)
-        except FileNotFoundError:
-            return False
-        if sha256_of(to) == expected:
-            return True
-        to.unlink()
-        return False
+        head, _, code = content.partition(b"\n")
+        self._kernels[symbol] = _ENTRY.decode(head)
+        self._objects[symbol] = scratch / f"{symbol}.o"
+        self._objects[symbol].write_bytes(code)
+        return True
 
-    def keep(self, key: str, library: Path) -> None:
-        if self.folder is None:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _publish(library, self.folder / f"{key}.so")
-        with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".part", delete=False) as file:
-            file.write(sha256_of(library) + "\n")
-        Path(file.name).replace(self.folder / f"{key}.sha256")
+    def _remember(self, job: MakeKernel, answer: Made | Refused) -> None:
+        code = b""
+        if isinstance(answer, Made):
+            self._objects[job.symbol] = Path(job.path)
+            code = Path(job.path).read_bytes()
+        self._kernels[job.symbol] = answer
+        self.store.put(job.symbol, msgspec.json.encode(answer) + b"\n" + code)
 
+    def _outcome(self, symbol: str, group: Renamed) -> tuple[str, Kernel] | NotOneKernel:
+        known = self._kernels[symbol]
+        if isinstance(known, Refused):
+            return NotOneKernel(known.reason)
+        parameters = known.parameters
+        return symbol, group.kernel(parameters.ins, parameters.slots, parameters.outs)
 
-def _publish(source: Path, target: Path) -> None:
-    """Copy a file so that it appears under its name only when it is whole."""
-    with source.open("rb") as bytes_in, tempfile.NamedTemporaryFile(dir=target.parent, suffix=".part", delete=False) as file:
-        try:
-            shutil.copyfileobj(bytes_in, file)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
-    Path(file.name).replace(target)
+    # ------------------------------------------------------------------------------ libraries
+
+    def _link_job(self, part: Part, plans: Sequence[Lowered]) -> LinkStage:
+        calls = tuple(tuple(Call(step.name, _parameters(step.kernel)) for step in plan.steps) for plan in plans)
+        used = dict.fromkeys(step.name for plan in plans for step in plan.steps)
+        objects = tuple((symbol, str(self._objects[symbol])) for symbol in used)
+        return LinkStage(module_text([plan.graph for plan in plans]), calls, objects, self.cpu, str(part.out))
 
 
-def dump_kernels(folder: Path, module: Any, lowered: Sequence[Lowered], name: str) -> None:
-    """Relax text and the source of every kernel, for people."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.relax.py").write_text(module.script() + "\n")
-    lines = []
-    for plan in lowered:
-        lines.append(f"{plan.graph.name}: {len(plan.steps)} kernels")
-        lines += [f"  {step.name}: {', '.join(op.kind for op in step.group.ops)}" for step in plan.steps]
-    (folder / f"{name}.kernels.txt").write_text("\n".join(lines) + "\n")
+def _effort(job: MakeKernel) -> tuple[bool, int]:
+    """A guess of what a kernel takes to compile, for sorting: those with loops of their own first, then by length."""
+    heavy = any(f" {kind}" in job.group for kind in ("matmul(", "conv", "attention"))
+    return (not heavy, -len(job.group))
 
 
-def build_graphs(
-    graphs: Sequence[Graph],
-    out: Path,
-    *,
-    target: str = "host",
-    progress: Progress | None = None,
-    dump_dir: Path | None = None,
-) -> Built:
+def _parameters(kernel: Kernel) -> Parameters:
+    slots = tuple((slot.var, slot.slot) for slot in kernel.slots)
+    return Parameters(tuple(v.name for v in kernel.ins), slots, tuple(v.name for v in kernel.outs))
+
+
+def texts_of(graphs: Sequence[Graph]) -> list[str]:
+    """What the code of graphs depends on; where an operation came from does not change it."""
+    return ["\n".join(print_graph(replace(graph, ops=tuple(replace(op, loc="") for op in graph.ops)))) for graph in graphs]
+
+
+def _dump(folder: Path, part: Part, target: str) -> None:
+    from .lower import dump_kernels, plan_kernels
+    from .target import machine_of
+
+    dump_kernels(folder, part.out.stem, [plan_kernels(graph, machine_of(target)) for graph in part.graphs])
+
+
+def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions = DEFAULTS) -> Built:
     """Compile graphs into the library `out`."""
-    started = time.monotonic()
-    machine = machine_of(target)
-    where = ", ".join(g.name for g in graphs)
-    report = progress or (lambda done, total, what: None)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    report(0, 3, f"lowering {where}")
-    key, libraries = content_key(graphs, machine), Cache(cache_folder())
-    cached = libraries.fetch(key, out)
-    if not cached or dump_dir is not None:
-        with ONE_AT_A_TIME:
-            module, lowered = lower_graphs(graphs, machine)
-            if dump_dir is not None:
-                dump_kernels(dump_dir, module, lowered, out.stem)
-            if not cached:
-                count = sum(isinstance(f, tvm.tirx.PrimFunc) for _, f in module.functions_items())
-                report(1, 3, f"compiling {count} kernels of {where}")
-                executable = _compile(module, machine, where)
-        if not cached:
-            report(2, 3, f"linking {where}")
-            _link(executable, out, where)
-            libraries.keep(key, out)
-    report(3, 3, f"{'found' if cached else 'compiled'} {where}")
-    return Built(out, sha256_of(out), cached, time.monotonic() - started)
+    with Builder(options) as builder:
+        (built,) = builder.build([Part(tuple(graphs), out)])
+    return built
 
 
-def _compile(module: Any, machine: Machine, where: str) -> Any:
-    try:
-        return tvm.compile(module, target=tvm_target(machine.name), relax_pipeline="default_build", tir_pipeline=PIPELINE)
-    except RuntimeError as error:
-        raise _failed(error, where) from error
-
-
-def _link(executable: Any, out: Path, where: str) -> None:
-    try:
-        with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
-            part = Path(scratch) / "stage.so"
-            executable.export_library(str(part), workspace_dir=scratch, options=["-Wl,--build-id=none"])
-            part.replace(out)
-    except RuntimeError as error:
-        raise _failed(error, where) from error
-
-
-def _failed(error: RuntimeError, where: str) -> BuildError:
-    last = str(error).strip().splitlines()[-1]
-    return BuildError(
-        f"TVM could not compile the stage: {last}", where=where, hint="g++ must be on the PATH; `--dump-ir` shows the kernels"
-    )
+__all__ = ["BuildError", "Builder", "Built", "Counts", "Part", "build_graphs", "texts_of"]

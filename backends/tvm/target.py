@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import tvm
-from tvm.target import codegen
-
 from penstock.ir.errors import UsageError
 
 PORTABLE = "x86-64-v3"
@@ -40,6 +37,8 @@ class Machine:
 
 def host_cpu() -> str:
     """LLVM's name for the CPU of this machine."""
+    from tvm.target import codegen
+
     return str(codegen.llvm_get_system_cpu())
 
 
@@ -51,6 +50,8 @@ def machine_of(name: str) -> Machine:
 
 @lru_cache(maxsize=32)
 def _machine(cpu: str) -> Machine:
+    from tvm.target import codegen
+
     if not codegen.llvm_is_valid_cpu(cpu, str(codegen.llvm_get_system_triple())):
         raise UsageError(
             f"unknown target CPU {cpu!r}", hint="`host`, `portable`, or an LLVM name such as skylake-avx512, znver4, x86-64-v3"
@@ -65,4 +66,6 @@ def _machine(cpu: str) -> Machine:
 
 def tvm_target(cpu: str) -> Any:
     """TVM's target for an LLVM CPU name. The number of threads is set when the code is loaded, not here."""
+    import tvm
+
     return tvm.target.Target({"kind": "llvm", "mcpu": cpu, "num-cores": 1})

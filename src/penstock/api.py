@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.ir.cluster import Cluster, usable_cores
+from penstock.ir.cluster import Cluster
 from penstock.ir.graph import Attr, Module
 
 if TYPE_CHECKING:
@@ -119,29 +117,20 @@ def compile(
     *,
     backend: str = "tvm",
     target: str = "host",
+    jobs: int | None = None,
     dump_dir: str | Path | None = None,
     progress: ProgressHook | None = None,
 ) -> Path:
-    """Make machine code for every stage, and write the bundle."""
+    """Make machine code for every stage, and write the bundle. `jobs` is the most processes to compile with: one per core if not given."""
     from penstock.backends.bundle import write_bundle
-    from penstock.backends.interface import backend_of, target_of
+    from penstock.backends.interface import CompileOptions, backend_of
 
     maker = backend_of(backend)
     stages = [stage.index for stage in plan.module.stages]
-    dumps = Path(dump_dir) if dump_dir is not None else None
+    options = CompileOptions(target, jobs, progress, Path(dump_dir) if dump_dir is not None else None)
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
-        shared = _SharedProgress(progress, len(stages))
-
-        def build(stage: int) -> list[Path]:
-            folder = Path(scratch) / str(stage)
-            folder.mkdir()
-            wanted = target_of(plan.module, stage, target)
-            names = maker.compile_stage(plan.module, stage, folder, target=wanted, progress=shared.of(stage), dump_dir=dumps)
-            return [folder / name for name in names]
-
-        # The linker of one stage runs beside the compiler of the next; a few stages at a time bound the memory.
-        with ThreadPoolExecutor(min(len(stages), usable_cores())) as pool:
-            files = dict(zip(stages, pool.map(build, stages), strict=True))
+        names = maker.compile_stages(plan.module, stages, Path(scratch), options)
+        files = {stage: [Path(scratch) / name for name in names[stage]] for stage in stages}
         bundle = write_bundle(
             out,
             plan.module,
@@ -153,21 +142,3 @@ def compile(
             reference=plan.reference,
         )
     return bundle.path
-
-
-class _SharedProgress:
-    """One progress line for stages that are compiled at the same time."""
-
-    def __init__(self, report: ProgressHook | None, stages: int) -> None:
-        self._report, self._stages = report, stages
-        self._lock = threading.Lock()
-        self._parts: dict[int, tuple[int, int]] = {}
-
-    def of(self, stage: int) -> ProgressHook:
-        def report(done: int, total: int, what: str) -> None:
-            with self._lock:
-                self._parts[stage] = (done, total)
-                if self._report is not None:
-                    self._report(sum(d for d, _ in self._parts.values()), self._stages * total, f"stage {stage}: {what}")
-
-        return report

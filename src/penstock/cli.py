@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     compile.add_argument(
         "--target", default="host", metavar="NAME", help="instruction set to compile for, e.g. host, x86-64-v3 (default: host)"
     )
+    compile.add_argument("--jobs", type=_positive, metavar="N", help="processes to compile with (default: one per core)")
 
     run = add("run", "train with a bundle: starts one process per rank, or joins as one rank under torchrun")
     run.add_argument("bundle", metavar="BUNDLE")

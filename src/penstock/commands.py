@@ -40,7 +40,13 @@ def compile_command(arguments: Namespace) -> None:
     found = _plan(arguments)
     progress = Progress("compile")
     path = api.compile(
-        found, arguments.out, backend=arguments.backend, target=arguments.target, dump_dir=arguments.dump_ir, progress=progress
+        found,
+        arguments.out,
+        backend=arguments.backend,
+        target=arguments.target,
+        jobs=arguments.jobs,
+        dump_dir=arguments.dump_ir,
+        progress=progress,
     )
     print_plan(found)
     say(f"wrote {path}")

@@ -255,7 +255,7 @@ def measure_rows(
     with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as folder:
         for stage in sorted({row.stage for row in rows}):
             report(len(measured), len(rows), f"compiling those of stage {stage}")
-            files = maker.compile_stage(apart, stage, Path(folder))
+            files = maker.compile_stages(apart, [stage], Path(folder))[stage]
             program = maker.load_stage(apart, stage, [Path(folder) / name for name in files], threads)
             for i, row in enumerate(rows):
                 if row.stage == stage:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tvm_cases import OpCase, value
 
-from penstock.backends.interface import backend_of
+from penstock.backends.interface import CompileOptions, backend_of
 from penstock.backends.tvm.build import BuildError
 from penstock.backends.tvm.cuda import build as cuda_build
 from penstock.backends.tvm.cuda.compiler import DRIVER_SYMBOLS
@@ -59,7 +59,7 @@ def test_the_library_holds_machine_code_of_that_architecture_and_no_source(archi
     if architecture not in cuda_build.known_architectures():
         pytest.skip(f"{cuda_build.nvcc_version()} makes no code for {architecture}")
     graphs = [chain(), OpCase("softmax", ("f32[6,37]",), {}).graph("s0.B")]
-    built = cuda_build.build_graphs(graphs, tmp_path / "stage.so", target=architecture)
+    built = cuda_build.build_graphs(graphs, tmp_path / "stage.so", CompileOptions(architecture))
     images = list(device_code(built.path))
     assert [arch for arch, _ in images] == [int(architecture.removeprefix("sm_"))]
     assert {name.split("_kernel")[0] for name in images[0][1]} == {"add", "gelu", "softmax"}
@@ -76,16 +76,16 @@ def test_a_missing_compiler_is_said_once(tmp_path: Path, monkeypatch: pytest.Mon
     cuda_build.known_architectures.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="nvcc, which is not on the PATH"):
-        cuda_build.build_graphs([chain()], tmp_path / "stage.so", target="sm_90")
+        cuda_build.build_graphs([chain()], tmp_path / "stage.so", CompileOptions("sm_90"))
     assert not list(tmp_path.iterdir())
 
 
 @needs_nvcc
 def test_architectures_that_nvcc_does_not_know_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no code for 'sm_99'"):
-        cuda_build.build_graphs([chain()], tmp_path / "stage.so", target="sm_99")
+        cuda_build.build_graphs([chain()], tmp_path / "stage.so", CompileOptions("sm_99"))
     with pytest.raises(UsageError, match="unknown CUDA architecture 'sm_35'"):
-        cuda_build.build_graphs([chain()], tmp_path / "stage.so", target="sm_35")
+        cuda_build.build_graphs([chain()], tmp_path / "stage.so", CompileOptions("sm_35"))
 
 
 @needs_nvcc
@@ -98,7 +98,7 @@ def test_what_nvcc_says_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (fake / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake}{os.pathsep}{os.environ['PATH']}")
     with pytest.raises(BuildError, match="no room left") as caught:
-        cuda_build.build_graphs([chain()], tmp_path / "stage.so", target="sm_90")
+        cuda_build.build_graphs([chain()], tmp_path / "stage.so", CompileOptions("sm_90"))
     assert caught.value.where == "s0.F"
     assert not (tmp_path / "stage.so").exists()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from tvm_cases import build, compare, difference, make_args, value
 
 import penstock as ps
-from penstock.backends.interface import backend_of, stage_graphs
+from penstock.backends.interface import CompileOptions, backend_of, stage_graphs
 from penstock.backends.tvm.build import build_graphs
 from penstock.backends.tvm.kernels.elements import POINTWISE
 from penstock.backends.tvm.lower import plan_kernels
@@ -267,7 +266,7 @@ def test_stages_of_models_agree_with_the_interpreter(which: str, tmp_path: Path)
     module = plan_of(tmp_path, which)
     backend = backend_of("tvm")
     for stage in (0, 1):
-        (name,) = backend.compile_stage(module, stage, tmp_path)
+        (name,) = backend.compile_stages(module, [stage], tmp_path)[stage]
         program = backend.load_stage(module, stage, [tmp_path / name])
         for graph in stage_graphs(module, stage):
             args = make_args(graph, np.random.default_rng(stage))
@@ -284,44 +283,9 @@ def small() -> Graph:
     return w.graph((x,), (w("exp", x),))
 
 
-def test_the_same_graph_gives_the_same_bytes_and_is_compiled_once(small: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = build_graphs([small], tmp_path / "a" / "s.so")
-    second = build_graphs([small], tmp_path / "elsewhere" / "t.so")
-    assert first.sha256 == second.sha256
-    assert not first.cached
-    assert not second.cached
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    assert not build_graphs([small], tmp_path / "c.so").cached
-    hit = build_graphs([small], tmp_path / "d.so")
-    assert hit.cached
-    assert hit.sha256 == first.sha256
-    assert not build_graphs([small], tmp_path / "e.so", target="portable").cached
-
-
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "no hash"])
-def test_a_damaged_cache_entry_is_built_again(damage: str, small: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    good = build_graphs([small], tmp_path / "a.so")
-    (entry,) = (tmp_path / "cache" / "tvm").glob("*.so")
-    content = bytearray(entry.read_bytes())
-    if damage == "flip":
-        content[len(content) // 2] ^= 1
-        entry.write_bytes(content)
-    elif damage == "truncate":
-        entry.write_bytes(content[: len(content) // 2])
-    elif damage == "remove":
-        entry.unlink()
-    else:
-        entry.with_suffix(".sha256").unlink()
-    again = build_graphs([small], tmp_path / "b.so")
-    assert not again.cached
-    assert again.sha256 == good.sha256
-    assert build_graphs([small], tmp_path / "c.so").cached
-
-
 def test_progress_and_dumps(small: Graph, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
-    build_graphs([small], tmp_path / "a.so", progress=lambda *x: seen.append(x), dump_dir=tmp_path / "dump")
+    build_graphs([small], tmp_path / "a.so", CompileOptions(progress=lambda *x: seen.append(x), dump_dir=tmp_path / "dump"))
     assert seen[0][0] == 0
     assert seen[-1][0] == seen[-1][1]
     assert "s0.F: 1 kernels" in (tmp_path / "dump" / "a.kernels.txt").read_text()
@@ -349,20 +313,8 @@ def test_arguments_are_checked(small: Graph, tmp_path: Path) -> None:
 
 def test_settings_that_cannot_be(small: Graph, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown target CPU 'z80'"):
-        build_graphs([small], tmp_path / "a.so", target="z80")
+        build_graphs([small], tmp_path / "a.so", CompileOptions("z80"))
     with pytest.raises(UsageError, match="threads"):
         backend_of("tvm").load_stage(Module("m"), 0, [tmp_path / "a.so"], threads=0)
     with pytest.raises(PenstockError, match="has no graphs"):
-        backend_of("tvm").compile_stage(Module("m"), 3, tmp_path)
-
-
-def test_stages_built_by_several_threads_are_those_built_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TVM's block builder has one stack per process: building side by side must not mix stages up."""
-    monkeypatch.setenv("PENSTOCK_CACHE", "off")
-    x = value("x", "f32[4,8]")
-    graphs = [Graph(f"s{i}.F", (x,), op.outs, (op,)) for i in range(4) for op in [make("softmax" if i % 2 else "tanh", (x,), [f"y{i}"])]]
-    alone = [build_graphs([g], tmp_path / f"alone{i}.so").sha256 for i, g in enumerate(graphs)]
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda i: build_graphs([graphs[i]], tmp_path / f"together{i}.so").sha256, range(4)))
-    assert together == alone
-    assert len(set(alone)) == 4
+        backend_of("tvm").compile_stages(Module("m"), [3], tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from penstock.backends.interface import CompileOptions
 from penstock.backends.numpy_backend import NumpyProgram
 from penstock.backends.tvm.build import build_graphs
 from penstock.backends.tvm.load import TvmProgram
@@ -83,7 +84,7 @@ def tensors_of(sig: Signature, arrays: Sequence[np.ndarray], shared: bool) -> li
 
 
 def build(graphs: Sequence[Graph], folder: Path, target: str = "host") -> TvmProgram:
-    built = build_graphs(graphs, folder / "stage.so", target=target)
+    built = build_graphs(graphs, folder / "stage.so", CompileOptions(target))
     return TvmProgram(built.path, graphs)
 
 

@@ -103,7 +103,7 @@ def write_classifier(folder: Path, stages: int, kind: str, m: int) -> Bundle:
     files = {}
     for i in range(stages):
         (compiled / str(i)).mkdir(parents=True)
-        files[i] = [compiled / str(i) / name for name in backend_of("numpy").compile_stage(module, i, compiled / str(i))]
+        files[i] = [compiled / str(i) / name for name in backend_of("numpy").compile_stages(module, [i], compiled / str(i))[i]]
     return write_bundle(
         folder / "bundle", module, files, initial_weights(stages), backend="numpy", plan={"stages": stages}, source_hash="0" * 64
     )

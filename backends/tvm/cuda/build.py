@@ -9,13 +9,13 @@ Cached by content like code for CPUs; the version of nvcc is part of the key.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -25,9 +25,13 @@ import tvm
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph
 
-from ...interface import Progress
-from ..build import ONE_AT_A_TIME, BuildError, Built, Cache, cache_folder, content_key, dump_kernels, sha256_of
-from ..lower import lower_graphs
+from ...interface import CompileOptions
+from ..build import Built, texts_of
+from ..fingerprint import key_of
+from ..jobs import ONE_AT_A_TIME
+from ..lower import dump_kernels, plan_kernels, relax_module
+from ..pool import BuildError
+from ..store import Store
 from .target import device_machine
 
 # A stage of a large model has hundreds of kernels, and nvcc takes up to seconds for each.
@@ -66,31 +70,35 @@ def check_architecture(name: str) -> None:
         raise UsageError(f"nvcc makes no code for {name!r}", where=nvcc_version(), hint=f"it knows {', '.join(known_architectures())}")
 
 
-def build_graphs(
-    graphs: Sequence[Graph], out: Path, *, target: str, progress: Progress | None = None, dump_dir: Path | None = None
-) -> Built:
+def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions) -> Built:
     """Compile graphs into the library `out`, for a GPU."""
-    started = time.monotonic()
+    target, dump_dir = options.target, options.dump_dir
     check_architecture(target)
     machine = device_machine(target)
     where = ", ".join(g.name for g in graphs)
-    report = progress or (lambda done, total, what: None)
+    report = options.progress or (lambda done, total, what: None)
     out.parent.mkdir(parents=True, exist_ok=True)
     report(0, 3, f"lowering {where}")
-    key, libraries = content_key(graphs, machine, nvcc_version()), Cache(cache_folder())
-    cached = libraries.fetch(key, out)
-    if not cached or dump_dir is not None:
+    key, libraries = key_of("library", target, nvcc_version(), *texts_of(graphs)), Store.of_user()
+    content = libraries.get(key)
+    cached = content is not None
+    if content is None or dump_dir is not None:
         with ONE_AT_A_TIME:
-            module, lowered = lower_graphs(graphs, machine)
+            lowered = [plan_kernels(graph, machine) for graph in graphs]
+            module = relax_module(lowered, declared=False)
             if dump_dir is not None:
-                dump_kernels(dump_dir, module, lowered, out.stem)
-        if not cached:
+                dump_kernels(dump_dir, out.stem, lowered)
+        if content is None:
             count = sum(isinstance(f, tvm.tirx.PrimFunc) for _, f in module.functions_items())
             report(1, 3, f"compiling {count} kernels of {where} for {target} with nvcc")
             compile_apart(tvm.ir.save_json(module), target, out, where, dump_dir)
-            libraries.keep(key, out)
+            content = out.read_bytes()
+            libraries.put(key, content)
+            libraries.trim()
+    if cached:
+        out.write_bytes(content)
     report(3, 3, f"{'found' if cached else 'compiled'} {where}")
-    return Built(out, sha256_of(out), cached, time.monotonic() - started)
+    return Built(out, hashlib.sha256(content).hexdigest(), cached)
 
 
 def compile_apart(module: str, target: str, out: Path, where: str, dump_dir: Path | None = None) -> None:

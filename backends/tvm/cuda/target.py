@@ -10,8 +10,6 @@ import re
 from functools import lru_cache
 from typing import Any
 
-import tvm
-
 from penstock.ir.errors import UsageError
 
 from ..target import Machine
@@ -35,6 +33,8 @@ def device_machine(name: str) -> Machine:
 
 def cuda_target(name: str) -> Any:
     """TVM's target for an architecture. The host part only calls the kernels: any processor of the kind this one is runs it."""
+    import tvm
+
     device = {"kind": "cuda", "arch": name, "max_shared_memory_per_block": 48 * 1024, "max_threads_per_block": 1024, "thread_warp_size": 32}
     return tvm.target.Target(device, host={"kind": "llvm"})
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from tvm import tirx
 
 from penstock.ir.graph import Op, Slot, Value, slot_of
 
+from ..group import EFFECTS, Group, Kernel, NotOneKernel
 from ..pipeline import HOLDS_BOOLS
 from ..target import Machine
 from .elements import INDEXED, POINTWISE, Index, element, forward_index, has_element_rule, linear
@@ -26,35 +26,9 @@ from .emit import MEMORY_DTYPES, TVM_DTYPES, Buffer, Emitter, Expr, literal, loa
 from .functions import Functions
 
 BIJECTIONS = ("reshape", "transpose")
-EFFECTS = ("accum", "write", "take")
 # Loops along memory ask for what they will read and write so many elements ahead, in values that are not small: the processor's own
 # prediction stops at the end of a page.
 _AHEAD, _NOT_SMALL = 1024, 65536
-
-
-class NotOneKernel(Exception):
-    """These operations cannot be computed by one kernel of ours."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """What shall become one kernel. `inline` are producers whose results are not stored anywhere but computed where they are read;
-    `homes` says in which variable a value lives that was read from one."""
-
-    ops: tuple[Op, ...]
-    outs: tuple[Value, ...]
-    inline: Mapping[Value, Op] = field(default_factory=dict)
-    homes: Mapping[Value, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A TIR function and its parameters in order: operands, then slots updated in place, then results."""
-
-    function: Any
-    ins: tuple[Value, ...]
-    slots: tuple[Slot, ...]
-    outs: tuple[Value, ...]
 
 
 class Loops(Protocol):
@@ -332,3 +306,6 @@ class Body:
 def parallel_if(machine: Machine, work: int) -> Any:
     """The loop kind for an outermost loop over this much work."""
     return tirx.ForKind.PARALLEL if work >= machine.serial_below else tirx.ForKind.SERIAL
+
+
+__all__ = ["BIJECTIONS", "EFFECTS", "Body", "Group", "Kernel", "NotOneKernel", "parallel_if"]

@@ -1,0 +1,99 @@
+"""Doing one job: the only place where TVM makes code. Runs in a worker process, or in the compiling process itself.
+
+In: a job (messages.py). Out: its answer; files are written to the paths that the job names. The same job gives the same bytes.
+
+    MakeKernel   text -> group -> TIR (kernels/) -> LLVM -> one object file
+    LinkStage    graphs and calls -> Relax with declarations of the kernels -> memory plan and bytecode -> g++ links it with the objects
+
+The Relax pipeline of TVM sees calls of functions whose parameters it knows and plans memory as if it had their code. After it, the
+declarations are dropped; bytecode calls kernels by name, and the linker brings the objects in.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import tvm
+from tvm import relax
+from tvm.relax import _ffi_api as relax_ffi
+
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import Graph, Slot
+
+from .group import Group, Kernel, NotOneKernel, parse_graphs, parse_group
+from .lower import make_kernel, relax_module
+from .messages import Answer, Call, Failed, Job, Linked, LinkStage, Made, MakeKernel, Named, NameTarget, Parameters, Refused
+from .pipeline import PIPELINE
+from .plan import Lowered, Step
+from .target import machine_of, tvm_target
+
+# TVM's builders are the process's own.
+ONE_AT_A_TIME = threading.Lock()
+
+
+def do(job: Job) -> Answer:
+    """The answer to a job; errors are answers."""
+    try:
+        with ONE_AT_A_TIME:
+            match job:
+                case NameTarget():
+                    return Named(machine_of(job.target).name)
+                case MakeKernel():
+                    return compile_kernel(job)
+                case LinkStage():
+                    return link_stage(job)
+    except UsageError as error:
+        return Failed(error.what, error.hint, usage=True)
+    except RuntimeError as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return Failed(f"TVM: {lines[-1]}", "g++ must be on the PATH; `--dump-ir` shows the kernels")
+    except Exception as error:
+        return Failed(f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+
+
+def compile_kernel(job: MakeKernel) -> Made | Refused:
+    """One kernel for one target."""
+    machine = machine_of(job.target)
+    try:
+        kernel = make_kernel(parse_group(job.group), machine)
+    except NotOneKernel as refusal:
+        return Refused(str(refusal))
+    function = kernel.function.with_attr("global_symbol", job.symbol)
+    module = tvm.IRModule({tvm.ir.GlobalVar(job.symbol): function})
+    tvm.tirx.build(module, target=tvm_target(machine.name), pipeline=PIPELINE).write_to_file(job.path)
+    slots = tuple((slot.var, slot.slot) for slot in kernel.slots)
+    return Made(Parameters(tuple(v.name for v in kernel.ins), slots, tuple(v.name for v in kernel.outs)))
+
+
+def link_stage(job: LinkStage) -> Linked:
+    """The library of one stage."""
+    graphs = parse_graphs(job.graphs)
+    lowered = [Lowered(graph, tuple(_steps(graph, calls))) for graph, calls in zip(graphs, job.calls, strict=True)]
+    target = tvm_target(job.target)
+    module = relax_module(lowered, declared=True)
+    with target:
+        module = relax.get_pipeline("default_build")(module)
+    builder = relax.ExecBuilder()
+    relax_ffi.VMCodeGen(builder, module)
+    kernels = [tvm.runtime.load_static_library(path, [symbol]) for symbol, path in job.objects]
+    constants = dict(module.attrs["const_name_to_constant"]) if module.attrs and "const_name_to_constant" in module.attrs else {}
+    executable = relax.VMExecutable(relax_ffi.VMLink(builder, target, None, kernels, constants))
+    out = Path(job.path)
+    with TemporaryDirectory(dir=out.parent) as scratch:
+        part = Path(scratch) / "stage.so"
+        executable.export_library(str(part), workspace_dir=scratch, options=["-Wl,--build-id=none"])
+        part.replace(out)
+    return Linked()
+
+
+def _steps(graph: Graph, calls: tuple[Call, ...]) -> list[Step]:
+    values = {v.name: v for v in (*graph.ins, *(v for op in graph.ops for v in op.outs))}
+    steps = []
+    for call in calls:
+        ins, outs = (tuple(values[name] for name in names) for names in (call.parameters.ins, call.parameters.outs))
+        slots = tuple(Slot(*slot) for slot in call.parameters.slots)
+        steps.append(Step(Group((), ()), Kernel(None, ins, slots, outs), call.symbol))
+    return steps

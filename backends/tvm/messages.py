@@ -1,0 +1,96 @@
+"""What a compile hands to the processes that do the work, and what they answer: one JSON object per line.
+
+A job is complete in itself: operations as IR text, names, and paths of files. Nothing here needs TVM.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first line of a worker: the hash of the sources it runs."""
+
+    fingerprint: str
+
+
+class NameTarget(msgspec.Struct, frozen=True, tag=True):
+    """Find LLVM's name of a target; answered by Named."""
+
+    target: str
+
+
+class Named(msgspec.Struct, frozen=True, tag=True):
+    cpu: str
+
+
+class MakeKernel(msgspec.Struct, frozen=True, tag=True):
+    """Compile one group into an object file that defines `symbol`; answered by Made or Refused."""
+
+    group: str
+    target: str
+    symbol: str
+    path: str
+
+
+class Parameters(msgspec.Struct, frozen=True):
+    """Of a compiled kernel, in order, under the names of its text; slots are variable and slot."""
+
+    ins: tuple[str, ...]
+    slots: tuple[tuple[str, str], ...]
+    outs: tuple[str, ...]
+
+
+class Made(msgspec.Struct, frozen=True, tag=True):
+    parameters: Parameters
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The group cannot be one kernel."""
+
+    reason: str
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One step of a graph: a kernel by name, its parameters under the names of the graph."""
+
+    symbol: str
+    parameters: Parameters
+
+
+class LinkStage(msgspec.Struct, frozen=True, tag=True):
+    """Make the library of a stage: graphs as text, for each its calls in order, and the objects with the kernels; answered by Linked."""
+
+    graphs: str
+    calls: tuple[tuple[Call, ...], ...]
+    objects: tuple[tuple[str, str], ...]
+    target: str
+    path: str
+
+
+class Linked(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A mistake of the user (`usage`), of the tools, or, with a traceback, of our own."""
+
+    what: str
+    hint: str = ""
+    usage: bool = False
+    traceback: str = ""
+
+
+Job = NameTarget | MakeKernel | LinkStage
+Answer = Named | Made | Refused | Linked | Failed
+
+
+def title(job: Job) -> str:
+    """What a job is, in a few words."""
+    match job:
+        case NameTarget():
+            return f"target {job.target}"
+        case MakeKernel():
+            return f"kernel {job.symbol.rpartition('_')[0]}"
+        case LinkStage():
+            return f"library {job.path.rpartition('/')[2]}"

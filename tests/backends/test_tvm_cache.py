@@ -1,0 +1,455 @@
+"""Compiling once: what counts as the same kernel, the cache that keeps it, and the processes that make it.
+
+The oracle for code is TVM's own build of a whole stage in one module; for the rest, counts, bytes and process tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tvm
+from tvm_cases import make_args, tensors_of, value
+from tvm_ffi import structural_equal
+
+import penstock as ps
+from penstock.backends.interface import CompileOptions, stage_graphs
+from penstock.backends.tvm import fingerprint, pool, store
+from penstock.backends.tvm.build import Builder, Built, Counts, Part, build_graphs
+from penstock.backends.tvm.group import Group, parse_group, rename
+from penstock.backends.tvm.load import TvmProgram
+from penstock.backends.tvm.lower import make_kernel, plan_kernels, relax_module
+from penstock.backends.tvm.messages import Made, MakeKernel
+from penstock.backends.tvm.pipeline import PIPELINE
+from penstock.backends.tvm.pool import BuildError, Pool
+from penstock.backends.tvm.store import Store
+from penstock.backends.tvm.target import machine_of, tvm_target
+from penstock.frontends.training import optimizer_of
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import Graph, Op, signature
+from penstock.ir.ops import make
+from penstock.models import write_cnn, write_gpt, write_mlp
+
+BOUND_S = 60.0
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a cache of this test's own."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tvm"
+
+
+def chain(name: str, *kinds: str, type: str = "f32[4,20]", prefix: str = "", **attrs: object) -> Graph:
+    """Operations one behind the other, each a kernel of its own."""
+    x = value(f"{prefix}x", type)
+    ops: list[Op] = []
+    for i, kind in enumerate(kinds):
+        given = ops[-1].outs if ops else (x,)
+        ops.append(make(kind, given, [f"{prefix}{i}"], f"line {i}", **(attrs if kind == "softmax" else {})))  # type: ignore[arg-type]
+    return Graph(name, (x,), ops[-1].outs, tuple(ops))
+
+
+def build_counted(folder: Path, *graphs: Graph, apart: bool = True, jobs: int | None = None) -> tuple[list[Built], Counts]:
+    """One library per graph, or one for all."""
+    parts = [Part((g,), folder / f"{i}.so") for i, g in enumerate(graphs)] if apart else [Part(graphs, folder / "all.so")]
+    with Builder(CompileOptions(jobs=jobs)) as builder:
+        return builder.build(parts), builder.counts
+
+
+# ------------------------------------------------------------------------------------------------ the same kernel
+
+
+def planned(folder: Path, which: str) -> list[Graph]:
+    writers: dict[str, Callable[[], Path]] = {
+        "gpt": lambda: write_gpt(folder / "m.onnx", layers=2, width=48, heads=3, vocab=61, positions=20, seed=1),
+        "mlp": lambda: write_mlp(folder / "m.onnx", [20, 48, 10], seed=1),
+        "cnn": lambda: write_cnn(folder / "m.onnx", seed=1),
+    }
+    optimizer = {"gpt": "adamw", "mlp": "sgd", "cnn": "momentum"}[which]
+    training = ps.Training(loss="cross_entropy", optimizer=optimizer_of(optimizer, lr=1e-2), microbatches=2)
+    module = ps.plan(ps.from_onnx(writers[which](), dims={"batch": 3}), ps.Cluster.local(2), training, schedule="2bw").module
+    return [graph for stage in (0, 1) for graph in stage_graphs(module, stage)]
+
+
+@pytest.mark.parametrize("which", ["gpt", "mlp", "cnn"])
+def test_the_text_of_a_group_gives_its_code_and_nothing_else(which: str, tmp_path: Path) -> None:
+    """Renaming changes no statement, and what differs in statements or parameters differs in text."""
+    machine = machine_of("host")
+    by_text: dict[str, Any] = {}
+    for graph in planned(tmp_path, which):
+        for step in plan_kernels(graph, machine).steps:
+            renamed = rename(step.group)
+            again = parse_group(renamed.text)
+            assert rename(again).text == renamed.text
+            kernel = make_kernel(again, machine)
+            assert structural_equal(kernel.function, step.kernel.function)
+            named = renamed.kernel([v.name for v in kernel.ins], [(s.var, s.slot) for s in kernel.slots], [v.name for v in kernel.outs])
+            assert (named.ins, named.slots, named.outs) == (step.kernel.ins, step.kernel.slots, step.kernel.outs)
+            by_text[renamed.text] = kernel.function
+    assert len(by_text) > 3
+
+
+def test_texts_differ_where_code_does() -> None:
+    def text(graph: Graph) -> str:
+        return rename(Group(graph.ops, graph.outs)).text
+
+    plain = text(chain("a", "exp", "softmax", axis=1))
+    assert text(chain("b", "exp", "softmax", prefix="other.", axis=1)) == plain
+    assert text(chain("a", "exp", "softmax", type="f32[4,21]", axis=1)) != plain
+    assert text(chain("a", "exp", "softmax", type="f64[4,20]", axis=1)) != plain
+    assert text(chain("a", "exp", "softmax", axis=0)) != plain
+    assert text(chain("a", "tanh", "softmax", axis=1)) != plain
+
+
+def test_equal_kernels_are_compiled_once(kept: Path, tmp_path: Path) -> None:
+    """Over the steps of a graph, graphs and stages, and over builds; a kernel that differs is compiled."""
+    same = [chain("s0.F", "exp", "tanh", "exp"), chain("s1.F", "tanh", "exp", prefix="h.")]
+    built, counts = build_counted(tmp_path / "a", *same)
+    assert (counts.kernels, counts.compiled) == (2, 2)
+    assert not any(library.cached for library in built)
+    built, counts = build_counted(tmp_path / "b", chain("s0.F", "tanh", "sqrt", "exp"), same[0])
+    assert (counts.kernels, counts.compiled) == (3, 1)
+    assert [library.cached for library in built] == [False, True]
+    (library,), counts = build_counted(tmp_path / "c", *same, apart=False)
+    assert (counts.kernels, counts.compiled) == (2, 0)
+    assert not library.cached
+    x = torch.rand(4, 20)
+    for graph in same:
+        (found,) = TvmProgram(library.path, same).call(graph.name, [x])
+        kinds = [op.kind for op in graph.ops]
+        expected = x
+        for kind in kinds:
+            expected = getattr(torch, kind)(expected)
+        assert torch.allclose(found, expected, rtol=1e-6)
+
+
+def whole_module(graphs: Sequence[Graph], out: Path) -> Path:
+    """A stage as TVM builds it by itself: all kernels in the module of its Relax functions."""
+    machine = machine_of("host")
+    module = relax_module([plan_kernels(graph, machine) for graph in graphs], declared=False)
+    tvm.compile(module, target=tvm_target(machine.name), relax_pipeline="default_build", tir_pipeline=PIPELINE).export_library(str(out))
+    return out
+
+
+@pytest.mark.parametrize("which", ["gpt", "cnn"])
+def test_linked_kernels_give_the_bits_of_a_module_built_whole(which: str, tmp_path: Path) -> None:
+    graphs = planned(tmp_path, which)[:3]
+    ours = TvmProgram(build_graphs(graphs, tmp_path / "ours.so").path, graphs)
+    whole = TvmProgram(whole_module(graphs, tmp_path / "whole.so"), graphs)
+    for graph in graphs:
+        arrays, sig = make_args(graph, np.random.default_rng(3)), signature(graph)
+        args = [tensors_of(sig, arrays, True) for _ in range(2)]
+        results = [program.call(graph.name, given) for program, given in zip((ours, whole), args, strict=True)]
+        for a, b in zip([*results[0], *args[0]], [*results[1], *args[1]], strict=True):
+            assert torch.equal(a, b)
+
+
+# ------------------------------------------------------------------------------------------------ the cache
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "empty"])
+def test_damaged_entries_are_made_again(damage: str, kept: Path, tmp_path: Path) -> None:
+    graph = chain("s0.F", "exp", "tanh")
+    good = build_graphs([graph], tmp_path / "a.so")
+    entries = sorted(kept.iterdir())
+    assert len(entries) == 4  # two kernels, the library, the name of the target
+    for entry in entries:
+        content = bytearray(entry.read_bytes())
+        if damage == "flip":
+            content[len(content) // 2] ^= 1
+            entry.write_bytes(content)
+        elif damage == "remove":
+            entry.unlink()
+        else:
+            entry.write_bytes(content[: len(content) // 2] if damage == "truncate" else b"")
+    (again,), counts = build_counted(tmp_path, graph)
+    assert not again.cached
+    assert counts.compiled == 2
+    assert again.sha256 == good.sha256
+    assert build_graphs([graph], tmp_path / "c.so").cached
+
+
+def test_without_the_check_damage_would_be_used(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the test above: an entry whose hash was made to fit is taken."""
+    graph = chain("s0.F", "exp")
+    build_graphs([graph], tmp_path / "a.so")
+    for entry in kept.iterdir():
+        content = entry.read_bytes()[32:]
+        if content.startswith(b"\x7fELF"):
+            changed = content + b"\0"
+            entry.write_bytes(hashlib.sha256(changed).digest() + changed)
+    taken = build_graphs([graph], tmp_path / "b.so")
+    assert taken.cached
+    assert taken.path.read_bytes().endswith(b"\0")
+
+
+def test_the_least_recently_used_entries_go_first(tmp_path: Path) -> None:
+    cache = Store(tmp_path, bound=3 * 132)
+    now = time.time()
+    for i in range(5):
+        cache.put(f"k{i}", bytes([i]) * 100)
+        os.utime(tmp_path / "tvm" / f"k{i}", (now - 1000 + i, now - 1000 + i))
+    (tmp_path / "tvm" / "old.part").write_bytes(b"left behind")
+    os.utime(tmp_path / "tvm" / "old.part", (now - 9999, now - 9999))
+    (tmp_path / "tvm" / "new.part").write_bytes(b"being written")
+    assert cache.get("k0") == bytes(100)  # used, so it is now the newest
+    cache.trim()
+    assert sorted(path.name for path in (tmp_path / "tvm").iterdir()) == ["k0", "k4", "new.part"]
+    assert cache.get("k4") == b"\4" * 100
+    assert cache.get("k1") is None
+    assert not cache.trouble
+
+
+def test_a_build_keeps_the_cache_within_its_bound(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE_SIZE", "40KiB")
+    for i, kind in enumerate(("exp", "tanh", "sqrt", "sigmoid")):
+        build_graphs([chain("s0.F", kind)], tmp_path / f"{i}.so")
+        assert sum(path.stat().st_size for path in kept.iterdir()) <= 40 << 10
+    assert build_graphs([chain("s0.F", "sigmoid")], tmp_path / "last.so").path.stat().st_size > 0
+
+
+@pytest.mark.parametrize(("text", "expected"), [("", 1 << 30), ("7", 7), ("3 MiB", 3 << 20), ("2GiB", 2 << 30)])
+def test_the_bound_is_read_from_the_environment(text: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE_SIZE", text)
+    assert store.cache_bound() == expected
+    monkeypatch.setenv("PENSTOCK_CACHE_SIZE", "much")
+    with pytest.raises(UsageError, match="PENSTOCK_CACHE_SIZE 'much'"):
+        store.cache_bound()
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file" / "cache"))
+    said: list[str] = []
+    graph = chain("s0.F", "exp")
+    for name in ("a.so", "b.so"):
+        built = build_graphs([graph], tmp_path / name, CompileOptions(progress=lambda done, total, what: said.append(what)))
+        assert not built.cached
+        assert "the cache cannot be" in said[-1]
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    build_graphs([graph], tmp_path / "c.so", CompileOptions(progress=lambda done, total, what: said.append(what)))
+    assert "the cache cannot be" not in said[-1]
+
+
+def test_the_fingerprint_covers_sources_and_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Path(fingerprint.__file__).parent
+    for root in (here, here.parents[1] / "ir"):
+        for path in root.rglob("*.py"):
+            copy = tmp_path / "a" / path.relative_to(here.parents[1])
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+
+    def found() -> str:
+        return fingerprint.source_fingerprint.__wrapped__()
+
+    now = found()
+    monkeypatch.setattr(fingerprint, "__file__", str(tmp_path / "a" / "backends" / "tvm" / "fingerprint.py"))
+    assert found() == now
+    for name in ("backends/tvm/kernels/product.py", "backends/tvm/target.py", "ir/types.py"):
+        path = tmp_path / "a" / name
+        text = path.read_text()
+        path.write_text(text + "#")
+        assert found() != now
+        path.write_text(text)
+    assert found() == now
+    version = fingerprint.metadata.version
+    monkeypatch.setattr(fingerprint.metadata.PathDistribution, "version", property(lambda self: "0.28"))
+    assert version
+    assert found() != now
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+def job(kind: str, folder: Path) -> MakeKernel:
+    graph = chain("s0.F", kind)
+    return MakeKernel(rename(Group(graph.ops, graph.outs)).text, "host", f"{kind}_0", str(folder / f"{kind}.o"))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(what: Callable[[], object]) -> None:
+    end = time.monotonic() + BOUND_S
+    while not what():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[pool._Worker]]:
+    """All workers that the test starts; none may be left at its end."""
+    started: list[pool._Worker] = []
+    begin = pool._Worker.__init__
+
+    def record(self: pool._Worker, command: Sequence[str]) -> None:
+        begin(self, command)
+        started.append(self)
+
+    monkeypatch.setattr(pool._Worker, "__init__", record)
+    yield started
+    assert not [worker.process.pid for worker in started if alive(worker.process.pid)]
+
+
+def test_workers_make_the_bytes_that_this_process_makes(workers: list[Any], tmp_path: Path) -> None:
+    kinds = ("exp", "tanh", "sqrt", "sigmoid", "erf", "relu")
+    with Pool() as here:
+        here.run([job(kind, tmp_path) for kind in kinds[:2]])
+    assert not workers
+    (tmp_path / "apart").mkdir()
+    done: list[str] = []
+    with Pool() as shared:
+        answers = shared.run([job(kind, tmp_path / "apart") for kind in kinds], lambda job: done.append(job.symbol))  # type: ignore[union-attr]
+    assert workers
+    assert all(isinstance(answer, Made) for answer in answers)
+    assert sorted(done) == sorted(f"{kind}_0" for kind in kinds)
+    for kind in kinds[:2]:
+        assert (tmp_path / f"{kind}.o").read_bytes() == (tmp_path / "apart" / f"{kind}.o").read_bytes()
+
+
+def test_one_core_means_at_most_one_process(workers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "usable_cores", lambda: 1)
+    with Pool() as alone:
+        assert alone.most == 1
+        alone.run([job(kind, tmp_path) for kind in ("exp", "tanh", "sqrt", "sigmoid", "erf")])
+    assert not workers
+    with pytest.raises(UsageError, match="0 compiler processes"):
+        Pool(0)
+
+
+SAY_HELLO = "import json,sys; print(json.dumps({'type':'Hello','fingerprint':sys.argv[1]}),flush=True);"
+
+
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("sys.stdin.readline(); sys.exit(3)", "ended with exit code 3 on kernel exp"),
+        ("import os; sys.stdin.readline(); os.kill(os.getpid(), 9)", "was ended by SIGKILL on kernel exp"),
+        ("import os; sys.stdin.readline(); os.write(1, b'{'); os.close(1); sys.stdin.read()", "closed its output on kernel exp"),
+    ],
+)
+def test_a_worker_that_dies_is_one_clear_error(
+    does: str, says: str, workers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", SAY_HELLO + does, fingerprint.source_fingerprint()]
+    monkeypatch.setattr(pool, "usable_cores", lambda: 3)
+    monkeypatch.setattr(pool, "_LAST_WORDS_S", 0.2)
+    with Pool(command=command) as crew, pytest.raises(BuildError, match=says):
+        crew.run([job("exp", tmp_path)] * 12)
+    assert len(workers) == 3
+
+
+def test_a_worker_of_other_sources_is_refused(workers: list[Any], tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAY_HELLO + "sys.stdin.read()", "other sources"]
+    with Pool(command=command) as crew, pytest.raises(BuildError, match="sources of the compiler changed"):
+        crew.run([job("exp", tmp_path)] * 12)
+    with Pool(command=[sys.executable, "-c", "raise SystemExit(1)"]) as crew, pytest.raises(BuildError, match="exit code 1 as it started"):
+        crew.run([job("exp", tmp_path)] * 12)
+
+
+def test_our_own_mistakes_come_with_their_place(workers: list[Any], tmp_path: Path) -> None:
+    wrong = MakeKernel("module @m {\n  graph @k() {\n    return\n  }\n}", "host", "nothing_0", str(tmp_path / "k.o"))
+    with Pool() as crew, pytest.raises(AssertionError, match=r"kernel nothing.*Traceback"):
+        crew.run([wrong])
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+COMPILE = """
+import sys
+from pathlib import Path
+from penstock.backends.interface import CompileOptions
+from penstock.backends.tvm.build import build_graphs
+from penstock.ir.text import parse_module
+graphs = tuple(parse_module(Path(sys.argv[1]).read_text()).graphs.values())
+try:
+    print(build_graphs(graphs, Path(sys.argv[2]), CompileOptions()).sha256)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def compile_apart(source: Path, out: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", COMPILE, str(source), str(out)], stdout=subprocess.PIPE, text=True)
+
+
+def many_kernels(folder: Path, graphs: int = 6) -> Path:
+    from penstock.backends.tvm.group import module_text
+
+    kinds = ("exp", "tanh", "sqrt", "sigmoid", "erf", "relu", "log", "neg")
+    path = folder / "many.ir"
+    path.write_text(module_text([chain(f"s0.g{n}", *kinds, type=f"f32[{n},96]") for n in range(3, 3 + graphs)]))
+    return path
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)])
+def test_an_interrupted_compile_leaves_no_process(number: int, code: int, kept: Path, tmp_path: Path) -> None:
+    """By the interrupt key, and by signals that leave no time for anything: then workers see the end of their input."""
+    compiler = compile_apart(many_kernels(tmp_path), tmp_path / "a.so")
+    found: list[int] = []
+    try:
+        wait_until(lambda: kept.is_dir() and children_of(compiler.pid))
+        found = children_of(compiler.pid)
+        compiler.send_signal(number)
+        assert compiler.wait(BOUND_S) == code
+        wait_until(lambda: not any(map(alive, found)))
+    finally:
+        for pid in (compiler.pid, *found):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        compiler.communicate()
+    assert not (tmp_path / "a.so").exists()
+
+
+def test_two_processes_may_compile_at_once(kept: Path, tmp_path: Path) -> None:
+    source = many_kernels(tmp_path, 2)
+    compilers = [compile_apart(source, tmp_path / f"{i}.so") for i in range(2)]
+    said = [compiler.communicate(timeout=BOUND_S)[0] for compiler in compilers]
+    assert [compiler.returncode for compiler in compilers] == [0, 0]
+    assert said[0] == said[1]
+    assert not [path for path in kept.iterdir() if path.suffix == ".part"]
+    for path in kept.iterdir():
+        assert Store(kept.parent).get(path.name) is not None
+
+
+def test_threads_get_what_they_would_get_alone(tmp_path: Path) -> None:
+    """TVM's block builder has one stack per process: building side by side must not mix stages up."""
+    graphs = [chain(f"s{i}.F", "softmax" if i % 2 else "tanh", axis=1) for i in range(4)]
+    alone = [build_graphs([g], tmp_path / f"alone{i}.so").sha256 for i, g in enumerate(graphs)]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(lambda i: build_graphs([graphs[i]], tmp_path / f"together{i}.so").sha256, range(4)))
+    assert together == alone
+    assert len(set(alone)) == 4
+
+
+def test_the_same_graph_gives_the_same_bytes(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = chain("s0.F", "exp")
+    first = build_graphs([small], tmp_path / "c.so")
+    assert not first.cached
+    hit = build_graphs([small], tmp_path / "elsewhere" / "d.so")
+    assert hit.cached
+    assert hit.path.read_bytes() == first.path.read_bytes()
+    assert not build_graphs([small], tmp_path / "e.so", CompileOptions("portable")).cached
+    monkeypatch.setenv("PENSTOCK_CACHE", "off")
+    again = build_graphs([small], tmp_path / "a" / "s.so")
+    assert not again.cached
+    assert again.sha256 == first.sha256 == hit.sha256
