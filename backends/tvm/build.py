@@ -112,9 +112,9 @@ class Builder:
             part.out.parent.mkdir(parents=True, exist_ok=True)
         found = [self._find(part, key) for part, key in zip(parts, keys, strict=True)]
         missing = [i for i, library in enumerate(found) if library is None]
-        self._done, self._total = 0, len(missing)
+        self._done, self._total = len(parts) - len(missing), len(parts)
         if missing:
-            self._report(0, self._total, f"planning kernels of {', '.join(parts[i].where for i in missing)}")
+            self._report(self._done, self._total, f"planning kernels of {', '.join(parts[i].where for i in missing)}")
             with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as scratch:
                 self._compile([parts[i] for i in missing], Path(scratch))
             for i in missing:
@@ -136,8 +136,10 @@ class Builder:
         return Built(part.out, hashlib.sha256(content).hexdigest(), True)
 
     def _summary(self, parts: int, missing: int) -> str:
-        text = f"{parts - missing} libraries found, {missing} made; {self.counts.compiled} of {self.counts.kernels} kernels compiled"
-        return f"{text} ({self.store.trouble})" if self.store.trouble else text
+        found = f"found {parts - missing} in the cache" if missing < parts else ""
+        made = f"made {missing}, compiled {self.counts.compiled} of {self.counts.kernels} kernels" if missing else ""
+        trouble = f"({self.store.trouble})" if self.store.trouble else ""
+        return " ".join(filter(None, ["libraries:", "; ".join(filter(None, [found, made])), trouble]))
 
     # ------------------------------------------------------------------------------ kernels
 
