@@ -177,7 +177,7 @@ class Executor:
         if tensor is None:
             if value.name not in self.fed:
                 raise VerifyError(f"%{value.name} of microbatch {mb} is not there", where=f"stage {self.stage}")
-            tensor = fill(allocate(value.type), self.feed.microbatch(mb, value.name))
+            tensor = fill(allocate(value.type, self.store.device), self.feed.microbatch(mb, value.name))
             self.store.put(mb, value.name, tensor)
         return tensor
 

@@ -6,7 +6,7 @@ is live in any case. An update may only write over a retired version: otherwise 
 (or, with `grow`, given one more buffer, which is counted: the control of the claim that n buffers are enough).
 
 Gradients, optimiser state and buffers have one copy. Parameters that no update writes are the same in all versions. All tensors start at a
-multiple of 64 bytes, which is what torch's allocator gives.
+multiple of 64 bytes, which is what torch's allocator gives. They are in the memory of the stage's device.
 """
 
 from __future__ import annotations
@@ -35,16 +35,22 @@ TORCH_DTYPES = {
 _ALIGNMENT = 64
 
 
-def allocate(type: TensorType) -> torch.Tensor:
+CPU = torch.device("cpu")
+
+
+def allocate(type: TensorType, device: torch.device = CPU) -> torch.Tensor:
     """An uninitialised tensor, aligned for vector loads."""
-    tensor = torch.empty(type.dims, dtype=TORCH_DTYPES[type.dtype])
+    tensor = torch.empty(type.dims, dtype=TORCH_DTYPES[type.dtype], device=device)
     assert tensor.numel() == 0 or tensor.data_ptr() % _ALIGNMENT == 0, "the allocator does not align to 64 bytes"
     return tensor
 
 
 def fill(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
     """Copy an array of the same type into a tensor; bf16 goes through its bits, which torch does not share with NumPy."""
-    if tensor.dtype == torch.bfloat16:
+    if tensor.device != CPU:
+        # The array may change once this returns, so the copy is not left to run on.
+        tensor.copy_(fill(torch.empty(tensor.shape, dtype=tensor.dtype), array))
+    elif tensor.dtype == torch.bfloat16:
         tensor.view(torch.int16).numpy()[...] = array.view(np.int16)
     else:
         tensor.numpy()[...] = array
@@ -52,8 +58,8 @@ def fill(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory as an array."""
-    tensor = tensor.detach()
+    """The tensor's memory as an array; a copy of it if it is on another device."""
+    tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         import ml_dtypes
 
@@ -68,6 +74,7 @@ class Versions:
     var: Var
     buffers: list[torch.Tensor]
     held: dict[int, int] = field(default_factory=dict)
+    device: torch.device = CPU
     retired: set[int] = field(default_factory=set)
     newest: int = 0
     most_live: int = 0
@@ -99,7 +106,7 @@ class Versions:
         free = [b for b, held in self.held.items() if held in self.retired and held != self.newest]
         spare = [b for b in range(len(self.buffers)) if b not in self.held]
         if not (free or spare):
-            self.buffers.append(allocate(self.var.type))
+            self.buffers.append(allocate(self.var.type, self.device))
             spare = [len(self.buffers) - 1]
         return (free + spare)[0]
 
@@ -120,20 +127,23 @@ class Versions:
 class Store:
     """All state of one rank. `written` are the parameters that the stage's update makes new versions of."""
 
-    def __init__(self, variables: Mapping[str, Var], written: Iterable[str], *, version: int = 0, grow: bool = False) -> None:
+    def __init__(
+        self, variables: Mapping[str, Var], written: Iterable[str], *, version: int = 0, grow: bool = False, device: torch.device = CPU
+    ) -> None:
         written = set(written)
         self.variables = dict(variables)
         self.grow = grow
         self.version = version
+        self.device = device
         self.versioned: dict[str, Versions] = {}
         self.single: dict[str, torch.Tensor] = {}
         for name, var in variables.items():
             if var.role == PARAM and name in written:
                 # Untouched memory costs nothing, so that a second buffer exists only from the first update on.
-                buffers = [allocate(var.type) for _ in range(var.versions)]
-                self.versioned[name] = Versions(var, buffers, {version % var.versions: version}, newest=version, most_live=1)
+                buffers = [allocate(var.type, device) for _ in range(var.versions)]
+                self.versioned[name] = Versions(var, buffers, {version % var.versions: version}, device, newest=version, most_live=1)
             else:
-                self.single[name] = allocate(var.type)
+                self.single[name] = allocate(var.type, device)
         self.values: dict[int, dict[str, torch.Tensor]] = {}
         self.value_bytes = self.most_value_bytes = 0
 

@@ -13,6 +13,10 @@ Receives are posted ahead of their action (their buffers exist from then on), so
 data in its own thread; a send holds its tensor until the peer has it, which one thread per channel waits for. Every wait has a deadline, and
 a failure says who waited for whom, for what. After a timeout gloo closes the connection, so a timeout is final.
 
+A stage on a GPU sends from pinned host memory: the copy is made on torch's current stream and waited for, since gloo reads with the CPU. A receive
+goes to pinned memory, too, and is copied to the GPU when its action comes. So every edge works for every pair of devices; two GPUs of one host
+do not talk directly.
+
 Data between hosts is plain text: gloo's encryption is not part of the torch wheel.
 """
 
@@ -35,8 +39,9 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 from ..ir.errors import PeerLost, VerifyError
 from ..ir.graph import Edge
 from ..ir.schedule import Action
+from ..ir.types import TensorType
 from .status import describe
-from .store import allocate
+from .store import CPU, allocate
 
 Result = TypeVar("Result")
 
@@ -191,7 +196,8 @@ class _Sender(threading.Thread):
 class Transport:
     """The channels of one rank. `rank_of` maps a stage to its rank."""
 
-    def __init__(self, rank: int, edges: Sequence[Edge], rank_of: Mapping[int, int], timeout: float) -> None:
+    def __init__(self, rank: int, edges: Sequence[Edge], rank_of: Mapping[int, int], timeout: float, device: torch.device = CPU) -> None:
+        self.device = device
         self.rank, self.rank_of, self.seconds = rank, dict(rank_of), timeout
         self._timeout = time_span(timeout)
         self._edges = {(edge.src, edge.dst, edge.phase): edge for edge in edges}
@@ -214,7 +220,7 @@ class Transport:
         self.check()
         edge, works = self.edge_of(action), []
         for index, value in enumerate(edge.values):
-            tensor = tensors[value.name].contiguous()
+            tensor = self._on_host(tensors[value.name].contiguous())
             if tensor.numel():
                 works.append((self._start(dist.isend, tensor, action, self._tag(edge, action.mb, index)), tensor))
         key = (edge.src, edge.dst, edge.phase)
@@ -246,7 +252,20 @@ class Transport:
             except RuntimeError as error:
                 raise self._lost(action, error) from error
         self.check()
-        return message.tensors
+        if self.device == CPU:
+            return message.tensors
+        # The pinned memory may be used again only when the copy is done, so it is waited for.
+        return {name: tensor.to(self.device) for name, tensor in message.tensors.items()}
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What gloo can read: the tensor, or a pinned copy of it that is complete."""
+        if tensor.device == CPU:
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+    def _host_tensor(self, type: TensorType) -> torch.Tensor:
+        """Where gloo may write."""
+        return allocate(type) if self.device == CPU else allocate(type).pin_memory()
 
     def flush(self) -> None:
         """Wait until the peers have everything that was sent."""
@@ -264,7 +283,7 @@ class Transport:
             raise self._lost(action, error) from error
 
     def _post(self, action: Action, edge: Edge, posted: dict[int, _Posted]) -> None:
-        tensors = {value.name: allocate(value.type) for value in edge.values}
+        tensors = {value.name: self._host_tensor(value.type) for value in edge.values}
         works = [
             self._start(dist.irecv, tensor, action, self._tag(edge, action.mb, index))
             for index, tensor in enumerate(tensors.values())

@@ -93,11 +93,12 @@ class Worker:
         names = fed_inputs(self.module, self.stage)
         if setup.data is not None and names:
             self.samples = open_data(self.module, setup.data, names)
-        self.store = self._load_store()
         program = backend_of(bundle.manifest.backend).load_stage(
             self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads
         )
-        self.transport = Transport(rank, self.module.edges, {r.stage: r.rank for r in bundle.manifest.ranks}, setup.timeout)
+        self.store = self._load_store(program.device)
+        ranks = {r.stage: r.rank for r in bundle.manifest.ranks}
+        self.transport = Transport(rank, self.module.edges, ranks, setup.timeout, program.device)
         self.executor = Executor(
             self.module,
             self.stage,
@@ -151,13 +152,13 @@ class Worker:
 
     # -------------------------------------------------------------------------------------------- state
 
-    def _load_store(self) -> Store:
+    def _load_store(self, device: torch.device) -> Store:
         variables = stage_vars(self.module, self.stage)
         update = self.module.stage_graph(self.stage, "U")
         written = {op.var for op in update.ops if op.kind == "write"} if update is not None else set()
         if self.setup.resume is not None:
-            return self._resume(variables, written, Path(self.setup.resume))
-        store = Store(variables, written, grow=not self.setup.retire)
+            return self._resume(variables, written, Path(self.setup.resume), device)
+        store = Store(variables, written, grow=not self.setup.retire, device=device)
         wanted = {name: store.newest(name) for name, var in variables.items() if var.init == "file"}
         _read_tensors(self.bundle.weights_file(self.stage), wanted)
         for name, var in variables.items():
@@ -165,10 +166,10 @@ class Worker:
                 store.newest(name).zero_()
         return store
 
-    def _resume(self, variables: dict, written: set[str], place: Path) -> Store:  # type: ignore[type-arg]
+    def _resume(self, variables: dict, written: set[str], place: Path, device: torch.device) -> Store:  # type: ignore[type-arg]
         index = checkpoint.read_index(place)
         checkpoint.check_resume(index, self.module, None, str(place))
-        store = Store(variables, written, version=index.step, grow=not self.setup.retire)
+        store = Store(variables, written, version=index.step, grow=not self.setup.retire, device=device)
         names = {name for name, var in variables.items() if var.role != GRAD}
         for name in variables.keys() - names:
             store.newest(name).zero_()

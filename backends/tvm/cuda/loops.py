@@ -13,7 +13,7 @@ Sums are taken in an order that depends on sizes only. Limit: sizes and position
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import prod
 
 from tvm import tirx
@@ -112,6 +112,16 @@ def bind_index(body: Body, index: Index) -> Index:
     return tuple(i if isinstance(i, tirx.IntImm) else body.emit.bind(i, "o") for i in index)
 
 
+@contextmanager
+def guarded(body: Body, conditions: Sequence[Expr]) -> Iterator[None]:
+    """A block where all conditions hold, with values of its own."""
+    with ExitStack() as stack:
+        if conditions:
+            stack.enter_context(body.emit.when(tirx.all(*conditions)))
+        stack.enter_context(body.point())
+        yield
+
+
 # ---------------------------------------------------------------------------------------- reductions
 
 
@@ -189,13 +199,13 @@ def _fold(
                 conditions.append(inside < chunk)
             if segments * chunk != length:
                 conditions.append(position < length)
-            with emit.when(tirx.all(*conditions)) if conditions else body.point(), body.point():
+            with guarded(body, conditions):
                 for total, (_, combine), x in zip(totals, steps, element(line, position), strict=True):
                     emit.store(total, combine(emit.load(total, zero()), x), zero())
         found = fold_threads(body, totals, dtype, steps, thread, width, groups) if groups > 1 else totals
         at = thread if groups > 1 else zero()
         conditions = ([thread < width] if groups > 1 else []) + ([line < count] if count % width else [])
-        with emit.when(tirx.all(*conditions)) if conditions else body.point(), body.point():
+        with guarded(body, conditions):
             result(line, segment, [emit.bind(emit.load(buffer, at)) for buffer in found])
 
 
@@ -270,7 +280,7 @@ class DeviceRows(Rows):
             return
         with self.emit.loop(ceil_div(self.length, self.threads), name="c") as turn:
             c = self.emit.bind(turn * self.threads + self._thread, "c")
-            with self.emit.when(c < self.length) if self.length % self.threads else self.body.point(), self.body.point():
+            with guarded(self.body, [c < self.length] if self.length % self.threads else []):
                 yield c
 
     def reduce(self, dtype: str, steps: Steps, element: Callable[[Expr], Sequence[Expr]]) -> list[Expr]:
@@ -339,7 +349,7 @@ def emit_tiles(body: DeviceBody, p: Product) -> None:
             down = emit.bind(top + row * each + i, "i")
             across = emit.bind(left + column + j * 16, "j")
             conditions = [down < p.m] * bool(p.m % tile) + [across < p.n] * bool(p.n % tile)
-            with emit.when(tirx.all(*conditions)) if conditions else body.point(), body.point():
+            with guarded(body, conditions):
                 body.finish({p.out: (emit.load(sums, i * each + j), bind_index(body, p.place(lead, down, across)))})
 
 
