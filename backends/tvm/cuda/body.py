@@ -27,10 +27,11 @@ class DeviceBody(Body):
     memory_dtypes = TVM_DTYPES
 
     def __init__(self, group: Group, machine: Machine) -> None:
+        # First, because values may be asked for from here on.
+        self._narrow: dict[Value, Value] = {}
         super().__init__(group, machine)
         self.emit = ThreadEmitter()
-        self.functions = DeviceFunctions(self.emit.bind, self.emit.rounded)
-        self._narrow: dict[Value, Value] = {}
+        self.functions = DeviceFunctions(self.emit.keep, self.emit.rounded)
         # Set where all threads of a block compute the same: the condition under which one of them stores it.
         self.alone: Expr | None = None
 

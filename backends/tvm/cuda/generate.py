@@ -17,7 +17,7 @@ from penstock.ir.graph import Op, slot_of
 from penstock.ir.ops import complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS
 
-from ..kernels import elementwise, gemm, reduce, rows, windows
+from ..kernels import elementwise, emit_group, gemm, reduce, rows, windows
 from ..kernels.body import Group, Kernel, NotOneKernel
 from ..kernels.elements import Index, axis_of, linear, table_row, unravel, zero
 from ..kernels.elementwise import emit_nest
@@ -202,14 +202,12 @@ MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
 def generate(group: Group, machine: Machine) -> Kernel:
     """The kernel of a group; NotOneKernel when it needs several."""
     body = _empty(group, machine)
-    main = [op for op in group.ops if op.kind in MAIN]
-    if len(main) > 1:
-        raise NotOneKernel(f"{main[0].kind} and {main[1].kind} both need loops of their own")
-    if main:
-        MAIN[main[0].kind](body, body.widened(main[0]))
-    else:
-        elementwise.emit_elementwise(body)
+    emit_group(body, dict.fromkeys(MAIN, _emit_main))
     return body.kernel()
+
+
+def _emit_main(body: DeviceBody, op: Op) -> None:
+    MAIN[op.kind](body, body.widened(op))
 
 
 def generate_effect(group: Group, machine: Machine) -> Kernel:

@@ -99,6 +99,14 @@ class ThreadEmitter(Emitter):
             variable = tirx.Var(self.fresh(name), dtype)
             self.add(tirx.Bind(variable, value))
             return variable
+        return self.keep(value, name)
+
+    def keep(self, value: Expr, name: str = "t") -> Expr:
+        """Like `bind`, but never put back into expressions by the simplifier: a division that is guarded by what divides stays so."""
+        if isinstance(value, tirx.IntImm | tirx.FloatImm | tirx.Var) or dtype_name(value).startswith("bool"):
+            return self.bind(value, name)
+        value = widen(value)
+        dtype = dtype_name(value)
         buffer = tirx.decl_buffer((1,), dtype, name=self.fresh(name), scope="local")
         self._names.add(buffer)
         self.add(tirx.AllocBuffer(buffer))

@@ -7,7 +7,8 @@ elementwise, gemm, conv, rows, reduce, lookup, windows     one file per family o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from penstock.ir.graph import Op
 
@@ -66,16 +67,21 @@ def generate(group: Group, machine: Machine) -> Kernel:
 
         return generate_for_device(group, machine)
     body = Body(group, machine)
-    main = [op for op in group.ops if op.kind in MAIN]
+    emit_group(body, MAIN)
+    return body.kernel()
+
+
+def emit_group(body: Body, generators: Mapping[str, Callable[[Any, Op], None]]) -> None:
+    """The loops of a group, by the generator of its main operation."""
+    main = [op for op in body.group.ops if op.kind in MAIN]
     if len(main) > 1:
         raise NotOneKernel(f"{main[0].kind} and {main[1].kind} both need loops of their own")
     if main and any(v.type.size == 0 for v in (*main[0].ins, *main[0].outs)) and main[0].kind != "concat":
         _emit_of_nothing(body, main[0])
     elif main:
-        MAIN[main[0].kind](body, main[0])
+        generators[main[0].kind](body, main[0])
     else:
         elementwise.emit_elementwise(body)
-    return body.kernel()
 
 
 def generate_effect(group: Group, machine: Machine) -> Kernel:
