@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import tvm
 from samples import Sample, samples_of
 from serial_threads import count_barriers, serial_module
 from tvm import tirx
 from tvm_cases import compare, make_args
 
 from penstock import api
-from penstock.backends.tvm.build import _compile, _link
 from penstock.backends.tvm.cuda.target import device_machine
 from penstock.backends.tvm.kernels.elements import POINTWISE
 from penstock.backends.tvm.load import TvmProgram
-from penstock.backends.tvm.lower import lower_graphs
-from penstock.backends.tvm.target import machine_of
+from penstock.backends.tvm.lower import plan_kernels, relax_module
+from penstock.backends.tvm.pipeline import PIPELINE
+from penstock.backends.tvm.target import machine_of, tvm_target
 from penstock.frontends.training import AdamW, Training
 from penstock.ir.cluster import Cluster
 from penstock.ir.graph import Graph
@@ -38,10 +40,15 @@ TOLERANCE = {"f32": 2e-5, "f64": 1e-12, "f16": 4e-3, "bf16": 3e-2}
 
 def build_serial(graphs: Sequence[Graph], folder: Path, *, forwards: bool = True, drop_barriers: bool = False) -> TvmProgram:
     """GPU kernels of graphs as a program for this machine."""
-    module, _ = lower_graphs(graphs, device_machine("sm_90"))
+    module = serial_module(lower_for_device(graphs), forwards, drop_barriers)
     library = folder / f"serial{forwards}{drop_barriers}.so"
-    _link(_compile(serial_module(module, forwards, drop_barriers), machine_of("host"), "serial"), library, "serial")
+    target = tvm_target(machine_of("host").name)
+    tvm.compile(module, target=target, relax_pipeline="default_build", tir_pipeline=PIPELINE).export_library(str(library))
     return TvmProgram(library, graphs)
+
+
+def lower_for_device(graphs: Sequence[Graph]) -> Any:
+    return relax_module([plan_kernels(graph, device_machine("sm_90")) for graph in graphs], declared=False)
 
 
 def to_tensor(array: np.ndarray) -> torch.Tensor:
@@ -104,8 +111,8 @@ def some_results(program: TvmProgram, graphs: Sequence[Graph], samples: Sequence
 def test_the_order_of_threads_between_barriers_does_not_matter(tmp_path: Path) -> None:
     samples = [s for kind in TOGETHER for s in samples_of(kind)[:4] if s.dtype == "f32" and all(v.type.size for v in s.op.ins)]
     graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(samples)]
-    module, _ = lower_graphs(graphs, device_machine("sm_90"))
-    barriers = sum(count_barriers(f.body) for _, f in module.functions_items() if isinstance(f, tirx.PrimFunc))
+    functions = [f for _, f in lower_for_device(graphs).functions_items() if isinstance(f, tirx.PrimFunc)]
+    barriers = sum(count_barriers(f.body) for f in functions)
     assert barriers > len(TOGETHER)
     forwards, backwards, loose = (
         some_results(build_serial(graphs, tmp_path, forwards=f, drop_barriers=d), graphs, samples)
