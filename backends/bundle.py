@@ -24,6 +24,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -33,6 +34,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..ir.cluster import usable_cores
 from ..ir.errors import UsageError, VerifyError
 from ..ir.graph import Module, Var, signature
 from ..ir.text import parse_module, print_module
@@ -168,10 +170,16 @@ def write_bundle(
             add(CLUSTER, lambda path: _write_bytes(path, toml.encode()))
         of_stage: dict[int, list[str]] = {}
         for stage in stages:
-            names = [add(f"stages/{file.name}", lambda path, file=file: _copy(file, path)) for file in stage_files.get(stage, ())]  # type: ignore[misc]
-            arrays = {name: weights[name] for name, var in stage_vars(module, stage).items() if var.init == "file"}
-            names.append(add(_weights_name(stage), lambda path, arrays=arrays: write_tensors(path, arrays)))  # type: ignore[misc]
-            of_stage[stage] = names
+            of_stage[stage] = [
+                add(f"stages/{file.name}", lambda path, file=file: _copy(file, path))  # type: ignore[misc]
+                for file in stage_files.get(stage, ())
+            ]
+        with ThreadPoolExecutor(max(1, min(len(stages), usable_cores()))) as threads:
+            # Copying, hashing and flushing all happen outside the interpreter.
+            (work / "weights").mkdir()
+            written = list(threads.map(lambda stage: _write_weights(work, module, stage, weights), stages))
+        for stage, entry in zip(stages, written, strict=True):
+            of_stage[stage].append(add(_weights_name(stage), lambda path, entry=entry: entry))  # type: ignore[misc]
         manifest = Manifest(
             FORMAT,
             module.name,
@@ -191,6 +199,11 @@ def write_bundle(
         shutil.rmtree(work, ignore_errors=True)
         raise
     return Bundle(out, manifest)
+
+
+def _write_weights(work: Path, module: Module, stage: int, weights: Mapping[str, np.ndarray]) -> tuple[str, int]:
+    arrays = {name: weights[name] for name, var in stage_vars(module, stage).items() if var.init == "file"}
+    return write_tensors(work / _weights_name(stage), arrays)
 
 
 def tool_versions() -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from penstock import kernel_timing
 from penstock.backends.bundle import open_bundle
 from penstock.backends.numpy_backend import NumpyProgram
 from penstock.cli import main
 from penstock.ir.graph import Graph, Module, Op, Slot, Value, signature
 from penstock.ir.ops import cost_of, make
 from penstock.ir.types import parse_type
-from penstock.kernel_report import KernelRow, _Bodies, bytes_moved, divide, kernel_rows, random_arguments
+from penstock.kernel_report import KernelRow, _Bodies, bytes_moved, divide, kernel_rows
+from penstock.kernel_timing import random_arguments
 from penstock.models import write_gpt
 
 GRAPHS = [f"s{stage}.{kind}" for stage in (0, 1) for kind in "FBU"]
@@ -195,6 +199,61 @@ def test_inspect_measures(backend: str, bundle: Path, module: Module, tmp_path: 
     lines = [line for line in shown.out.splitlines() if line.endswith("%")]
     assert len(lines) == len(kernel_rows(module))
     assert all(float(line.split()[-3]) > 0 for line in lines)
+
+
+def test_tables_fit_the_terminal_and_json_has_it_all(
+    bundle: Path, module: Module, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes are cut before operations, figures never; what goes to a file is not cut, and the JSON has every type of every operation."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(["inspect", str(bundle), "--kernels"]) == 0
+    whole = [line for line in capsys.readouterr().out.splitlines() if line.endswith("%")]
+    assert max(map(len, whole)) > 130
+    assert not any("..." in line.split("->")[-1] for line in whole)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["inspect", str(bundle), "--kernels"]) == 0
+    fitted = [line for line in capsys.readouterr().out.splitlines() if line.endswith("%")]
+    assert max(map(len, fitted)) <= 120
+    assert [line.split()[-2:] for line in fitted] == [line.split()[-2:] for line in whole]
+    assert main(["inspect", str(bundle), "--kernels", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = kernel_rows(module)
+    assert [row["kernels"] for row in found] == [list(row.names) for row in rows]
+    for plain, row in zip(found, rows, strict=True):
+        assert plain["roofline_s"] == row.roofline_s
+        assert plain["measured_s"] is None
+        assert [op["ins"] for op in plain["operations"]] == [[str(v.type) for v in op.ins] for op in row.ops]
+    assert main(["inspect", str(bundle), "--json"]) == 2
+    assert "add --kernels" in capsys.readouterr().err
+
+
+def test_measured_is_processor_time(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that sleeps costs nothing, one that works does."""
+
+    class Program:
+        device = torch.device("cpu")
+
+        def __init__(self, work: Callable[[], object]) -> None:
+            self.work = work
+
+        def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            self.work()
+            return []
+
+    def spin() -> None:
+        end = time.process_time() + 0.01
+        while time.process_time() < end:
+            pass
+
+    row = kernel_rows(module)[0]
+
+    def took(work: Callable[[], object]) -> float:
+        program = Program(work)
+        return kernel_timing._median_call(program, row.body, module, kernel_timing._clock_of(program, 1))
+
+    monkeypatch.setattr(kernel_timing, "_SECONDS", 0.0)
+    assert took(lambda: time.sleep(0.01)) < 0.005
+    assert took(spin) >= 0.01
 
 
 def test_inspect_prints_the_source_of_one_kernel(bundle: Path, module: Module, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--op", metavar="REGEX", help="print operations whose text matches")
     inspect.add_argument("--kernels", action="store_true", help="list the kernels of every stage: operations, work, roofline time, share")
     inspect.add_argument("--measure", action="store_true", help="with --kernels: compile each kernel by itself and time it on this machine")
+    inspect.add_argument("--json", action="store_true", help="with --kernels: as JSON, with all shapes")
     inspect.add_argument("--source", metavar="NAME", help="print the source of one kernel, e.g. s0.F/k3")
     inspect.add_argument("--batches", type=_positive, default=3, metavar="N", help="batches to show with --schedule (default: 3)")
 

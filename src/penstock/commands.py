@@ -15,7 +15,7 @@ from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import GRAD, PARAM, Module
 from penstock.ir.text import parse_module, print_graph, print_literal, print_module, print_op
-from penstock.terminal import Progress, say, size, table
+from penstock.terminal import Progress, say, size, table, terminal_width
 
 if TYPE_CHECKING:
     from penstock.api import Plan
@@ -204,6 +204,8 @@ def load_module(path: str) -> Module:
 
 
 def inspect_command(arguments: Namespace) -> None:
+    if arguments.json and not (arguments.kernels or arguments.measure):
+        raise UsageError("--json is for --kernels", hint="add --kernels")
     module = load_module(arguments.file)
     shown = False
     if arguments.graph:
@@ -239,12 +241,16 @@ def _print_kernels(module: Module, arguments: Namespace) -> None:
     from penstock import kernel_report
 
     rows = kernel_report.kernel_rows(module)
-    if arguments.kernels or arguments.measure:
-        if arguments.measure:
-            backend, threads = _measured_with(arguments.file)
-            say(f"measuring {len(rows)} kernels on this machine, one by one, back end {backend}, threads: {threads}")
-            rows = kernel_report.measure_rows(rows, module, backend, threads, Progress("kernels"))
-        print(kernel_report.format_report(rows, module))
+    if arguments.measure:
+        from penstock.kernel_timing import measure_rows
+
+        backend, threads = _measured_with(arguments.file)
+        say(f"measuring {len(rows)} kernels on this machine, one by one, back end {backend}, threads: {threads}")
+        rows = measure_rows(rows, module, backend, threads, Progress("kernels"))
+    if arguments.json:
+        print(kernel_report.report_json(rows))
+    elif arguments.kernels or arguments.measure:
+        print(kernel_report.format_report(rows, module, terminal_width()))
     if arguments.source:
         print(kernel_report.kernel_source(rows, arguments.source))
 

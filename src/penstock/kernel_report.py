@@ -10,8 +10,7 @@ what others read of it are results, and variables stay variables.
     roofline              = max(flops / rate, bytes / bandwidth)
     share                 = calls * time of the whole stage's, per batch: forward and backward run once per microbatch, the update once
 
-Measured is the median wall time of a kernel alone, called again and again with the same random operands, so what fits into a cache is found there:
-the sum over a stage is at most what the stage takes, up to noise. Operands are legal by construction: floats in [0.1, 1), indices in range.
+Measured times come from kernel_timing.py.
 
 Limits: shows the choice in the IR; a back end may split a kernel that it cannot make in one, and is then measured with all its parts. A mesh counts
 as its first device. Sources are those for this machine's CPU.
@@ -19,29 +18,19 @@ as its first device. Sources are those for this machine's CPU.
 
 from __future__ import annotations
 
-import statistics
-import tempfile
-import time
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.backends.interface import Progress, StageProgram, backend_of
 from penstock.ir.cluster import Device
 from penstock.ir.errors import UsageError
-from penstock.ir.graph import ANNOTATIONS, Attr, Graph, Module, Op, Value, signature, slot_of
+from penstock.ir.graph import ANNOTATIONS, Attr, Graph, Module, Op, Value, slot_of
 from penstock.ir.ops import cost_of
-from penstock.ir.types import FLOATS, TensorType
 from penstock.passes.fuse import INLINE
 from penstock.terminal import size, table
 
-if TYPE_CHECKING:
-    import torch
-
 _LAYOUTS = ("reshape", "transpose", "broadcast", "slice")
-# A measurement ends after so many calls or so many seconds, whichever is later, but never goes past the last number of calls.
-_CALLS, _SECONDS, _MOST_CALLS = 5, 0.05, 500
 
 
 @dataclass(frozen=True)
@@ -240,97 +229,6 @@ def _read(value: Value, makers: Mapping[Value, Op]) -> dict[Value, float]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ what a kernel does cost
-
-
-def measure_rows(
-    rows: Sequence[KernelRow], module: Module, backend: str, threads: int, progress: Progress | None = None
-) -> list[KernelRow]:
-    """The rows with measured times: each kernel is compiled by itself and called with random operands."""
-    report = progress or (lambda done, total, what: None)
-    maker = backend_of(backend)
-    graphs = {f"s{row.stage}.{i}": replace(row.body, name=f"s{row.stage}.{i}") for i, row in enumerate(rows)}
-    apart = module.but(graphs=graphs)
-    measured: dict[int, float] = {}
-    with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as folder:
-        for stage in sorted({row.stage for row in rows}):
-            report(len(measured), len(rows), f"compiling those of stage {stage}")
-            files = maker.compile_stages(apart, [stage], Path(folder))[stage]
-            program = maker.load_stage(apart, stage, [Path(folder) / name for name in files], threads)
-            for i, row in enumerate(rows):
-                if row.stage == stage:
-                    report(len(measured), len(rows), row.label)
-                    measured[i] = _median_call(program, graphs[f"s{stage}.{i}"], module)
-    report(len(rows), len(rows), "measured")
-    return [replace(row, measured_s=measured[i]) for i, row in enumerate(rows)]
-
-
-def _median_call(program: StageProgram, graph: Graph, module: Module) -> float:
-    args = random_arguments(graph, module)
-    program.call(graph.name, args)
-    times: list[float] = []
-    while len(times) < _CALLS or (sum(times) < _SECONDS and len(times) < _MOST_CALLS):
-        begin = time.perf_counter()
-        kept = program.call(graph.name, args)
-        times.append(time.perf_counter() - begin)
-        del kept  # freeing results is not the kernel's time
-    return statistics.median(times)
-
-
-def random_arguments(graph: Graph, module: Module) -> list[torch.Tensor]:
-    """Tensors for a call. Floats are in [0.1, 1): variances, logarithms and divisors are legal. `latest` and `next` of a variable with one
-    version are one tensor, as at run time."""
-    import torch
-
-    source = torch.Generator().manual_seed(0)
-    limits = _index_limits(graph)
-    types = {slot: (op.outs or op.ins)[0].type for op in graph.ops if (slot := slot_of(op)) is not None}
-    limits_of_vars = {op.var: limits[op.outs[0]] for op in graph.ops if op.kind == "read" and op.outs[0] in limits}
-    sig = signature(graph)
-    args = [_random(v.type, limits.get(v), source) for v in sig.ins]
-    single: dict[str, Any] = {}
-    for slot in sig.slots:
-        drawn = _random(types[slot], limits_of_vars.get(slot.var), source)
-        if slot.slot and module.vars[slot.var].versions == 1:
-            drawn = single.setdefault(slot.var, drawn)
-        args.append(drawn)
-    return args
-
-
-def _random(t: TensorType, below: int | None, source: torch.Generator) -> torch.Tensor:
-    import torch
-
-    dtype = getattr(torch, {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(t.dtype, "int64"))
-    if t.dtype in FLOATS:
-        return torch.rand(t.dims, generator=source).mul_(0.9).add_(0.1).to(dtype)
-    high = 2 if t.dtype == "bool" else below if below is not None else 5
-    kinds = {"i64": torch.int64, "i32": torch.int32, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool}
-    return torch.randint(high, t.dims, generator=source).to(kinds[t.dtype])
-
-
-def _index_limits(graph: Graph) -> dict[Value, int]:
-    """How large values may be that are used as indices, traced back through whatever is done to them first."""
-    limits: dict[Value, int] = {}
-
-    def limit(value: Value, below: int) -> None:
-        limits[value] = min(below, limits.get(value, below))
-
-    for op in reversed(graph.ops):
-        axis = op.attrs.get("axis", 0)
-        assert isinstance(axis, int)
-        if op.kind == "gather":
-            limit(op.ins[1], op.ins[0].type.dims[axis])
-        elif op.kind == "gather_grad":
-            limit(op.ins[1], op.outs[0].type.dims[axis])
-        elif op.kind in ("cross_entropy", "cross_entropy_grad"):
-            limit(op.ins[1], op.ins[0].type.dims[-1])
-        elif op.outs and op.outs[0] in limits:
-            for v in op.ins:
-                if v.type.dtype not in (*FLOATS, "bool"):
-                    limit(v, limits[op.outs[0]])
-    return limits
-
-
 # ------------------------------------------------------------------------------------------------ sources
 
 
@@ -359,8 +257,8 @@ def kernel_source(rows: Sequence[KernelRow], name: str) -> str:
 # ------------------------------------------------------------------------------------------------ printing
 
 
-def format_report(rows: Sequence[KernelRow], module: Module) -> str:
-    """A table for each stage, largest share first, then what each graph's operations became."""
+def format_report(rows: Sequence[KernelRow], module: Module, width: int | None = None) -> str:
+    """A table for each stage, largest share first, then what each graph's operations became. Lines are at most `width` wide, if given."""
     lines: list[str] = []
     for stage in module.stages:
         own = sorted((row for row in rows if row.stage == stage.index), key=lambda row: -row.batch_s)
@@ -368,7 +266,7 @@ def format_report(rows: Sequence[KernelRow], module: Module) -> str:
         total = sum(row.batch_s for row in own)
         what = "measured" if any(row.measured_s is not None for row in own) else "roofline"
         rates = f"{device.flops / 1e9:g} GFLOP/s, {device.bandwidth / 1e9:g} GB/s"
-        lines += [f"stage {stage.index} on {device.name} ({rates}): {total * 1e3:.3f} ms per batch, {what}", _table(own, total), ""]
+        lines += [f"stage {stage.index} on {device.name} ({rates}): {total * 1e3:.3f} ms per batch, {what}", _table(own, total, width), ""]
         for kind in ("F", "B", "U"):
             graph = module.stage_graph(stage.index, kind)
             if graph is not None:
@@ -377,7 +275,7 @@ def format_report(rows: Sequence[KernelRow], module: Module) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _table(rows: Sequence[KernelRow], total: float) -> str:
+def _table(rows: Sequence[KernelRow], total: float, width: int | None) -> str:
     heads = ["graph", "kernel", "calls", "operations", "shapes", "MFLOP", "bytes", "roofline ms"]
     measured = any(row.measured_s is not None for row in rows)
     heads += ["measured ms", "of roofline"] if measured else []
@@ -388,7 +286,27 @@ def _table(rows: Sequence[KernelRow], total: float) -> str:
         if measured:
             line += [f"{row.seconds * 1e3:.4f}", f"{100 * row.roofline_s / row.seconds:.0f}%"]
         cells.append([*line, f"{100 * row.batch_s / total:.1f}%" if total else "-"])
-    return table([*heads, "share"], cells)
+    # Shapes say least beside the operations: they are the first to be cut.
+    return table([*heads, "share"], cells, width, cut=(4, 3))
+
+
+def report_json(rows: Sequence[KernelRow]) -> str:
+    """The rows as plain data, nothing cut: seconds and bytes of one call."""
+    return json.dumps([_plain(row) for row in rows], indent=2)
+
+
+def _plain(row: KernelRow) -> dict[str, Any]:
+    return {
+        "stage": row.stage,
+        "graph": row.graph,
+        "kernels": list(row.names),
+        "calls_per_batch": row.calls_per_batch,
+        "operations": [{"kind": op.kind, "ins": [str(v.type) for v in op.ins], "outs": [str(v.type) for v in op.outs]} for op in row.ops],
+        "flops": row.flops,
+        "bytes": row.moved,
+        "roofline_s": row.roofline_s,
+        "measured_s": row.measured_s,
+    }
 
 
 def _division_line(graph: Graph, rows: Sequence[KernelRow]) -> str:
@@ -432,6 +350,5 @@ __all__ = [
     "format_report",
     "kernel_rows",
     "kernel_source",
-    "measure_rows",
-    "random_arguments",
+    "report_json",
 ]

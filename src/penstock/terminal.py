@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -43,16 +44,28 @@ def say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns under a header; numbers to the right."""
+def terminal_width() -> int | None:
+    """How wide lines may be: what COLUMNS says, else the terminal that standard output goes to; None where it goes to a file or a program."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
+    return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else None
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None, cut: Sequence[int] = ()) -> str:
+    """Columns under a header; numbers to the right. Where lines would be longer than `width`, the columns `cut` are, one after the other."""
     cells = [list(map(str, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    for i in cut if width is not None else ():
+        over = sum(widths) + 2 * (len(widths) - 1) - (width or 0)
+        widths[i] = max(len(header[i]), widths[i] - max(over, 0))
     numeric = [
         all(isinstance(row[i], int | float) or _looks_numeric(str(row[i])) for row in rows) and bool(rows) for i in range(len(header))
     ]
 
     def line(row: Sequence[str]) -> str:
-        return "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric, strict=True)).rstrip()
+        shown = [c if len(c) <= w else f"{c[: w - 3]}..." for c, w in zip(row, widths, strict=True)]
+        return "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in zip(shown, widths, numeric, strict=True)).rstrip()
 
     return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, cells)])
 

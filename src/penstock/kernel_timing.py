@@ -1,0 +1,130 @@
+"""What kernels cost on this machine: each compiled by itself, and called again and again with the same random operands.
+
+In: rows of the report on kernels. Out: the rows with the median time of a call. With one thread that is processor time, which other work on the
+machine changes little; several threads, or a GPU, are timed by the clock, because their processor time is not the time that a call takes. What
+fits into a cache is found there: the sum over a stage is at most what the stage takes, up to noise.
+
+Operands are legal by construction: floats in [0.1, 1), indices in range.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.backends.interface import CompileOptions, Progress, StageProgram, backend_of
+from penstock.ir.graph import Graph, Module, Value, signature, slot_of
+from penstock.ir.types import FLOATS, TensorType
+from penstock.kernel_report import KernelRow
+
+if TYPE_CHECKING:
+    import torch
+
+# A measurement ends after so many calls or so many seconds, whichever is later, but never goes past the last number of calls.
+_CALLS, _SECONDS, _MOST_CALLS = 5, 0.05, 500
+
+
+def measure_rows(
+    rows: Sequence[KernelRow], module: Module, backend: str, threads: int, progress: Progress | None = None
+) -> list[KernelRow]:
+    """The rows with measured times."""
+    report = progress or (lambda done, total, what: None)
+    maker = backend_of(backend)
+    graphs = {f"s{row.stage}.{i}": replace(row.body, name=f"s{row.stage}.{i}") for i, row in enumerate(rows)}
+    apart = module.but(graphs=graphs)
+    stages = sorted({row.stage for row in rows})
+    measured: dict[int, float] = {}
+    with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as folder:
+        files = maker.compile_stages(apart, stages, Path(folder), CompileOptions(progress=progress))
+        for stage in stages:
+            program = maker.load_stage(apart, stage, [Path(folder) / name for name in files[stage]], threads)
+            for i, row in enumerate(rows):
+                if row.stage == stage:
+                    report(len(measured), len(rows), row.label)
+                    measured[i] = _median_call(program, graphs[f"s{stage}.{i}"], module, _clock_of(program, threads))
+    report(len(rows), len(rows), "measured")
+    return [replace(row, measured_s=measured[i]) for i, row in enumerate(rows)]
+
+
+def _clock_of(program: StageProgram, threads: int) -> Callable[[], float]:
+    if program.device.type == "cpu":
+        return time.process_time if threads == 1 else time.perf_counter
+
+    import torch
+
+    def after_all_work() -> float:
+        torch.cuda.synchronize(program.device)
+        return time.perf_counter()
+
+    return after_all_work
+
+
+def _median_call(program: StageProgram, graph: Graph, module: Module, clock: Callable[[], float]) -> float:
+    args = [x.to(program.device) for x in random_arguments(graph, module)]
+    program.call(graph.name, args)
+    times: list[float] = []
+    while len(times) < _CALLS or (sum(times) < _SECONDS and len(times) < _MOST_CALLS):
+        begin = clock()
+        kept = program.call(graph.name, args)
+        times.append(clock() - begin)
+        del kept  # freeing results is not the kernel's time
+    return statistics.median(times)
+
+
+def random_arguments(graph: Graph, module: Module) -> list[torch.Tensor]:
+    """Tensors for a call. Floats are in [0.1, 1): variances, logarithms and divisors are legal. `latest` and `next` of a variable with one
+    version are one tensor, as at run time."""
+    import torch
+
+    source = torch.Generator().manual_seed(0)
+    limits = _index_limits(graph)
+    types = {slot: (op.outs or op.ins)[0].type for op in graph.ops if (slot := slot_of(op)) is not None}
+    limits_of_vars = {op.var: limits[op.outs[0]] for op in graph.ops if op.kind == "read" and op.outs[0] in limits}
+    sig = signature(graph)
+    args = [_random(v.type, limits.get(v), source) for v in sig.ins]
+    single: dict[str, Any] = {}
+    for slot in sig.slots:
+        drawn = _random(types[slot], limits_of_vars.get(slot.var), source)
+        if slot.slot and module.vars[slot.var].versions == 1:
+            drawn = single.setdefault(slot.var, drawn)
+        args.append(drawn)
+    return args
+
+
+def _random(t: TensorType, below: int | None, source: torch.Generator) -> torch.Tensor:
+    import torch
+
+    dtype = getattr(torch, {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(t.dtype, "int64"))
+    if t.dtype in FLOATS:
+        return torch.rand(t.dims, generator=source).mul_(0.9).add_(0.1).to(dtype)
+    high = 2 if t.dtype == "bool" else below if below is not None else 5
+    kinds = {"i64": torch.int64, "i32": torch.int32, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool}
+    return torch.randint(high, t.dims, generator=source).to(kinds[t.dtype])
+
+
+def _index_limits(graph: Graph) -> dict[Value, int]:
+    """How large values may be that are used as indices, traced back through whatever is done to them first."""
+    limits: dict[Value, int] = {}
+
+    def limit(value: Value, below: int) -> None:
+        limits[value] = min(below, limits.get(value, below))
+
+    for op in reversed(graph.ops):
+        axis = op.attrs.get("axis", 0)
+        assert isinstance(axis, int)
+        if op.kind == "gather":
+            limit(op.ins[1], op.ins[0].type.dims[axis])
+        elif op.kind == "gather_grad":
+            limit(op.ins[1], op.outs[0].type.dims[axis])
+        elif op.kind in ("cross_entropy", "cross_entropy_grad"):
+            limit(op.ins[1], op.ins[0].type.dims[-1])
+        elif op.outs and op.outs[0] in limits:
+            for v in op.ins:
+                if v.type.dtype not in (*FLOATS, "bool"):
+                    limit(v, limits[op.outs[0]])
+    return limits

@@ -1,0 +1,33 @@
+"""The benchmark of compile times tells cold from warm, and its phases add up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "compile_time.py"
+SMALL = "--layers 2 --width 32 --heads 2 --vocab 64 --positions 16 --microbatches 2"
+
+
+def test_cold_and_warm_are_what_they_say(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *SMALL.split(), "--json", str(report)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    states = json.loads(report.read_text())["states"]
+    (cold,), (kernels,), (warm,) = (states[name] for name in ("cold", "kernels", "warm"))
+    compiled, of, count, *_ = cold["found"].split()
+    assert (compiled, of) == (count, "of")
+    assert kernels["found"] == f"0 of {count} kernels compiled"
+    assert warm["found"] == "libraries found"
+    # The control: only where kernels or libraries are missing does it take time to make them.
+    assert cold["kernels"] > 0
+    assert (warm["kernels"], warm["link"]) == (0, 0)
+    phases = ("import", "frontend", "passes", "lowering", "kernels", "link", "bundle")
+    for row in (cold, kernels, warm):
+        assert row["total"] == pytest.approx(sum(row[phase] for phase in phases))
