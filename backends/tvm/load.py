@@ -20,6 +20,7 @@ from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Graph, Signature, signature
 
 from ..interface import ALIGNMENT
+from .tiles import allow_tiles
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,12 @@ class TvmProgram:
         import tvm
         from tvm.runtime.vm import VirtualMachine
 
+        if not allow_tiles() and "+amx" in library.name:
+            raise UsageError(
+                "the stage was compiled for tile registers (AMX), which this machine does not have or does not give to this process",
+                where=library.name,
+                hint="compile the bundle on this machine, or with `--target skylake-avx512`",
+            )
         return VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:

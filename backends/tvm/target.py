@@ -1,6 +1,6 @@
 """Targets: which CPU the code is for, and the tile sizes its vector registers allow.
 
-In: a name (`host`, an LLVM CPU name such as `skylake-avx512`, or `portable`, which runs on every x86-64 machine with AVX2).
+In: a name (`host`, an LLVM CPU name such as `skylake-avx512`, with features behind plus signs, as in `rocketlake+amx-tile+amx-bf16`, or `portable`, which runs on every x86-64 machine with AVX2).
 Out: a TVM target and the tile of the matrix kernel. Rule: the accumulators of a tile, rows * vectors, must leave registers for one row of
 the packed operand and one broadcast value: at most 28 of 32 registers with AVX-512, 12 of 16 with AVX2, 8 of 16 without. A step of a tile
 loads rows + vectors times for rows * vectors multiply-adds, and a core does as many of these as of loads: with AVX-512 the tile of matrix
@@ -15,7 +15,11 @@ from typing import Any
 
 from penstock.ir.errors import UsageError
 
+from .tiles import allow_tiles
+
 PORTABLE = "x86-64-v3"
+# LLVM's names of the features that products of bf16 on tile registers need.
+TILES = ("amx-tile", "amx-bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class Machine:
     serial_below: int = 16384
     # A GPU, whose kernels have loops of their own.
     is_device: bool = False
+    # Registers that hold tiles of matrices, with products of bf16 (Intel AMX).
+    has_tiles: bool = False
 
 
 def host_cpu() -> str:
@@ -42,9 +48,15 @@ def host_cpu() -> str:
     return str(codegen.llvm_get_system_cpu())
 
 
+def host_features() -> tuple[str, ...]:
+    """What this machine has beyond what the name of its CPU says: LLVM goes by model numbers, and virtual machines hide theirs."""
+    return TILES if allow_tiles() else ()
+
+
 def machine_of(name: str) -> Machine:
     """The machine behind a target name; UsageError for names that LLVM does not know."""
-    cpu = {"host": host_cpu(), "portable": PORTABLE}.get(name, name)
+    host = "+".join((host_cpu(), *host_features())) if name == "host" else ""
+    cpu = {"host": host, "portable": PORTABLE}.get(name, name)
     return _machine(cpu)
 
 
@@ -52,20 +64,22 @@ def machine_of(name: str) -> Machine:
 def _machine(cpu: str) -> Machine:
     from tvm.target import codegen
 
-    if not codegen.llvm_is_valid_cpu(cpu, str(codegen.llvm_get_system_triple())):
+    if not codegen.llvm_is_valid_cpu(cpu.partition("+")[0], str(codegen.llvm_get_system_triple())):
         raise UsageError(
             f"unknown target CPU {cpu!r}", hint="`host`, `portable`, or an LLVM name such as skylake-avx512, znver4, x86-64-v3"
         )
     target = tvm_target(cpu)
     if codegen.target_has_features(["avx512f"], target):
-        return Machine(cpu, 16, 12, 2, 6, 4)
+        return Machine(cpu, 16, 12, 2, 6, 4, has_tiles=codegen.target_has_features(["amx-bf16"], target))
     if codegen.target_has_features(["avx2"], target):
         return Machine(cpu, 8, 6, 2, 6, 2)
     return Machine(cpu, 4, 4, 2, 4, 2)
 
 
 def tvm_target(cpu: str) -> Any:
-    """TVM's target for an LLVM CPU name. The number of threads is set when the code is loaded, not here."""
+    """TVM's target for an LLVM CPU name, with features behind plus signs. The number of threads is set when the code is loaded, not here."""
     import tvm
 
-    return tvm.target.Target({"kind": "llvm", "mcpu": cpu, "num-cores": 1})
+    name, *features = cpu.split("+")
+    extra = {"mattr": [f"+{feature}" for feature in features]} if features else {}
+    return tvm.target.Target({"kind": "llvm", "mcpu": name, "num-cores": 1, **extra})

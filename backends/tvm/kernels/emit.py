@@ -206,11 +206,12 @@ class Emitter:
     def _upper_half(self, value: Expr) -> Expr:
         """The bits of the bf16 nearest to an f32, ties to even. A nan keeps its sign and leading bits and becomes a quiet one: rounding its
         bits could carry into the sign."""
-        value = self.bind(value)
         bits = self.bind(tirx.reinterpret("uint32", value))
         upper = self.bind(bits >> _unsigned(16))
         nearest = (bits + (upper & _unsigned(1)) + _unsigned(0x7FFF)) >> _unsigned(16)
-        return tirx.Select(tirx.isnan(value), upper | _unsigned(0x40), nearest)
+        # Asked of the bits, because TVM's isnan would be done lane by lane.
+        is_nan = (bits & _unsigned(0x7FFFFFFF)) > _unsigned(0x7F800000)
+        return tirx.Select(is_nan, upper | _unsigned(0x40), nearest)
 
     def rounded(self, value: Expr, dtype: str) -> Expr:
         """What memory of that element type would hold of an f32, as f32."""

@@ -29,6 +29,7 @@ from tvm import tirx
 from penstock.ir.graph import Value, slot_of
 from penstock.ir.types import ITEM_BYTES
 
+from . import tile_product
 from .body import Body, parallel_if
 from .elements import Index, linear, unravel
 from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
@@ -467,7 +468,9 @@ def emit_product(body: Body, product: Product) -> None:
     if body.loops is not None:
         body.loops.product(body, p)
         return
-    if p.m <= _DOT_ROWS and p.a_along_k and p.b_along_k and len(body.group.ops) <= _DOT_COLUMNS and p.k > 0:
+    if tile_product.suits(body, p):
+        tile_product.emit_tile_product(body, p)
+    elif p.m <= _DOT_ROWS and p.a_along_k and p.b_along_k and len(body.group.ops) <= _DOT_COLUMNS and p.k > 0:
         _emit_dots(body, p)
     else:
         _Tiles(body, p).run()
