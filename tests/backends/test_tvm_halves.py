@@ -20,6 +20,7 @@ import torch
 from samples import HALF, SAMPLES, Sample, fill, is_open, samples_of
 from tvm_cases import TOLERANCE, OpCase, build, make_args, tensors_of, value
 
+from penstock.backends.interface import CompileOptions
 from penstock.backends.tvm import load
 from penstock.backends.tvm.build import build_graphs
 from penstock.backends.tvm.load import TvmProgram
@@ -199,7 +200,7 @@ def test_tile_registers_are_used_where_there_are_some(tmp_path: Path) -> None:
 
 
 def test_a_library_for_tile_registers_is_refused_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = build_graphs([CONVERSIONS[0]], tmp_path / "s0.x86-64-v3.so", target="portable").path
+    built = build_graphs([CONVERSIONS[0]], tmp_path / "s0.x86-64-v3.so", CompileOptions("portable")).path
     TvmProgram(built, [CONVERSIONS[0]])
     monkeypatch.setattr(load, "allow_tiles", lambda: False)
     TvmProgram(built, [CONVERSIONS[0]])
