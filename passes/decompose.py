@@ -4,6 +4,7 @@ In: any module. Out: the same meaning; an operation of `DECOMPOSE` becomes sever
 its results' names. A rule must be exact up to rounding.
 
     attention   softmax(scale * q k^T, later positions hidden if causal) v
+    batch_norm  (x - mean) * factor + bias, with one factor for a channel: scale / sqrt(var + eps)
 
 The hidden scores become the lowest finite number of the element type, so that their share is exactly 0: position 0 is never hidden.
 """
@@ -70,7 +71,21 @@ def _attention(b: Expansion, op: Op) -> Value:
     return b.emit("matmul", b.emit("softmax", scores), v)
 
 
-DECOMPOSE: dict[str, Rule] = {"attention": _attention}
+def _batch_norm(b: Expansion, op: Op) -> Value:
+    """Per element a difference, a product and a sum, all of which run behind a convolution; roots and quotients are per channel. The mean
+    is taken off first, so that the gradient of the scale is a sum of differences from it."""
+    x, scale, bias, mean, variance = op.ins
+    shape = (x.type.dims[1], *(1,) * (x.type.rank - 2))
+
+    def column(value: Value) -> Value:
+        return b.emit("reshape", value, shape=shape)
+
+    root = b.emit("rsqrt", b.emit("add", variance, b.emit("const", value=complete_attrs(op)["eps"], dtype=x.type.dtype)))
+    centred = b.emit("sub", x, column(mean))
+    return b.emit("add", b.emit("mul", centred, column(b.emit("mul", scale, root))), column(bias))
+
+
+DECOMPOSE: dict[str, Rule] = {"attention": _attention, "batch_norm": _batch_norm}
 
 
 def decompose(module: Module, options: DecomposeOptions) -> Module:
