@@ -128,7 +128,7 @@ def _rows_of(graph: Graph, stage: int, device: Device, per: str, times: int) -> 
             row = alike[key]
             alike[key] = replace(row, names=(*row.names, name), calls_per_batch=row.calls_per_batch + times)
             continue
-        flops, moved = sum(cost_of(op).flops for op in ops), bytes_moved(body, ops)
+        flops, moved = sum(cost_of(op).flops for op in body.ops), bytes_moved(body, ops)
         roofline = max(flops / device.flops, moved / device.bandwidth)
         alike[key] = KernelRow(stage, graph.name, (name,), ops, body, flops, moved, roofline, per, times)
     return list(alike.values())

@@ -117,6 +117,21 @@ def test_a_gradient_is_added_to_its_variable_by_the_convolution_itself(groups: i
     assert not agrees(graph, tmp_path)
 
 
+def test_what_only_a_sum_reads_is_not_stored(tmp_path: Path) -> None:
+    """Gradients of scales: products summed over images and space. The control is read by others, too, and has to be stored."""
+    w = Writer()
+    x, dy = value("x", "f32[3,5,9,7]"), value("dy", "f32[3,5,9,7]")
+    product = w("mul", dy, x)
+    w.state("accum", "w.grad", w("sum", product, axes=(0, 2, 3)))
+    graph = fused(w.graph((x, dy), ()))
+    assert kernels_of(graph) == 1
+    assert str(graph.ops[0].attrs["kernel"]).startswith("inline")
+    assert not agrees(graph, tmp_path)
+    stored = fused(replace(graph, outs=(product,)))
+    assert not str(stored.ops[0].attrs["kernel"]).startswith("inline")
+    assert not agrees(stored, tmp_path / "stored")
+
+
 def test_heads_are_split_and_merged_without_copies(tmp_path: Path) -> None:
     """Attention over one projection: slices, reshapes and transpositions become addresses, also of what is stored."""
     w = Writer()

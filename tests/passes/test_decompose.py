@@ -44,6 +44,37 @@ def test_attention(causal, rows, columns):
     np.testing.assert_allclose(result, expected.numpy(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (2, 4, 5), (2, 4, 5, 3)])
+def test_batch_norm(shape):
+    dims = ",".join(map(str, shape))
+    statistics = ", ".join(f"%{name} : f64[4]" for name in ("scale", "bias", "mean", "var"))
+    module = parse_module(
+        f"""module @m {{
+  graph @main(%x : f64[{dims}], {statistics}) {{
+    %y : f64[{dims}] = batch_norm(%x, %scale, %bias, %mean, %var, eps=0.1, stage=1) ; /norm
+    return %y
+  }}
+}}
+"""
+    )
+    found = decompose(module, DecomposeOptions())
+    check(found, ("typed",))
+    ops = found.graphs["main"].ops
+    assert "batch_norm" not in {op.kind for op in ops}
+    assert all(op.loc == "/norm" and op.attrs["stage"] == 1 for op in ops)
+    # Roots and quotients are per channel.
+    assert {op.outs[0].type.shape for op in ops if op.kind in ("rsqrt", "div", "sqrt")} == {(4,)}
+    rng = np.random.default_rng(3)
+    x, scale, bias, mean, var = (rng.normal(size=v.type.shape) for v in module.graphs["main"].ins)
+    ins = [x, scale, bias, mean, np.abs(var) + 0.5]
+    (result,) = run_graph(found.graphs["main"], ins)
+    expected = F.batch_norm(*(torch.tensor(ins[i]) for i in (0, 3, 4, 1, 2)), eps=0.1).numpy()
+    np.testing.assert_allclose(result, expected, rtol=1e-12, atol=1e-13)
+    (wrong,) = run_graph(found.graphs["main"], [*ins[:3], ins[3] + 0.1, ins[4]])
+    assert np.abs(wrong - expected).max() > 1e-2
+    assert decompose(module, DecomposeOptions(keep=("batch_norm",))) is module
+
+
 def test_control_without_the_mask_it_is_another_function():
     rng = np.random.default_rng(3)
     ins = [rng.normal(size=v.type.shape) for v in attention("true").graphs["main"].ins]
