@@ -141,6 +141,9 @@ class _Fuser:
             self.var_readers.setdefault(var, set()).add(group.number)
         if op.kind in _EFFECTS:
             self.var_changer[op.var] = group.number
+        if "library" in op.attrs:
+            # Nothing can be done while its results stand in registers.
+            return
         if op.kind in _SCATTERED:
             group.scattered = True
         elif op.kind in _FIRST_ONLY:

@@ -10,6 +10,7 @@ from .autodiff import AutodiffOptions, autodiff
 from .communicate import CommunicateOptions, communicate
 from .decompose import DecomposeOptions, decompose
 from .fuse import FuseOptions, fuse
+from .libraries import LibrariesOptions, libraries
 from .lifetimes import LifetimesOptions, lifetimes
 from .manager import Call, Pass, parse_pipeline
 from .optimizers import OptimizerOptions, optimizer
@@ -34,6 +35,7 @@ PASSES: dict[str, Pass] = {
         Pass("weight-versions", weight_versions, WeightVersionsOptions, needs=("scheduled",), gives=("versioned",)),
         Pass("communicate", communicate, CommunicateOptions, needs=("scheduled",), gives=("wired",)),
         Pass("lifetimes", lifetimes, LifetimesOptions, needs=("wired",), gives=("freed",)),
+        Pass("libraries", libraries, LibrariesOptions, needs=("staged",)),
         Pass("fuse", fuse, FuseOptions, needs=("staged",), gives=("fused",)),
     )
 }
@@ -42,9 +44,10 @@ Entry = tuple[str, dict[str, Attr]]
 
 
 def training_pipeline(
-    optimizer: dict[str, Attr], partition: dict[str, Attr], schedule: str, microbatches: int, compute: str = "f32"
+    optimizer: dict[str, Attr], partition: dict[str, Attr], schedule: str, microbatches: int, compute: str = "f32", library: str = ""
 ) -> list[Call]:
-    """From a model with its loss to the program of every rank. `compute` is the element type of activations."""
+    """From a model with its loss to the program of every rank. `compute` is the element type of activations; `library`, where there are GPUs,
+    who computes contractions on them."""
     check_precision(compute, training=True)
     return _calls(
         [
@@ -60,12 +63,13 @@ def training_pipeline(
             ("weight-versions", {}),  # needs to know which forwards run before which update
             ("communicate", {}),  # after versions, so that the diff of that pass shows nothing but versions
             ("lifetimes", {}),  # after sends and receives: they hold values too
+            *_libraries(library),  # before kernels are chosen: what a library computes is a kernel of its own
             ("fuse", {}),  # last: kernels are chosen in graphs that no longer change
         ]
     )
 
 
-def inference_pipeline(partition: dict[str, Attr], microbatches: int, compute: str = "f32") -> list[Call]:
+def inference_pipeline(partition: dict[str, Attr], microbatches: int, compute: str = "f32", library: str = "") -> list[Call]:
     """From a model to the forward program of every rank."""
     check_precision(compute, training=False)
     return _calls(
@@ -79,6 +83,7 @@ def inference_pipeline(partition: dict[str, Attr], microbatches: int, compute: s
             ("weight-versions", {}),  # one version; the verifier wants it said
             ("communicate", {}),  # activations between stages
             ("lifetimes", {}),  # a microbatch is dropped once it is sent on
+            *_libraries(library),  # before kernels are chosen: what a library computes is a kernel of its own
             ("fuse", {}),  # last: kernels are chosen in graphs that no longer change
         ]
     )
@@ -86,6 +91,10 @@ def inference_pipeline(partition: dict[str, Attr], microbatches: int, compute: s
 
 def _precision(compute: str) -> list[Entry]:
     return [("precision", {"compute": compute})] if compute != "f32" else []
+
+
+def _libraries(use: str) -> list[Entry]:
+    return [("libraries", {"use": use})] if use else []
 
 
 def _calls(entries: list[Entry]) -> list[Call]:

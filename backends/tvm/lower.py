@@ -13,6 +13,7 @@ Limit: Relax functions are built on one stack for the whole process; callers tak
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ from .kernels.emit import TVM_DTYPES
 from .load import function_name
 from .plan import Lowered, Step, is_table, plan_graphs
 from .target import Machine
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """What a kernel's function is when a function that is registered at run time computes it: its name, and what it is told."""
+
+    name: str
+    text: str
 
 
 def make_kernel(group: Group, machine: Machine) -> Kernel:
@@ -75,6 +84,8 @@ def relax_module(lowered: Sequence[Lowered], *, declared: bool) -> Any:
     known: dict[str, Any] = {}
 
     def function_of(step: Step, types: Mapping[Slot, TensorType]) -> Any:
+        if isinstance(step.kernel.function, LibraryCall):
+            return step.kernel.function
         if not declared:
             return builder.add_func(step.kernel.function, step.name)
         if step.name not in known:
@@ -122,7 +133,9 @@ def _emit_call(builder: Any, step: Step, function: Any, env: dict[Value, Any], s
     kernel = step.kernel
     args = [env[v] for v in kernel.ins] + [slots[s] for s in kernel.slots]
     types = [relax_type(v.type) for v in kernel.outs]
-    if kernel.slots:
+    if isinstance(function, LibraryCall):
+        call = relax.op.call_dps_packed(function.name, [*args, tvm.ir.StringImm(function.text)], types)
+    elif kernel.slots:
         in_place = list(range(len(kernel.ins), len(args)))
         call = relax.op.call_tir_inplace(function, args, in_place + [-1] * len(types), [args[i].ty for i in in_place] + types)
     else:

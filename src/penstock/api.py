@@ -84,23 +84,26 @@ def plan(
     split_at: Sequence[str] = (),
     microbatches: int = 1,
     precision: str | None = None,
+    cuda_libraries: str = "torch",
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
     """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device. `precision` is f32, bf16 or, for
-    inference, f16; if it is not given, training settings say it."""
+    inference, f16; if it is not given, training settings say it. `cuda_libraries` says who computes contractions on GPUs: torch, which calls
+    the vendor's libraries, or none."""
     from penstock.frontends.training import attach_loss
     from penstock.passes.manager import run_passes
     from penstock.passes.pipelines import PASSES, inference_pipeline, training_pipeline
 
+    library = cuda_libraries if any(d.kind == "cuda" for d in cluster.devices) else ""
     cuts: dict[str, Attr] = {"stages": stages, "split_at": tuple(split_at)}
     module = model.module.but(cluster=cluster)
     if training is None:
-        calls = inference_pipeline(cuts, microbatches, precision or "f32")
+        calls = inference_pipeline(cuts, microbatches, precision or "f32", library)
     else:
         module = attach_loss(module, training)
         compute = precision or training.precision
-        calls = training_pipeline(training.optimizer.pass_options(), cuts, schedule, training.microbatches, compute)
+        calls = training_pipeline(training.optimizer.pass_options(), cuts, schedule, training.microbatches, compute, library)
     seen: list[Module] = []
 
     def remember(call: Call, before: Module) -> None:

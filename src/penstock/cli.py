@@ -200,6 +200,12 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--weight-decay", type=float, metavar="X")
     training.add_argument("--microbatches", type=_positive, metavar="M", help="microbatches per batch (default: 1)")
     training.add_argument("--schedule", choices=_SCHEDULES, help="default: 1f1b, which equals plain training")
+    parser.add_argument(
+        "--cuda-libraries",
+        choices=("torch", "none"),
+        default="torch",
+        help="who computes products, convolutions and attention on GPUs: the vendor's libraries through torch, or kernels of ours (default: torch)",
+    )
     parser.add_argument("--stages", type=_positive, default=0, metavar="N", help="pipeline stages (default: one per device)")
     parser.add_argument(
         "--split-at", action="append", default=[], metavar="NODE", help="start a new stage at this node or value instead of searching"

@@ -77,6 +77,7 @@ def _plan(arguments: Namespace) -> Plan:
         stages=arguments.stages,
         split_at=arguments.split_at,
         microbatches=arguments.microbatches or 1,
+        cuda_libraries=arguments.cuda_libraries,
         precision=arguments.precision,
         dump=dump,
         progress=Progress("passes"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from samples import SAMPLES
 from tvm_cases import OpCase, value
 
 from penstock.backends.interface import CompileOptions, backend_of
@@ -24,6 +25,8 @@ from penstock.ir.ops import make
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 
 _CUDA_MACHINE = 190
+# Lowered by `decompose` before it comes here.
+COMPOSITE = {"attention"}
 
 
 def device_code(library: Path) -> Iterator[tuple[int, list[str]]]:
@@ -108,3 +111,16 @@ def test_a_stage_for_a_gpu_is_refused_where_there_is_none(tmp_path: Path) -> Non
     module = Module("m", cluster=Cluster.listed("cpu,sm_90"), stages=(Stage(0, "cpu:0"), Stage(1, "cuda:0")))
     with pytest.raises(UsageError, match=r"stage 1: wants cuda sm_90; this host has none"):
         backend_of("tvm").load_stage(module, 1, [tmp_path / "s1.sm_90.so"])
+
+
+@pytest.mark.slow
+@needs_nvcc
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("part", range(8))
+def test_every_sample_of_every_row_compiles(architecture: str, part: int, tmp_path: Path) -> None:
+    if architecture not in cuda_build.known_architectures():
+        pytest.skip(f"{cuda_build.nvcc_version()} makes no code for {architecture}")
+    graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(s for s in SAMPLES[part::8] if s.kind not in COMPOSITE)]
+    built = cuda_build.build_graphs(graphs, tmp_path / "stage.so", CompileOptions(architecture))
+    (image,) = device_code(built.path)
+    assert len(image[1]) > len(graphs) // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,19 @@ from tvm import tirx
 from tvm_cases import compare, make_args
 
 from penstock import api
+from penstock.backends.tvm.cuda.library import CALLS, register
 from penstock.backends.tvm.cuda.target import device_machine
 from penstock.backends.tvm.kernels.elements import POINTWISE
 from penstock.backends.tvm.load import TvmProgram
-from penstock.backends.tvm.lower import plan_kernels, relax_module
+from penstock.backends.tvm.lower import LibraryCall, plan_kernels, relax_module
 from penstock.backends.tvm.pipeline import PIPELINE
 from penstock.backends.tvm.target import machine_of, tvm_target
 from penstock.frontends.training import AdamW, Training
 from penstock.ir.cluster import Cluster
-from penstock.ir.graph import Graph
+from penstock.ir.graph import Graph, Value
 from penstock.ir.interp import DictStore, run_graph
-from penstock.ir.ops import OPS
-from penstock.ir.types import dtype_of
+from penstock.ir.ops import OPS, make
+from penstock.ir.types import FLOATS, dtype_of, parse_type
 from penstock.models import write_cnn, write_gpt
 from penstock.runtime.store import TORCH_DTYPES, as_array, fill
 
@@ -123,17 +125,51 @@ def test_the_order_of_threads_between_barriers_does_not_matter(tmp_path: Path) -
     assert sum(a != b for a, b in zip(forwards, loose, strict=True)) > len(samples) // 4
 
 
+@pytest.mark.parametrize("kind", sorted(set(CALLS) & set(KINDS)))
+def test_library_calls_mean_the_same(kind: str, tmp_path: Path) -> None:
+    """Torch does here on the CPU what it is asked to do on a GPU."""
+    register()
+    samples = [s for s in samples_of(kind) if s.dtype in FLOATS and all(v.type.size for v in (*s.op.ins, *s.op.outs))]
+    graphs = [with_library(s.graph(f"s0.g{i}")) for i, s in enumerate(samples)]
+    assert all(isinstance(plan_kernels(g, device_machine("sm_90")).steps[0].kernel.function, LibraryCall) for g in graphs)
+    program = build_serial(graphs, tmp_path)
+    assert not [f"{s} {w}" for s, g in zip(samples, graphs, strict=True) for w in wrong_results(program, g, s.arrays())]
+
+
+def with_library(graph: Graph) -> Graph:
+    return replace(graph, ops=tuple(op.with_attrs(library="torch") if op.kind in CALLS else op for op in graph.ops))
+
+
+def test_layout_changes_in_front_of_library_calls_are_views(tmp_path: Path) -> None:
+    register()
+    x, w = Value("x", parse_type("f32[6,8,10]")), Value("w", parse_type("f32[1,5,12]"))
+    split = make("reshape", [x], ["a"], "", shape=(6, 8, 2, 5), kernel="inline0")
+    turned = make("transpose", split.outs, ["b"], "", perm=(2, 0, 1, 3), kernel="inline1")
+    part = make("slice", turned.outs, ["c"], "", start=(0, 1, 0, 0), stop=(2, 6, 8, 5), step=(1, 2, 1, 1), kernel="inline2")
+    spread = make("broadcast", [w], ["d"], "", shape=(3, 5, 12), kernel="inline3")
+    product = make("matmul", [part.outs[0], spread.outs[0]], ["y"], "", library="torch", kernel="k0")
+    graph = Graph("s0.F", (x, w), product.outs, (split, turned, part, spread, product))
+    assert [len(step.group.ops) for step in plan_kernels(graph, device_machine("sm_90")).steps] == [1]
+    assert not compare(build_serial([graph], tmp_path), graph, make_args(graph, np.random.default_rng(4)))
+
+
+@pytest.mark.parametrize("library", ["torch", "none"])
 @pytest.mark.parametrize("name", ["gpt", "cnn"])
-def test_the_graphs_of_a_training(name: str, tmp_path: Path) -> None:
-    """Fused kernels, state updated in place, and kernels with several launches."""
+def test_the_graphs_of_a_training(name: str, library: str, tmp_path: Path) -> None:
+    """Fused kernels, state updated in place, kernels with several launches, and library calls between them."""
+    register()
     if name == "gpt":
         path = write_gpt(tmp_path / "gpt.onnx", layers=1, width=16, heads=2, vocab=20, positions=8)
     else:
         path = write_cnn(tmp_path / "cnn.onnx")
     model = api.from_onnx(path, dims={"batch": 2})
-    plan = api.plan(model, Cluster.listed("sm_90"), Training(loss="cross_entropy", optimizer=AdamW(lr=1e-3), microbatches=2))
+    training = Training(loss="cross_entropy", optimizer=AdamW(lr=1e-3), microbatches=2)
+    plan = api.plan(model, Cluster.listed("sm_90"), training, cuda_libraries=library)
     graphs = [g for g in plan.module.graphs.values() if g.name.startswith("s0.")]
     assert {g.name for g in graphs} == {"s0.F", "s0.B", "s0.U"}
+    called = sum(op.attrs.get("library") == "torch" for g in graphs for op in g.ops)
+    assert (called > 0) == (library == "torch")
+    assert any(note.origin == "libraries" for note in plan.module.notes) == (library == "torch")
     program = build_serial(graphs, tmp_path)
     for graph in graphs:
         assert not compare(program, graph, make_args(graph, np.random.default_rng(3)))

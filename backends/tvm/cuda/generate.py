@@ -25,6 +25,7 @@ from ..kernels.emit import Expr, literal
 from ..kernels.product import ceil_div
 from ..target import Machine
 from .body import DeviceBody
+from .library import library_call
 from .loops import THREADS, DeviceLoops, bind_index, reduce_lines
 
 # ---------------------------------------------------------------------------------------- lookups
@@ -201,6 +202,12 @@ MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
 
 def generate(group: Group, machine: Machine) -> Kernel:
     """The kernel of a group; NotOneKernel when it needs several."""
+    if any(op.attrs.get("library") for op in group.ops):
+        try:
+            return library_call(group)
+        except NotOneKernel:
+            if len(group.ops) > 1:
+                raise
     body = _empty(group, machine)
     emit_group(body, dict.fromkeys(MAIN, _emit_main))
     return body.kernel()
