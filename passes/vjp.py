@@ -230,6 +230,15 @@ def _conv(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
     )
 
 
+def _conv_grad_input(b: Emitter, op: Op, dx: Value) -> Sequence[Grad]:
+    """A transposed convolution: linear in both operands."""
+    (g, w), a = op.ins, {k: v for k, v in _shared(op).items() if k != "shape"}
+    return (
+        lambda: b.emit("conv", dx, w, **a),
+        lambda: b.emit("conv_grad_weight", dx, g, shape=w.type.dims, **a),
+    )
+
+
 def _max_pool(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
     return (lambda: b.emit("max_pool_grad", op.ins[0], op.outs[0], dy, **_shared(op)),)
 
@@ -321,6 +330,54 @@ def _gather(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
     return lambda: b.emit("gather_grad", dy, indices, shape=x.type.dims, **_shared(op)), None
 
 
+def _scatter(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+    """Replaced entries get no gradient; of several replacements of one entry each gets it, as if all had stayed."""
+    (_, indices, updates), a = op.ins, complete_attrs(op)
+    none = updates.type.dims
+
+    def of_operand() -> Value:
+        if a["add"]:
+            return dy
+        zeros = b.emit("broadcast", b.scalar(0.0, dy), shape=none)
+        return b.emit("scatter", dy, indices, zeros, axis=a["axis"])
+
+    return of_operand, None, lambda: b.emit("gather", dy, indices, axis=a["axis"])
+
+
+def _cumsum(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+    a = complete_attrs(op)
+    return (lambda: b.emit("cumsum", dy, axis=a["axis"], exclusive=a["exclusive"], reverse=not a["reverse"]),)
+
+
+def _topk(b: Emitter, op: Op, dy: Value | None, dindices: Value | None) -> Sequence[Grad]:
+    x, indices = op.ins[0], op.outs[1]
+    axis = int(complete_attrs(op)["axis"]) % x.type.rank  # type: ignore[arg-type]
+
+    def grad() -> Value:
+        assert dy is not None
+        flat = b.emit("reshape", _positions(b, indices, axis, x.type.dims), shape=(indices.type.size,))
+        chosen = b.emit("reshape", dy, shape=(dy.type.size,))
+        return b.emit("reshape", b.emit("gather_grad", chosen, flat, shape=(x.type.size,)), shape=x.type.dims)
+
+    return (grad if dy is not None else None,)
+
+
+def _positions(b: Emitter, indices: Value, axis: int, dims: tuple[int, ...]) -> Value:
+    """The row-major positions in a tensor of `dims` of elements with these indices along one axis, and their own along the others."""
+    shape = indices.type.dims
+    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+    total = indices
+    if strides[axis] != 1:
+        total = b.emit("mul", indices, b.emit("const", value=strides[axis], dtype="i64"))
+    for i, n in enumerate(shape):
+        if i == axis or n == 1:
+            continue
+        line = b.emit("iota", dtype="i64", shape=(n, *(1,) * (len(shape) - 1 - i)), axis=0)
+        line = b.emit("mul", line, b.emit("const", value=strides[i], dtype="i64")) if strides[i] != 1 else line
+        total = b.emit("add", total, line)
+    return total
+
+
 def _cross_entropy(b: Emitter, op: Op, dloss: Value | None, dlse: Value | None) -> Sequence[Grad]:
     (logits, labels), lse = op.ins, op.outs[1]
 
@@ -382,13 +439,17 @@ VJP: dict[str, Rule] = {
     "max": _max,
     "matmul": _matmul,
     "conv": _conv,
+    "conv_grad_input": _conv_grad_input,
     "max_pool": _max_pool,
     "avg_pool": _avg_pool,
     "softmax": _from_result("softmax_grad"),
     "log_softmax": _from_result("log_softmax_grad"),
+    "cumsum": _cumsum,
+    "topk": _topk,
     "layer_norm": _layer_norm,
     "batch_norm": _batch_norm,
     "gather": _gather,
+    "scatter": _scatter,
     "cross_entropy": _cross_entropy,
     "mse": _mse,
 }

@@ -603,6 +603,47 @@ for _kind in ("softmax", "log_softmax"):
     refuse(_kind, "i64[3,4]", because="needs floating-point operands")
     refuse(_kind, "f32[]", because="axis -1 is outside")
     refuse(f"{_kind}_grad", "f32[3,4]", "f32[3,5]", because="of one type")
+for _pattern, _attrs in (
+    ("f32[3,150]", {"axis": 1}),
+    ("f32[3,150]", {"axis": -1, "exclusive": True}),
+    ("f32[3,150]", {"axis": 1, "reverse": True}),
+    ("f32[2,43]", {"axis": 1, "reverse": True, "exclusive": True}),
+    ("f32[20,37]", {"axis": 0}),
+    ("f32[2,20,5]", {"axis": 1, "reverse": True, "exclusive": True}),
+    ("f32[2,5000]", {"axis": 1}),
+    ("f32[4,1]", {"axis": 1}),
+    ("f32[4,1]", {"axis": 1, "exclusive": True}),
+    ("f32[7]", {"axis": 0}),
+    ("f32[0,5]", {"axis": 1}),
+    ("f32[5,0]", {"axis": 1, "exclusive": True}),
+):
+    sample("cumsum", _pattern, **_attrs)
+sample("cumsum", "T[3,37]", dtypes=("f64", *HALF, *INTS), axis=1)
+sample("cumsum", "T[40]", dtypes=("i32", "i8", "u8"), draws=wrapping, axis=0, reverse=True)
+refuse("cumsum", "f32[3]", axis=1, because="axis 1 is outside")
+refuse("cumsum", "bool[3]", axis=0, because="not defined for bool")
+refuse("cumsum", "f32[3]", because="attribute axis is missing")
+for _largest in (True, False):
+    for _pattern, _k, _axis in (
+        ("f32[5,37]", 4, -1),
+        ("f32[2,300]", 7, 1),
+        ("f32[3,1000]", 1000, 1),
+        ("f32[20,3,5]", 20, 0),
+        ("f32[2,40,3]", 3, 1),
+        ("f32[6,8]", 2, 1),
+        ("f32[4,1]", 1, 1),
+        ("f32[33]", 0, 0),
+        ("f32[0,5]", 3, 1),
+    ):
+        sample("topk", _pattern, k=_k, axis=_axis, largest=_largest)
+    sample("topk", "T[3,40]", dtypes=("f64", *HALF, *INTS), draws=ties, k=40, largest=_largest)
+    sample("topk", "T[4,70]", dtypes=("f32", "f64"), draws=nasty, k=70, largest=_largest)
+    sample("topk", "T[3,50]", dtypes=INTS, draws=wrapping, k=45, largest=_largest)
+sample("topk", "f32[2,3000]", draws=nasty, k=40)
+refuse("topk", "f32[3,4]", k=5, because="k must lie in 0..4")
+refuse("topk", "f32[3,4]", k=-1, because="k must lie in 0..4")
+refuse("topk", "f32[3,4]", k=1, axis=2, because="axis 2 is outside")
+refuse("topk", "bool[3]", k=1, because="not defined for bool")
 for _x, _w, _s, _axis in (
     ("T[6,48]", "T[48]", "T[6]", -1),
     ("T[2,3,5,7]", "T[5,7]", "T[2,3]", 2),
@@ -648,6 +689,20 @@ sample("gather_grad", "f32[0,4]", "i64[0]", shape=(5, 4))
 sample("gather_grad", "f32[3,0]", "i64[3]", draws=(normal, index(5)), shape=(5, 0))
 refuse("gather_grad", "f32[3,4]", "i64[4]", shape=(10, 4), because="but the gradient is")
 refuse("gather_grad", "bool[4]", "i64[4]", shape=(10,), because="not defined for bool")
+
+for _add in (False, True):
+    sample("scatter", "T[10,33]", "i64[2,3]", "T[2,3,33]", dtypes=NUMBERS, draws=(normal, index(10)), add=_add)
+    sample("scatter", "f32[3,10]", "i32[4]", "f32[3,4]", draws=(normal, index(10)), axis=-1, add=_add)
+    sample("scatter", "f32[3,7,5]", "i64[2,2]", "f32[3,2,2,5]", draws=(normal, index(7)), axis=1, add=_add)
+    sample("scatter", "f32[500]", "i64[300]", "f32[300]", draws=(normal, index(500)), add=_add)
+    sample("scatter", "f32[9,4]", "u8[]", "f32[4]", draws=(normal, index(9)), add=_add)
+    sample("scatter", "f32[5,4]", "i64[0]", "f32[0,4]", add=_add)
+    sample("scatter", "f32[5,0]", "i64[3]", "f32[3,0]", draws=(normal, index(5)), add=_add)
+sample("scatter", "bool[10,3]", "i64[4]", "bool[4,3]", draws=(normal, index(10)))
+refuse("scatter", "f32[10,3]", "i64[4]", "f32[4,4]", because="but the updates are")
+refuse("scatter", "f32[10,3]", "i64[4]", "f64[4,3]", because="but the updates are")
+refuse("scatter", "f32[10]", "f32[4]", "f32[4]", because="indices must be integers")
+refuse("scatter", "bool[10]", "i64[4]", "bool[4]", add=True, because="not defined for bool")
 
 # ---------------------------------------------------------------------------------------- losses and optimisers
 

@@ -231,6 +231,28 @@ def _cross_entropy_grad(logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tens
     return grad(lambda x: _cross_entropy(x, labels)[0], 0, dloss, logits)
 
 
+def _scatter(x: Tensor, indices: Tensor, updates: Tensor, axis: int, add: bool) -> Tensor:
+    axis %= x.ndim
+    places = torch.remainder(indices.long(), max(x.shape[axis], 1)).flatten()
+    entries = updates.flatten(axis, axis + indices.ndim - 1) if indices.ndim else updates.unsqueeze(axis)
+    if add:
+        return x.index_add(axis, places, entries)
+    for i, place in enumerate(places.tolist()):  # one by one: torch does not say which of several stays
+        x = x.index_copy(axis, torch.tensor([place]), entries.narrow(axis, i, 1))
+    return x
+
+
+def _cumsum(x: Tensor, axis: int, exclusive: bool, reverse: bool) -> Tensor:
+    x = x.flip(axis) if reverse else x
+    total = x.cumsum(axis, dtype=x.dtype) - (x if exclusive else torch.zeros_like(x))
+    return total.flip(axis) if reverse else total
+
+
+def _topk(x: Tensor, k: int, axis: int, largest: bool) -> tuple[Tensor, ...]:
+    values, indices = torch.sort(x, dim=axis, descending=largest, stable=True)
+    return values.narrow(axis, 0, k), indices.narrow(axis, 0, k)
+
+
 # ---------------------------------------------------------------------------------------- optimisers
 
 
@@ -311,12 +333,15 @@ MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "softmax_grad": lambda y, dy, axis: grad(lambda v: torch.softmax(v, axis), 0, dy, y.log()),
     "log_softmax": lambda x, axis: torch.log_softmax(x, axis),
     "log_softmax_grad": lambda y, dy, axis: grad(lambda v: torch.log_softmax(v, axis), 0, dy, y),
+    "cumsum": _cumsum,
+    "topk": _topk,
     "layer_norm": _layer_norm,
     "layer_norm_grad": _layer_norm_grad,
     "layer_norm_grad_weight": _layer_norm_grad_weight,
     "batch_norm": _batch_norm,
     "gather": _gather,
     "gather_grad": _gather_grad,
+    "scatter": _scatter,
     "cross_entropy": _cross_entropy,
     "cross_entropy_grad": _cross_entropy_grad,
     "mse": F.mse_loss,

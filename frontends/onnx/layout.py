@@ -1,4 +1,4 @@
-"""ONNX operators that move elements: shapes, slices, gathers, padding. All shapes are numbers by the time a rule runs.
+"""ONNX operators that move elements: shapes, slices, padding. All shapes are numbers by the time a rule runs.
 
 `Shape` and `Size` give arrays, so a chain that computes with shapes is folded away node by node as it is read.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from penstock.ir.graph import Value
-from penstock.ir.types import FLOATS, INTS, broadcast_shapes
+from penstock.ir.types import broadcast_shapes
 
 from .node import Node, Refused, Result, Rule
 
@@ -148,34 +148,6 @@ def _slice(n: Node) -> Result:
     return y
 
 
-def _gather(n: Node) -> Result:
-    axis = axis_of(n, n.int_attr("axis"), n.type().rank)
-    x, indices = n.value(), n.known(1)
-    if indices is None or indices.ndim:
-        return n.emit("gather", x, n.value(1), axis=axis)
-    # One known entry is a slice: its gradient is padding, not a scatter.
-    size = x.type.dims[axis]
-    at = int(indices)
-    n.require(-size <= at < size, f"index {at} is outside dimension {axis} of {x.type}")
-    return reshape(n, cut(n, x, axis, at % size, at % size + 1), x.type.dims[:axis] + x.type.dims[axis + 1 :])
-
-
-def _gather_nd(n: Node) -> Result:
-    n.require(n.int_attr("batch_dims") == 0, "batch_dims is not supported")
-    x, indices = n.value(0), n.value(1)
-    dims, depth = x.type.dims, indices.type.dims[-1]
-    n.require(1 <= depth <= len(dims), f"indices {indices.type} are too deep for {x.type}")
-    flat: Value | None = None
-    last = indices.type.rank - 1
-    for i in range(depth):
-        part = reshape(n, cut(n, indices, last, i, i + 1), indices.type.dims[:-1])
-        if depth > 1:  # negative entries count from the end of their own dimension
-            part = n.emit("where", n.emit("less", part, 0), n.emit("add", part, dims[i]), part)
-        flat = part if flat is None else n.emit("add", n.emit("mul", flat, dims[i]), part)
-    assert flat is not None
-    return n.emit("gather", reshape(n, x, (prod(dims[:depth]), *dims[depth:])), flat, axis=0)
-
-
 def _pad(n: Node) -> Result:
     x = n.value()
     dims, mode = x.type.dims, n.text_attr("mode", "constant")
@@ -257,25 +229,6 @@ def _range(n: Node) -> Result:
     return found
 
 
-def _cumsum(n: Node) -> Result:
-    x = n.type()
-    n.require(x.dtype in (*FLOATS, *INTS), f"needs numbers, got {x}")
-    axis = axis_of(n, int(n.constant(1, "the axis")), x.rank)
-    exclusive, backward = n.int_attr("exclusive"), n.int_attr("reverse")
-    size = x.dims[axis]
-    # y = x @ T with T[i, j] = 1 where i <= j; integers go through f64, exact up to 2^53.
-    reached = triangle(n, size, size, -1 if exclusive else 0)
-    reached = reached if backward else n.emit("transpose", reached, perm=(1, 0))
-    dtype = x.dtype if x.dtype in FLOATS else "f64"
-    value = n.value() if dtype == x.dtype else n.emit("cast", n.value(), dtype=dtype)
-    perm = [i for i in range(x.rank) if i != axis] + [axis]
-    moved = transpose(n, value, perm)
-    rows = reshape(n, moved, (prod(moved.type.dims[:-1]), size))
-    total = reshape(n, n.emit("matmul", rows, n.emit("cast", reached, dtype=dtype)), moved.type.dims)
-    total = transpose(n, total, np.argsort(perm).tolist())
-    return total if dtype == x.dtype else n.emit("cast", total, dtype=x.dtype)
-
-
 RULES: dict[str, Rule] = {
     # known at import
     "Constant": _constant,
@@ -297,9 +250,4 @@ RULES: dict[str, Rule] = {
     "Slice": _slice,
     "Pad": _pad,
     "Trilu": _trilu,
-    # indexed
-    "Gather": _gather,
-    "GatherND": _gather_nd,
-    # along an axis
-    "CumSum": _cumsum,
 }

@@ -83,6 +83,34 @@ def _conv(n: Node) -> Result:
     return y
 
 
+def _conv_transpose(n: Node) -> Result:
+    """The gradient of a convolution for its operand, with the roles exchanged: x takes the place of what was computed."""
+    x, w = n.value(0), n.value(1)
+    kernel, sizes = w.type.dims[2:], x.type.dims[2:]
+    r = len(kernel)
+    n.require((n.ints_attr("kernel_shape") or kernel) == kernel, f"kernel_shape differs from the weight {w.type}")
+    groups, strides = n.int_attr("group", 1), n.ints_attr("strides") or (1,) * r
+    dilations, extra = n.ints_attr("dilations") or (1,) * r, n.ints_attr("output_padding") or (0,) * r
+    n.require(len(sizes) == len(strides) == len(dilations) == len(extra) == r, f"attributes do not fit {r} spatial dimensions")
+    n.require(groups > 0 and min((*strides, *dilations)) > 0, "groups, strides and dilations must be 1 or more")
+    n.require(all(0 <= e < s for e, s in zip(extra, strides, strict=True)), f"output_padding {list(extra)} is not below the strides")
+    full = [(m - 1) * s + (k - 1) * d + 1 + e for m, s, k, d, e in zip(sizes, strides, kernel, dilations, extra, strict=True)]
+    pads, mode, wanted = n.ints_attr("pads") or (0,) * 2 * r, n.text_attr("auto_pad", "NOTSET"), n.ints_attr("output_shape")
+    n.require(mode in ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"), f"auto_pad={mode} is not known")
+    if not wanted and mode.startswith("SAME"):
+        wanted = tuple(m * s for m, s in zip(sizes, strides, strict=True))
+    if wanted:
+        n.require(len(wanted) == r, f"output_shape {list(wanted)} does not fit {r} spatial dimensions")
+        surplus = [f - size for f, size in zip(full, wanted, strict=True)]
+        small, large = tuple(t // 2 for t in surplus), tuple(t - t // 2 for t in surplus)
+        pads = small + large if mode == "SAME_UPPER" else large + small
+    n.require(len(pads) == 2 * r and min(pads) >= 0, f"padding {list(pads)} must be {2 * r} numbers, not negative")
+    spatial = tuple(f - p - q for f, p, q in zip(full, pads[:r], pads[r:], strict=True))
+    shape = (x.type.dims[0], w.type.dims[1] * groups, *spatial)
+    y = n.emit("conv_grad_input", x, w, shape=shape, strides=strides, pads=pads, dilations=dilations, groups=groups)
+    return n.emit("add", y, reshape(n, n.value(2), (1, shape[1], *(1,) * r))) if n.has(2) else y
+
+
 def _max_pool(n: Node) -> Result:
     n.only_first_output()
     n.ignore("storage_order")  # speaks of the second result
@@ -312,6 +340,7 @@ RULES: dict[str, Rule] = {
     "Gemm": _gemm,
     # sliding windows
     "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
     "MaxPool": _max_pool,
     "AveragePool": _average_pool,
     "GlobalAveragePool": _over_space("mean"),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from . import elementwise, layout, neural
+from . import elementwise, indexing, layout, neural
 from .node import Rule
 
-RULES: dict[str, Rule] = {**elementwise.RULES, **layout.RULES, **neural.RULES}
+RULES: dict[str, Rule] = {**elementwise.RULES, **layout.RULES, **indexing.RULES, **neural.RULES}
 
 # fmt: off
 # Operators without a rule whose results may still be computed at import, when all their operands are known.
 FOLD_ONLY = frozenset({
     "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor",
-    "Compress", "Cosh", "CumProd", "DepthToSpace", "Einsum", "EyeLike", "GatherElements", "IsInf", "Mod", "NonZero", "OneHot",
-    "ReverseSequence", "Round", "ScatterElements", "ScatterND", "Shrink", "Sinh", "SpaceToDepth", "Tan", "TopK", "Unique",
+    "Compress", "Cosh", "CumProd", "DepthToSpace", "Einsum", "EyeLike", "IsInf", "Mod", "NonZero",
+    "ReverseSequence", "Round", "Shrink", "Sinh", "SpaceToDepth", "Tan", "Unique",
 })

@@ -25,7 +25,20 @@ def _gather_grad(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     return (out,)
 
 
+def _scatter(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
+    data, indices, updates = x
+    axis = a["axis"] % data.ndim
+    check_indices("scatter index", indices, -data.shape[axis], data.shape[axis])
+    out = data.copy()
+    entries = np.moveaxis(out, axis, 0)
+    front = np.moveaxis(updates, range(axis, axis + indices.ndim), range(indices.ndim))
+    for at in np.ndindex(indices.shape):
+        entries[indices[at]] = entries[indices[at]] + front[at] if a["add"] else front[at]
+    return (out,)
+
+
 RULES: dict[str, Rule] = {
     "gather": _gather,
     "gather_grad": _gather_grad,
+    "scatter": _scatter,
 }

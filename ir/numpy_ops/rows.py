@@ -30,6 +30,25 @@ def _log_softmax_grad(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     return (dy - np.exp(y) * np.sum(wide(dy), axis=a["axis"], keepdims=True),)
 
 
+def _cumsum(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
+    data = np.moveaxis(wide(x[0]), a["axis"], -1)
+    data = data[..., ::-1] if a["reverse"] else data
+    total = np.cumsum(data, axis=-1, dtype=data.dtype)
+    if a["exclusive"]:
+        total = np.concatenate([np.zeros_like(total[..., :1]), total[..., :-1]], -1)
+    return (np.moveaxis(total[..., ::-1] if a["reverse"] else total, -1, a["axis"]),)
+
+
+def _topk(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
+    data, axis = x[0], a["axis"]
+    if a["largest"]:  # a stable sort of the reversed row, read backwards, keeps equal elements in order
+        order = data.shape[axis] - 1 - np.flip(np.argsort(np.flip(data, axis), axis=axis, kind="stable"), axis)
+    else:
+        order = np.argsort(data, axis=axis, kind="stable")
+    first = np.take(order, np.arange(a["k"]), axis=axis)
+    return np.take_along_axis(data, first, axis), first
+
+
 def _norm_axes(x: Array, a: Values) -> tuple[int, ...]:
     return tuple(range(a["axis"] % x.ndim, x.ndim))
 
@@ -76,6 +95,8 @@ RULES: dict[str, Rule] = {
     "softmax_grad": _softmax_grad,
     "log_softmax": lambda x, a: (x[0] - log_sum(x[0], a["axis"]),),
     "log_softmax_grad": _log_softmax_grad,
+    "cumsum": _cumsum,
+    "topk": _topk,
     "layer_norm": _layer_norm,
     "layer_norm_grad": _layer_norm_grad,
     "layer_norm_grad_weight": _layer_norm_grad_weight,

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from ..types import FLOATS, TensorType
-from .table import Types, Values, axis_of, need, need_floats, per_element, row
+from .table import Needs, Types, Values, axis_of, need, need_floats, need_numbers, per_element, row
 
 
 def _row(x: Types, a: Values) -> tuple[TensorType, ...]:
     axis_of(a["axis"], x[0].rank)
     need(len(set(x)) == 1 and x[0].dtype in FLOATS, f"needs floating-point operands of one type, got {' and '.join(map(str, x))}")
     return (x[0],)
+
+
+def _cumsum(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need_numbers(x)
+    axis_of(a["axis"], x[0].rank)
+    return (x[0],)
+
+
+def _topk(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need_numbers(x)
+    axis, k = axis_of(a["axis"], x[0].rank), a["k"]
+    size = x[0].dims[axis]
+    need(isinstance(k, int) and 0 <= k <= size, f"k must lie in 0..{size}, the size of axis {axis} of {x[0]}, got {k}")
+    found = x[0].with_shape((*x[0].shape[:axis], k, *x[0].shape[axis + 1 :]))  # type: ignore[arg-type]
+    return found, found.with_dtype("i64")
 
 
 def _norm_parts(x: TensorType, a: Values) -> tuple[TensorType, TensorType]:
@@ -60,6 +75,8 @@ ROWS = (
     row("softmax_grad", "row", 2, _row, "from (y, dy): y * (dy - sum(dy * y))", axis=-1, flops=per_element(4), dims="... n^, ... n^ -> ... n^"),
     row("log_softmax", "row", 1, _row, "logarithm of softmax", axis=-1, flops=per_element(14), dims="... n^ -> ... n^"),
     row("log_softmax_grad", "row", 2, _row, "from (y, dy): dy - e^y * sum(dy)", axis=-1, flops=per_element(14), dims="... n^, ... n^ -> ... n^"),
+    row("cumsum", "row", 1, _cumsum, "sum of the elements up to here along `axis`; `exclusive` without the one here, `reverse` from the end", axis=Needs(int), exclusive=False, reverse=False, flops=per_element(1), dims="... n^ -> ... n^"),
+    row("topk", "row", 1, _topk, "the `k` largest (or smallest) along `axis` in order, and their indices; of equal ones the first comes first, nan is above all", k=Needs(int), axis=-1, largest=True, flops=per_element(8), dims="... n^ -> ... k^, ... k^"),
     row("layer_norm", "row", 3, _layer_norm, "(x - mean) * rstd * scale + bias over dimensions `axis` and after; also gives mean and rstd", axis=-1, eps=1e-5, flops=per_element(8), dims="... n^, n^, n^ -> ... n^, ..., ..."),
     row("layer_norm_grad", "row", 5, _layer_norm_grad, "gradient for x, from (dy, x, scale, mean, rstd)", axis=-1, flops=per_element(10), dims="... n^, ... n^, n^, ..., ... -> ... n^"),
     row("layer_norm_grad_weight", "reduce", 4, _layer_norm_grad_weight, "gradients for scale and bias, from (dy, x, mean, rstd)", axis=-1, flops=per_element(5), dims="...+ n, ...+ n, ...+, ...+ -> n, n"),

@@ -44,7 +44,7 @@ def of_one_op(kind, arrays, attrs, outs=1, frozen=()):
     ops.append(make(kind, values, [f"y{i}" for i in range(outs)], "/the/op", **attrs))
     ins = [v for v, p in zip(values, is_param, strict=True) if not p]
     total = None
-    for y in ops[-1].outs:
+    for y in [v for v in ops[-1].outs if v.type.dtype != "i64"]:
         weight = Value(f"{y.name}.weight", y.type)
         ins.append(weight)
         ops.append(make("mul", [y, weight], [f"{y.name}.weighted"]))
@@ -86,6 +86,16 @@ def batch_norm(x, scale, bias, mean, variance):
     """Written out: torch's own has no gradient for the statistics."""
     scale, bias, mean, variance = (v[:, None, None] for v in (scale, bias, mean, variance))
     return (x - mean) / torch.sqrt(variance + 1e-3) * scale + bias
+
+
+def scatter_add(x, indices, updates):
+    return x.index_add(1, indices.flatten() % x.shape[1], updates.flatten(1))
+
+
+def transposed(x, w):
+    """Uneven padding: the symmetric result with more cut off in front."""
+    full = F.conv_transpose2d(x, w, None, (2, 1), 0, (1, 0), 2, (1, 3))
+    return full[:, :, 1:7, 2:8]
 
 
 # kind, arrays, attrs, torch function
@@ -160,6 +170,16 @@ CASES = [
     ("gather", (normal(4, 5), INDEX), {"axis": 1}, lambda x, i: x[:, i]),
     ("gather", (normal(6, 2), INDEX), {}, lambda x, i: x[i]),
     ("mse", (normal(3, 4), normal(3, 4)), {}, F.mse_loss),
+    ("cumsum", (normal(3, 4),), {"axis": 1}, lambda x: x.cumsum(1)),
+    ("cumsum", (normal(3, 4),), {"axis": 0, "reverse": True, "exclusive": True}, lambda x: x.flip(0).cumsum(0).flip(0) - x),
+    ("scatter", (normal(5, 4), np.array([3, 0]), normal(2, 4)), {}, lambda x, i, u: x.index_copy(0, i, u)),
+    ("scatter", (normal(3, 5), INDEX, normal(3, 2, 3)), {"axis": 1, "add": True}, scatter_add),
+    (
+        "conv_grad_input",
+        (normal(2, 4, 3, 5), normal(4, 3, 3, 2)),
+        {"shape": (2, 6, 6, 6), "strides": (2, 1), "pads": (1, 2, 1, 0), "dilations": (1, 3), "groups": 2},
+        transposed,
+    ),
 ]
 
 
@@ -200,6 +220,17 @@ def test_gradient_of_some_operands_only(case):
             compare(kind, arrays, attrs, function, frozen=(i,))
 
 
+@pytest.mark.parametrize(("axis", "largest"), [(-1, True), (0, False), (1, True)])
+def test_gradient_of_the_largest_values(axis, largest):
+    x = image(4, 3, 5)
+    module = of_one_op("topk", (x,), {"k": 2, "axis": axis, "largest": largest}, 2)
+    (weight,) = [v for v in module.inputs if v.type.dtype == "f64"]
+    found, _ = gradients(module, {"x0": x, weight.name: (w := normal(*weight.type.shape))})
+    leaf = torch.tensor(x, requires_grad=True)
+    (torch.topk(leaf, 2, axis, largest).values * torch.tensor(w)).sum().backward()
+    np.testing.assert_allclose(found["x0"], leaf.grad.numpy(), rtol=1e-12)
+
+
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_layer_norm_with_all_results_used(axis):
     shape = (3, 4)[axis if axis == 1 else -1 :] if axis == -1 else (3, 4)
@@ -222,10 +253,10 @@ def test_cross_entropy_with_both_results_used():
 
 def test_every_differentiable_row_has_a_rule_and_a_case():
     without = {"const", "iota", "sign", "floor", "argmax", "not", "equal", "less", "less_equal", "and", "or", "attention"}
-    grads = {name for name in OPS if "_grad" in name}
+    grads = {name for name in OPS if "_grad" in name} - {"conv_grad_input"}
     others = {name for name, row in OPS.items() if row.family in ("state", "optimizer")}
     assert set(VJP) == set(OPS) - without - grads - others
-    assert {case[0] for case in CASES} | {"layer_norm", "cross_entropy"} == set(VJP)
+    assert {case[0] for case in CASES} | {"layer_norm", "cross_entropy", "topk"} == set(VJP)
     assert set(FLAT) <= without
 
 
@@ -243,6 +274,7 @@ def test_control_a_wrong_rule_is_noticed(kind, monkeypatch):
     monkeypatch.setitem(VJP, kind, wrong)
     tests = [lambda c=c: compare(*c) for c in CASES if c[0] == kind and all(x.size > 0 for x in c[1]) and c[2].get("stop", (2,))[0] != 1]
     tests += [lambda: test_layer_norm_with_all_results_used(1)] if kind == "layer_norm" else []
+    tests += [lambda: test_gradient_of_the_largest_values(0, False)] if kind == "topk" else []
     tests += [test_cross_entropy_with_both_results_used] if kind == "cross_entropy" else []
     assert tests
     for run in tests:

@@ -1,7 +1,7 @@
 """Kernel generators for GPUs: one TIR function with its launches for one group of operations.
 
 In: a group, as for CPUs. Out: a Kernel. Formulas come from kernels/ (elements, rows, windows, reduce), loops from loops.py; here is what a GPU
-does otherwise: lookups' gradients, the gradient of a maximum, the loss.
+does otherwise: scattered rows, sums and order along an axis, the gradient of a maximum, the loss.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from math import prod
 
 from tvm import tirx
 
-from penstock.ir.graph import Op, slot_of
+from penstock.ir.graph import Op, Value, slot_of
 from penstock.ir.ops import complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS
 
-from ..kernels import elementwise, emit_group, gemm, reduce, rows, windows
+from ..kernels import elementwise, emit_group, gemm, reduce, rows, select, windows
 from ..kernels.body import Group, Kernel, NotOneKernel
 from ..kernels.elements import Index, axis_of, linear, table_row, unravel, zero
 from ..kernels.elementwise import emit_nest
-from ..kernels.emit import Expr, literal
+from ..kernels.emit import Buffer, Expr, cast, literal
 from ..kernels.product import ceil_div
 from ..target import Machine
 from .body import DeviceBody
@@ -40,7 +40,6 @@ def emit_gather_grad(body: DeviceBody, op: Op) -> None:
     table = op.outs[0]
     axis = axis_of(op, table)
     shape = table.type.dims
-    outer, inner, places = shape[:axis], shape[axis + 1 :], indices.type.dims
     others = [o for o in body.group.ops if o.kind != "gather_grad"]
     if others and (len(others) > 1 or others[0].kind != "accum" or body.group.outs):
         raise NotOneKernel("a lookup's gradient can only be stored or accumulated")
@@ -56,15 +55,53 @@ def emit_gather_grad(body: DeviceBody, op: Op) -> None:
                 position = emit.bind(block * THREADS + thread, "i")
                 with emit.when(position < table.type.size):
                     emit.store(target, literal(0, table.type.dtype), position)
-    count, run = prod(places), prod(inner)
-    if dy.type.size == 0:
+    if dy.type.size:
+        _add_rows(body, target, dy, indices, axis, shape)
+
+
+def emit_scatter(body: DeviceBody, op: Op) -> None:
+    """A copy of x; then each chain of equal indices adds its rows up, or the last of them replaces what is there."""
+    x, indices, updates = op.ins
+    y, axis = op.outs[0], axis_of(op, op.outs[0])
+    if len(body.group.ops) > 1:
+        raise NotOneKernel("entries are scattered, nothing can follow in one launch")
+    shape, target, emit = y.type.dims, body.result(y), body.emit
+
+    def copy(index: Index) -> None:
+        with body.point():
+            emit.store(target, body.at(x, index), linear(index, shape))
+
+    emit_nest(body, shape, max(len(shape) - 1, 0), copy)
+    if not updates.type.size:
         return
+    if complete_attrs(op)["add"]:
+        _add_rows(body, target, updates, indices, axis, shape)
+        return
+    outer, inner, places = shape[:axis], shape[axis + 1 :], indices.type.dims
+    count, run = prod(places), prod(inner)
+    row, after, _ = _chains(body, indices, shape[axis])
+    total = prod(outer) * count * run
+    with emit.launch(ceil_div(total, THREADS), THREADS) as (block, thread):
+        position = emit.bind(block * THREADS + thread, "i")
+        with emit.when(position < total), body.point():
+            lead = bind_index(body, unravel(position // (count * run) if prod(outer) > 1 else zero(), outer))
+            n = emit.bind(position // run % count, "n")
+            with emit.when(tirx.EQ(emit.load(after, n), count)):
+                rest = bind_index(body, unravel(position % run if run > 1 else zero(), inner))
+                value = body.at(updates, (*lead, *bind_index(body, unravel(n, places)), *rest))
+                emit.store(target, value, linear((*lead, emit.load(row, n), *rest), shape))
+
+
+def _chains(body: DeviceBody, indices: Value, size: int) -> tuple[Buffer, Buffer, Buffer]:
+    """Equal indices as chains: for each position its index, the next position with an equal one (their number if there is none), and whether
+    it is the first of its chain."""
+    emit, places = body.emit, indices.type.dims
+    count = prod(places)
     row = emit.workspace(count, "i32", "row")
     with emit.launch(ceil_div(count, THREADS), THREADS) as (block, thread):
         n = emit.bind(block * THREADS + thread, "n")
         with emit.when(n < count), body.point():
-            emit.store(row, table_row(body.at(indices, unravel(n, places)), shape[axis]), n)
-    # `after`: the position of the next equal index, `count` if there is none; `first`: 1 where no equal index stands before.
+            emit.store(row, table_row(body.at(indices, unravel(n, places)), size), n)
     after, first = emit.workspace(count, "i32", "after"), emit.workspace(count, "i32", "first")
     with emit.launch(ceil_div(count, THREADS), THREADS) as (block, thread):
         n = emit.bind(block * THREADS + thread, "n")
@@ -80,6 +117,15 @@ def emit_gather_grad(body: DeviceBody, op: Op) -> None:
                 emit.store(leads, tirx.Select(tirx.all(equal, other < n), literal(0, "i32"), emit.load(leads, zero())), zero())
             emit.store(after, emit.load(following, zero()), n)
             emit.store(first, emit.load(leads, zero()), n)
+    return row, after, first
+
+
+def _add_rows(body: DeviceBody, target: Buffer, dy: Value, indices: Value, axis: int, shape: tuple[int, ...]) -> None:
+    """Add entries along an axis to those that indices name; the first of each chain adds up all of it."""
+    emit, dtype = body.emit, dy.type.dtype
+    outer, inner, places = shape[:axis], shape[axis + 1 :], indices.type.dims
+    count, run = prod(places), prod(inner)
+    row, after, first = _chains(body, indices, shape[axis])
     lines = ceil_div(run, THREADS)
     with emit.launch(prod(outer) * count * lines, THREADS) as (block, thread):
         line = emit.bind(block // lines if lines > 1 else block, "line")
@@ -88,8 +134,8 @@ def emit_gather_grad(body: DeviceBody, op: Op) -> None:
         n = emit.bind(line % count, "n")
         with emit.when(tirx.all(column < run, emit.load(first, n) > 0)):
             rest = bind_index(body, unravel(column, inner))
-            total, place = emit.alloc(1, table.type.dtype, "total"), emit.alloc(1, "i32", "place")
-            emit.store(total, literal(0, table.type.dtype), zero())
+            total, place = emit.alloc(1, dtype, "total"), emit.alloc(1, "i32", "place")
+            emit.store(total, literal(0, dtype), zero())
             emit.store(place, n, zero())
             with emit.repeat(emit.load(place, zero()) < count), body.point():
                 at = bind_index(body, unravel(emit.load(place, zero()), places))
@@ -97,6 +143,54 @@ def emit_gather_grad(body: DeviceBody, op: Op) -> None:
                 emit.store(place, emit.load(after, emit.load(place, zero())), zero())
             position = emit.bind(linear((*lead, emit.load(row, n), *rest), shape), "p")
             emit.store(target, emit.load(target, position) + emit.load(total, zero()), position)
+
+
+# ---------------------------------------------------------------------------------------- along an axis
+
+
+def emit_cumsum(body: DeviceBody, op: Op) -> None:
+    """A thread per row goes along it. Limit: along the last dimension neighbouring threads read far apart."""
+    x, y = op.ins[0], op.outs[0]
+    a, axis, dims, dtype = complete_attrs(op), axis_of(op, x), x.type.dims, x.type.dtype
+    outer, inner, size = dims[:axis], dims[axis + 1 :], dims[axis]
+    emit = body.emit
+
+    def row(index: Index) -> None:
+        lead, tail = index[: len(outer)], index[len(outer) :]
+        total = emit.alloc(1, dtype, "total")
+        emit.store(total, literal(0, dtype), zero())
+        with emit.loop(size) as c, body.point():
+            place = (*lead, size - 1 - c if a["reverse"] else c, *tail)
+            before = emit.bind(emit.load(total, zero()))
+            after = emit.bind(before + body.at(x, place))
+            emit.store(total, after, zero())
+            body.finish({y: (before if a["exclusive"] else after, place)})
+
+    emit_nest(body, outer + inner, len(outer + inner), row)
+
+
+def emit_topk(body: DeviceBody, op: Op) -> None:
+    """A thread per element counts how many of its row come before it, which says where it goes. Limit: that is every two elements of a row."""
+    x, (values, indices) = op.ins[0], op.outs
+    a, axis, dims = complete_attrs(op), axis_of(op, x), x.type.dims
+    count, largest = a["k"], bool(a["largest"])
+    emit = body.emit
+
+    def element(index: Index) -> None:
+        own, mine = index[axis], select.order_key(body, body.at(x, index), largest)
+        rank = emit.alloc(1, "i32", "rank")
+        emit.store(rank, literal(0, "i32"), zero())
+        mine = emit.bind(mine)
+        with emit.loop(dims[axis]) as c, body.point():
+            other = emit.bind(select.order_key(body, body.at(x, (*index[:axis], c, *index[axis + 1 :])), largest))
+            before = tirx.Or(other > mine, tirx.And(tirx.EQ(other, mine), c < own))
+            emit.store(rank, emit.load(rank, zero()) + tirx.Select(before, literal(1, "i32"), literal(0, "i32")), zero())
+        place = emit.bind(emit.load(rank, zero()), "place")
+        with emit.when(place < count), body.point():
+            target = (*index[:axis], place, *index[axis + 1 :])
+            body.finish({values: (body.at(x, index), target), indices: (cast(own, "i64"), target)})
+
+    emit_nest(body, dims, len(dims), element)
 
 
 # ---------------------------------------------------------------------------------------- windows
@@ -196,6 +290,9 @@ MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
     "mse": reduce.emit_mse,
     "layer_norm_grad_weight": reduce.emit_layer_norm_grad_weight,
     "gather_grad": emit_gather_grad,
+    "scatter": emit_scatter,
+    "cumsum": emit_cumsum,
+    "topk": emit_topk,
     "concat": lambda body, op: elementwise.emit_concat(body),
 }
 

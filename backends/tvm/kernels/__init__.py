@@ -1,7 +1,7 @@
 """Kernel generators: each turns one group of operations into one TIR function with loops chosen by formula, not by tuning.
 
 emit, functions, elements, body     the tools: statements, elementary functions, meaning of one element, parameters and fusion
-elementwise, gemm, conv, rows, reduce, lookup, windows     one file per family of main operations
+elementwise, gemm, conv, rows, reduce, scan, select, lookup, windows     one file per family of main operations
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from penstock.ir.graph import Op
 
 from ..target import Machine
-from . import conv, elementwise, gemm, lookup, reduce, rows, windows
+from . import conv, elementwise, gemm, lookup, reduce, rows, scan, select, windows
 from .body import Body, Group, Kernel, NotOneKernel
 from .emit import literal
 
@@ -41,6 +41,9 @@ MAIN: dict[str, Callable[[Body, Op], None]] = {
     "mse": reduce.emit_mse,
     "layer_norm_grad_weight": reduce.emit_layer_norm_grad_weight,
     "gather_grad": lookup.emit_gather_grad,
+    "scatter": lookup.emit_scatter,
+    "cumsum": scan.emit_cumsum,
+    "topk": select.emit_topk,
     "concat": lambda body, op: elementwise.emit_concat(body),
 }
 
@@ -50,6 +53,10 @@ _OF_NOTHING = {
     **dict.fromkeys(("matmul", "conv", "conv_grad_input", "conv_grad_weight", "gather_grad", "sum", "layer_norm_grad_weight"), 0.0),
     **dict.fromkeys(("mean", "mse", "cross_entropy"), math.nan),
 }
+
+
+# These have something to do although an operand is empty.
+_ALSO_EMPTY = ("concat", "scatter")
 
 
 def _emit_of_nothing(body: Body, op: Op) -> None:
@@ -76,7 +83,7 @@ def emit_group(body: Body, generators: Mapping[str, Callable[[Any, Op], None]]) 
     main = [op for op in body.group.ops if op.kind in MAIN]
     if len(main) > 1:
         raise NotOneKernel(f"{main[0].kind} and {main[1].kind} both need loops of their own")
-    if main and any(v.type.size == 0 for v in (*main[0].ins, *main[0].outs)) and main[0].kind != "concat":
+    if main and any(v.type.size == 0 for v in (*main[0].ins, *main[0].outs)) and main[0].kind not in _ALSO_EMPTY:
         _emit_of_nothing(body, main[0])
     elif main:
         generators[main[0].kind](body, main[0])
