@@ -4,17 +4,18 @@ In: accessors a(batch, i, k) and b(batch, k, j), which may read through any layo
 nothing but the order of a packing loop), and a function that places element (batch, i, j) in the result. Out: loops
 
     for rows block, k block:  pack A [rows/mi, k, mi]     (only when A is not read along k and several panels read it)
-      for strip of panels:    pack B [panels, k, nj]      (squares are transposed in registers where B lies along k)
-        for column panel, row tile:
-                              accumulators [mi, nj] = sum over k of A column * B row;  then `Body.finish` for each vector
+      for column panel:
+                              pack B [k, nj]              (squares are transposed in registers where B lies along k)
+        for row tile:         accumulators [mi, nj] = sum over k of A column * B row;  then `Body.finish` for each vector
 
 What limits: per step along k a tile needs a row of the panel, nj elements, from the second cache, and mi elements of A from the first, which
-are in time for a tile of 6x4 vectors. Packing B costs as much as reading it from memory: m rows share it, so 256 rows spend a tenth of their
-time there if B's rows are far apart, hence strips. A packed block of A is at most 4 MiB and is streamed once per panel.
-With up to four rows and both operands contiguous along k there are no tiles: vectors run along k and are folded.
+are in time for a tile of 6x4 vectors. Copying a panel takes as long as twelve rows of A keep a tile busy, so where B lies along j the first tile
+of a panel reads B itself and leaves the panel behind: it would wait for memory either way. A packed block of A is at most 1 MiB, half of the second cache.
+Short sums store more than they compute: up to 256 steps the lines of the result are asked for during the steps; from 512 on that costs more than it gives.
+Products of few rows have loops of their own, in product_few.py.
 Ragged sizes: the last rows get a tile of just that many rows; the last panel is padded with zeros to whole vectors, and its columns are
 finished one by one from a copy of the tile, because indexing accumulators by a variable would force them out of registers.
-Long sums (k above 4096) are split into blocks of at most 2048, with partial sums in memory, so that a panel stays in cache.
+Long sums (k above 4096) are split into blocks of at most 1024, with partial sums in memory, so that blocks of both operands stay in cache.
 """
 
 from __future__ import annotations
@@ -30,24 +31,23 @@ from penstock.ir.graph import Value, slot_of
 from penstock.ir.types import ITEM_BYTES
 
 from . import tile_product
-from .body import Body, parallel_if
+from .body import BIJECTIONS, Body, parallel_if
 from .elements import Index, linear, unravel
 from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
+from .product_few import DOT_ROWS, STREAM_COLUMNS, emit_dots, emit_streams, has_few_rows
 from .transpose import transpose_block
 
 _LONGEST_K = 4096
-_K_BLOCK = 2048
+_K_BLOCK = 1024
 # A packed block of A.
-_A_BYTES = 4 << 20
+_A_BYTES = 1 << 20
 # Tiles of A packed side by side, so that the lines they share are read once.
 _PACKED_TOGETHER = 8
-# Steps along k in one turn of the inner loop.
-_UNROLLED = 4
-# Panels of B are packed together, so that a row of B is read as a stream of this many bytes instead of lines far apart ...
-_STREAM_BYTES = 1024
-# ... as long as they take no more than half of a second cache of 2 MiB.
-_B_BYTES = 1 << 20
+# Steps along k in one turn of the inner loop. Four are no faster, and take twice as long to compile.
+_UNROLLED = 2
 _LINE_BYTES = 64
+# Up to so many steps along k, a tile asks beforehand for the lines it will be stored to.
+_SHORT_K = 256
 
 Access = Callable[[Index, Expr, Expr], Expr]
 Address = Callable[[Index, Expr, Expr], tuple[Value, Expr] | None]
@@ -96,6 +96,14 @@ class _Block:
     packed: Buffer | None = None
 
 
+@dataclass(frozen=True)
+class _Panel:
+    """A packed panel of B [k, columns]; with `fill`, the tile packs it while it reads B where it lies."""
+
+    packed: Buffer
+    fill: bool = False
+
+
 class _Tiles:
     """Emits one product."""
 
@@ -116,28 +124,19 @@ class _Tiles:
         # Packing A pays when several panels read it; one or two read its rows where they are, if the rows of a tile are neighbours.
         self.pack_a = not p.a_along_k and not (p.a_along_i and p.n <= 2 * self.width)
         self.pack_b = not single or not p.b_along_j
-        self.group = self._panels_together() if self.pack_b else 1
+        # B is packed by the first row tile of each panel, which waits for B anyway.
+        self.pack_first = self.pack_b and p.b_along_j
         self.row_block = p.m
         most = max(_A_BYTES // (ITEM_BYTES[self.dtype] * max(self.k_size, 1)), self.rows)
         if self.pack_a and p.m > most:
-            self.row_block = most // self.rows * self.rows
+            blocks = ceil_div(p.m, max(most // self.rows * self.rows, self.rows))
+            self.row_block = ceil_div(ceil_div(p.m, blocks), self.rows) * self.rows
         # The packed tiles of A are copied in vectors that reach past a row of the tile into the next, which is written later.
         self.reach = 1 << (self.rows - 1).bit_length() if p.a_along_i and self.rows > 1 else self.rows
         self.zero = literal(0, self.dtype)
+        self.line = max(_LINE_BYTES // ITEM_BYTES[p.out.type.dtype], 1)
         # Little to do behind the product: do it on the registers, in unrolled code. Else a copy of the tile is gone through in loops.
         self.light = len(body.group.ops) <= 2
-
-    def _panels_together(self) -> int:
-        """Panels of B in a strip that is packed at once; best a divisor of their number, so that there is no shorter strip to make code for."""
-        if not self.p.b_along_j:
-            # Where B is read along k, a panel is a few long streams already.
-            return 1
-        row = self.width * ITEM_BYTES[self.dtype]
-        most = max(_B_BYTES // max(self.k_size * row, 1), 1)
-        best = min(max(_STREAM_BYTES // row, 1), most)
-        panels = max(self.p.n // self.width, 1)
-        near = [g for g in (best, best + 1, *range(best - 1, best // 2, -1)) if g <= most]
-        return next((g for g in near if panels % g == 0), min(best, panels))
 
     def run(self) -> None:
         p, emit = self.p, self.emit
@@ -177,32 +176,30 @@ class _Tiles:
         emit = self.emit
         if self.pack_a:
             block = replace(block, packed=self._pack_a(block))
-        strip = self.width * self.group
-        strips, tail = divmod(self.p.n, strip)
-        if strips:
-            with emit.loop(strips, kind, "js") as js, self.body.point():
-                self._strip(block, js * strip, strip)
+        panels, tail = divmod(self.p.n, self.width)
+        if panels:
+            with emit.loop(panels, kind, "jo") as jo, self.body.point():
+                self._panel(block, jo * self.width, self.width)
         if tail:
             with emit.loop(1), self.body.point():
-                self._strip(block, literal(strips * strip, "i32"), tail)
+                self._panel(block, literal(panels * self.width, "i32"), tail)
 
-    def _strip(self, block: _Block, j: Expr, columns: int) -> None:
-        """Some panels next to each other."""
-        emit, width = self.emit, self.width
-        packed = self._pack_b(block, j, columns) if self.pack_b else None
-        panels, tail = divmod(columns, width)
-        with emit.loop(panels, SERIAL, "jo") as jo, self.body.point():
-            self._panel(block, packed, jo * (block.k_size * width), j + jo * width, width)
-        if tail:
-            with self.body.point():
-                self._panel(block, packed, literal(panels * block.k_size * width, "i32"), j + panels * width, tail)
-
-    def _panel(self, block: _Block, packed: Buffer | None, offset: Expr, j: Expr, columns: int) -> None:
+    def _panel(self, block: _Block, j: Expr, columns: int) -> None:
+        """Some columns of all rows of a block. A whole panel of B that lies along j is packed by the first tile."""
         emit = self.emit
-        panel = None if packed is None else (packed, offset)
         count, odd = divmod(block.rows, self.rows)
-        with emit.loop(count, SERIAL, "io") as io, self.body.point():
-            self._tile(block, io, self.rows, panel, j, columns)
+        first = 0
+        panel: _Panel | None = None
+        if self.pack_first and columns == self.width:
+            panel = _Panel(emit.alloc(block.k_size * columns, self.dtype, "bp"))
+            with self.body.point():
+                # The lower tile at the end, if there is one: that saves code.
+                self._tile(block, literal(count if odd else 0, "i32"), odd or self.rows, replace(panel, fill=True), j, columns)
+            first, odd = (0 if odd else 1), 0
+        elif self.pack_b:
+            panel = _Panel(self._pack_b(block, j, columns))
+        with emit.loop(count - first, SERIAL, "io") as io, self.body.point():
+            self._tile(block, io + first if first else io, self.rows, panel, j, columns)
         if odd:
             with self.body.point():
                 self._tile(block, literal(count, "i32"), odd, panel, j, columns)
@@ -248,59 +245,37 @@ class _Tiles:
         return packed
 
     def _pack_b(self, block: _Block, j: Expr, columns: int) -> Buffer:
-        """[panels, k, width], the last panel as narrow as its whole vectors, padded with zeros."""
+        """[k, columns], columns rounded up to whole vectors and padded with zeros."""
         emit, p, lanes, k_size = self.emit, self.p, self.lanes, block.k_size
-        per_panel = self.width // lanes
         whole, rest = divmod(columns, lanes)
-        full, loose = divmod(whole, per_panel)
-        # The width of the panel behind the full ones.
-        narrow = (loose + (rest > 0)) * lanes
-        packed = emit.alloc(k_size * ceil_div(columns, lanes) * lanes, self.dtype, "bp")
+        width = ceil_div(columns, lanes) * lanes
+        packed = emit.alloc(k_size * width, self.dtype, "bp")
         locate = p.b_address if p.b_along_k else None
-        turned = k_size // lanes * lanes if locate is not None and whole else 0
-
-        def vectors(panel: Expr, width: int, count: int) -> None:
-            """Some whole vectors of a panel."""
-            base = panel * (k_size * self.width)
-            from_j = j + panel * self.width
-            if locate is not None:
-                with emit.loop(count, SERIAL, "v") as v, emit.loop(turned // lanes, SERIAL, "k") as k, self.body.point():
-                    found = [locate(block.lead, block.k_from + k * lanes, from_j + (v * lanes + r)) for r in range(lanes)]
-                    places = [self.body.memory(f) for f in found if f is not None]
-                    turned_rows = transpose_block(emit, self.dtype, lanes, lanes, places[0][0], [at for _, at in places])
-                    for r, row in enumerate(turned_rows):
-                        emit.store(packed, row, tirx.Ramp(base + (k * lanes + r) * width + v * lanes, 1, lanes))
-
-        def lines(k: Expr, panel: Expr, width: int, count: int) -> None:
-            base = panel * (k_size * self.width)
-            from_j = j + panel * self.width
-            for v in range(count):
+        turned = k_size // lanes * lanes if locate is not None else 0
+        if locate is not None:
+            with emit.loop(whole if turned else 0, SERIAL, "v") as v, emit.loop(turned // lanes, SERIAL, "k") as k, self.body.point():
+                found = [locate(block.lead, block.k_from + k * lanes, j + (v * lanes + r)) for r in range(lanes)]
+                places = [self.body.memory(f) for f in found if f is not None]
+                turned_rows = transpose_block(emit, self.dtype, lanes, lanes, places[0][0], [at for _, at in places])
+                for r, row in enumerate(turned_rows):
+                    emit.store(packed, row, tirx.Ramp((k * lanes + r) * width + v * lanes, 1, lanes))
+        with emit.loop(k_size - turned if whole else 0, SERIAL, "k") as k:
+            for v in range(whole):
                 with emit.loop(lanes, VECTOR, "ji") as ji, self.body.point():
-                    emit.store(packed, p.b(block.lead, block.k_from + k, from_j + (v * lanes + ji)), base + k * width + (v * lanes + ji))
-
-        if turned:
-            with emit.loop(full, SERIAL, "p") as panel:
-                vectors(panel, self.width, per_panel)
-            if loose:
-                vectors(literal(full, "i32"), narrow, loose)
-        if turned < k_size:
-            with emit.loop(k_size - turned, SERIAL, "k") as k:
-                for panel in range(full):
-                    lines(k + turned, literal(panel, "i32"), self.width, per_panel)
-                if loose:
-                    lines(k + turned, literal(full, "i32"), narrow, loose)
+                    emit.store(
+                        packed, p.b(block.lead, block.k_from + k + turned, j + (v * lanes + ji)), (k + turned) * width + (v * lanes + ji)
+                    )
         if rest:
-            width, base = narrow, full * k_size * self.width + loose * lanes
             with emit.loop(k_size, SERIAL, "k") as k:
                 with emit.loop(rest, SERIAL, "ji") as ji, self.body.point():
-                    emit.store(packed, p.b(block.lead, block.k_from + k, j + (whole * lanes + ji)), base + k * width + ji)
+                    emit.store(packed, p.b(block.lead, block.k_from + k, j + (whole * lanes + ji)), k * width + (whole * lanes + ji))
                 with emit.loop(lanes - rest, SERIAL, "ji") as ji:
-                    emit.store(packed, self.zero, base + k * width + (rest + ji))
+                    emit.store(packed, self.zero, k * width + (whole * lanes + rest + ji))
         return packed
 
     # ------------------------------------------------------------------------------ tiles
 
-    def _tile(self, block: _Block, io: Expr, height: int, panel: tuple[Buffer, Expr] | None, j: Expr, columns: int) -> None:
+    def _tile(self, block: _Block, io: Expr, height: int, panel: _Panel | None, j: Expr, columns: int) -> None:
         emit, p, lanes = self.emit, self.p, self.lanes
         lead, start, partial = block.lead, block.start, block.partial
         at = io * self.rows
@@ -314,37 +289,45 @@ class _Tiles:
         # One array per row: TVM keeps arrays below 1024 bytes on the stack, and only those become registers.
         accs = [emit.alloc(width, self.dtype, "acc") for _ in range(height)]
         for acc in accs:
-            for span in spans:
-                with self._over(span) as c:
-                    emit.store(acc, self.zero, c)
+            for offset, size in spans:
+                emit.store(acc, tirx.Broadcast(self.zero, size) if size > 1 else self.zero, self._at(offset, size))
 
         def step(k: Expr) -> None:
             # The order matters: a row of B in registers, then row by row one value of A, so that few registers are live besides the sums.
             line = emit.alloc(width, self.dtype, "b")
             for span in spans:
+                if panel is not None and not panel.fill:
+                    emit.store(line, self._vector(panel.packed, k * width + span[0], span[1]), self._at(*span))
+                    continue
                 with self._over(span) as c, self.body.point():
-                    other = (
-                        tirx.BufferLoad(panel[0], [panel[1] + k * width + c]) if panel is not None else p.b(lead, block.k_from + k, j + c)
-                    )
-                    emit.store(line, other, c)
+                    emit.store(line, p.b(lead, block.k_from + k, j + c), c)
+                if panel is not None:
+                    emit.store(panel.packed, self._vector(line, *span), self._at(k * width + span[0], span[1]))
             for r, acc in enumerate(accs):
                 if block.packed is not None:
                     place = io * self._tile_size(block.k_size) + k * self.rows + r
                     x = emit.bind(tirx.BufferLoad(block.packed, [place]), "a")
                 else:
                     x = p.a(lead, start + at + r, block.k_from + k)
-                for span in spans:
-                    with self._over(span) as c:
-                        emit.store(acc, tirx.BufferLoad(acc, [c]) + x * tirx.BufferLoad(line, [c]), c)
+                for offset, size in spans:
+                    factor = tirx.Broadcast(x, size) if size > 1 else x
+                    emit.store(acc, self._vector(acc, offset, size) + factor * self._vector(line, offset, size), self._at(offset, size))
 
-        # Rows of B that are read where they lie are far apart: more of them in a turn are no gain.
-        unrolled = _UNROLLED if panel is not None else 1
+        unrolled = _UNROLLED
         turns, rest = divmod(block.k_size, unrolled)
-        with emit.loop(turns, SERIAL, "k") as k:
-            self._ask_for_sums(block, at, height, j, columns, k)
-            for u in range(unrolled):
-                with self.body.point():
-                    step(k * unrolled + u)
+        targets = self._hinted(block)
+        hints = height * ceil_div(columns, self.line) if targets else 0
+        # The turns in so many equal parts, with some hints before each: all at once would fill the buffers that the loop itself loads through.
+        parts = max((d for d in range(1, max(hints, 1) + 1) if turns % d == 0), default=1)
+        each = ceil_div(hints, parts) if parts > 1 else 0
+        with emit.loop(parts, SERIAL, "k") as part:
+            for h in range(each):
+                self._hint(targets, (lead, start + at, j), tirx.min(part * each + h, hints - 1), ceil_div(columns, self.line))
+            with emit.loop(turns // parts, SERIAL, "k") as k:
+                turn = part * (turns // parts) + k
+                for u in range(unrolled):
+                    with self.body.point():
+                        step(turn * unrolled + u)
         for u in range(rest):
             with self.body.point():
                 step(literal(turns * unrolled + u, "i32"))
@@ -357,9 +340,8 @@ class _Tiles:
             return
         tile = emit.alloc(height * width, self.dtype, "tile")
         for r, acc in enumerate(accs):
-            for span in spans:
-                with self._over(span) as c:
-                    emit.store(tile, tirx.BufferLoad(acc, [c]), c + r * width)
+            for offset, size in spans:
+                emit.store(tile, self._vector(acc, offset, size), self._at(offset + r * width, size))
         if partial is not None:
             self._over_tile(
                 height, columns, 0, lambda row, c: self._exchange(tile, partial, (at + row) * p.n + j + c, row * width + c, block.first)
@@ -372,20 +354,30 @@ class _Tiles:
 
         self._over_tile(height, columns, len(direct) * lanes, finish)
 
-    def _ask_for_sums(self, block: _Block, at: Expr, height: int, j: Expr, columns: int, turn: Expr) -> None:
-        """Where the result is added to a variable: in each turn of the inner loop, a hint for one line of what the tile will be added to. All
-        at once would fill the buffers that the loop itself loads through."""
-        p = self.p
-        slots = [slot_of(op) for op in self.body.group.ops if op.kind == "accum" and op.ins[0] == p.out]
-        if not slots or (block.partial is not None and block.first is not None):
-            return
-        line = max(_LINE_BYTES // ITEM_BYTES[self.dtype], 1)
-        lines = ceil_div(columns, line)
-        number = tirx.min(turn, height * lines - 1)
-        place = p.place(block.lead, block.start + at + tirx.floordiv(number, lines), j + tirx.floormod(number, lines) * line)
-        for slot in slots:
-            assert slot is not None
-            self.emit.prefetch(self.body.slot(slot, p.out), linear(place, p.out.type.dims))
+    def _hinted(self, block: _Block) -> list[Buffer]:
+        """What a tile is stored to, if the inner loop is too short for these lines to be there in time without hints."""
+        p, body = self.p, self.body
+        if self.k_size > _SHORT_K or block.first is not None or any(op.kind in BIJECTIONS for op in body.group.ops):
+            return []
+        slots = [slot_of(op) for op in body.group.ops if op.kind == "accum" and op.ins[0] == p.out]
+        return [
+            *(body.slot(slot, p.out) for slot in slots if slot is not None),
+            *(body.result(v) for v in body.group.outs if v.type == p.out.type),
+        ]
+
+    def _hint(self, targets: list[Buffer], corner: tuple[Index, Expr, Expr], number: Expr, per_row: int) -> None:
+        """Asks for one line of a tile, counted along its rows."""
+        lead, i, j = corner
+        place = self.p.place(lead, i + tirx.floordiv(number, per_row), j + tirx.floormod(number, per_row) * self.line)
+        for buffer in targets:
+            self.emit.prefetch(buffer, linear(place, self.p.out.type.dims))
+
+    def _at(self, offset: Expr, size: int) -> Expr:
+        """The index of so many neighbours."""
+        return tirx.Ramp(offset if not isinstance(offset, int) else literal(offset, "i32"), 1, size) if size > 1 else offset
+
+    def _vector(self, buffer: Buffer, offset: Expr, size: int) -> Expr:
+        return tirx.BufferLoad(buffer, [self._at(offset, size)])
 
     @contextmanager
     def _over(self, span: tuple[int, int]) -> Iterator[Expr]:
@@ -417,52 +409,6 @@ class _Tiles:
             self.emit.store(partial, tirx.Select(first, value, value + tirx.BufferLoad(partial, [position])), position)
 
 
-_DOT_ROWS = 4
-_DOT_COLUMNS = 4
-
-
-def _emit_dots(body: Body, p: Product) -> None:
-    """Few rows and both operands contiguous along k: packing would cost more than the product, so vectors run along k and are folded."""
-    emit, dtype = body.emit, compute_dtype(p.out.type.dtype)
-    lanes = max(body.lanes * 4 // ITEM_BYTES[dtype], 1)
-    whole, rest = divmod(p.k, lanes)
-
-    def block(lead: Index, j: Expr, columns: int) -> None:
-        cells = [(i, c) for i in range(p.m) for c in range(columns)]
-        accs = {cell: emit.alloc(lanes, dtype, "acc") for cell in cells}
-        for acc in accs.values():
-            with emit.loop(lanes, VECTOR, "l") as lane:
-                emit.store(acc, literal(0, dtype), lane)
-        for k, lane in emit.spans(p.k, lanes, name="k"):
-            with body.point():
-                row = [p.a(lead, literal(i, "i32"), k) for i in range(p.m)]
-                for c in range(columns):
-                    other = p.b(lead, k, j + c)
-                    for i in range(p.m):
-                        acc = accs[i, c]
-                        emit.store(acc, tirx.BufferLoad(acc, [lane]) + row[i] * other, lane)
-        for (i, c), acc in accs.items():
-            half = lanes
-            while half > 1:
-                half //= 2
-                with emit.loop(half, VECTOR, "l") as lane:
-                    emit.store(acc, tirx.BufferLoad(acc, [lane]) + tirx.BufferLoad(acc, [lane + half]), lane)
-            with body.point():
-                body.finish({p.out: (tirx.BufferLoad(acc, [literal(0, "i32")]), p.place(lead, literal(i, "i32"), j + c))})
-
-    assert whole or rest
-    blocks, odd = divmod(p.n, _DOT_COLUMNS)
-    kind = parallel_if(body.machine, prod(p.batch) * p.m * p.n * p.k // 8)
-    with emit.loop(prod(p.batch), kind if prod(p.batch) > 1 else SERIAL, "b") as b:
-        lead = unravel(b, p.batch)
-        if blocks:
-            with emit.loop(blocks, kind if prod(p.batch) == 1 else SERIAL, "jo") as jo, body.point():
-                block(lead, jo * _DOT_COLUMNS, _DOT_COLUMNS)
-        if odd:
-            with body.point():
-                block(lead, literal(blocks * _DOT_COLUMNS, "i32"), odd)
-
-
 def emit_product(body: Body, product: Product) -> None:
     p = product
     if body.loops is not None:
@@ -470,7 +416,9 @@ def emit_product(body: Body, product: Product) -> None:
         return
     if tile_product.suits(body, p):
         tile_product.emit_tile_product(body, p)
-    elif p.m <= _DOT_ROWS and p.a_along_k and p.b_along_k and len(body.group.ops) <= _DOT_COLUMNS and p.k > 0:
-        _emit_dots(body, p)
+    elif has_few_rows(body, p) and p.a_along_k and p.b_along_k and p.m <= DOT_ROWS:
+        emit_dots(body, p)
+    elif has_few_rows(body, p) and p.b_along_j and p.n >= STREAM_COLUMNS:
+        emit_streams(body, p)
     else:
         _Tiles(body, p).run()

@@ -1,0 +1,171 @@
+"""Matrix products of a few rows: what counts is that B streams from memory once, in the order in which it lies there.
+
+In: a Product of at most 16 rows. Out: loops of one of two kinds.
+
+B contiguous along k, up to four rows:      for four columns at once, vectors run along k and are folded at the end.
+B contiguous along j, up to sixteen rows:   for columns block:
+                                                sums [m, columns] = 0, in the first cache or near it
+                                                for some rows of B at once, for vector of columns:   sums += A * these rows
+                                                then `Body.finish` for each vector
+A panel of B as wide as a tile would be read in pieces of 256 bytes from another page each: 20 GB/s where whole rows give 29. The rows of B that
+are taken together are held in registers, so that sums are loaded and stored once for all of them: twelve rows of two vectors for 16 rows of A.
+Limit: the last columns, fewer than a vector, are computed one by one.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from tvm import tirx
+
+from penstock.ir.types import ITEM_BYTES
+
+from .body import Body, parallel_if
+from .elements import Index, unravel
+from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
+
+if TYPE_CHECKING:
+    from .product import Product
+
+DOT_ROWS = 4
+_DOT_COLUMNS = 4
+
+
+def emit_dots(body: Body, p: Product) -> None:
+    """Few rows and both operands contiguous along k: packing would cost more than the product, so vectors run along k and are folded."""
+    emit, dtype = body.emit, compute_dtype(p.out.type.dtype)
+    lanes = max(body.lanes * 4 // ITEM_BYTES[dtype], 1)
+    whole, rest = divmod(p.k, lanes)
+
+    def block(lead: Index, j: Expr, columns: int) -> None:
+        cells = [(i, c) for i in range(p.m) for c in range(columns)]
+        accs = {cell: emit.alloc(lanes, dtype, "acc") for cell in cells}
+        for acc in accs.values():
+            with emit.loop(lanes, VECTOR, "l") as lane:
+                emit.store(acc, literal(0, dtype), lane)
+        for k, lane in emit.spans(p.k, lanes, name="k"):
+            with body.point():
+                row = [p.a(lead, literal(i, "i32"), k) for i in range(p.m)]
+                for c in range(columns):
+                    other = p.b(lead, k, j + c)
+                    for i in range(p.m):
+                        acc = accs[i, c]
+                        emit.store(acc, tirx.BufferLoad(acc, [lane]) + row[i] * other, lane)
+        for (i, c), acc in accs.items():
+            half = lanes
+            while half > 1:
+                half //= 2
+                with emit.loop(half, VECTOR, "l") as lane:
+                    emit.store(acc, tirx.BufferLoad(acc, [lane]) + tirx.BufferLoad(acc, [lane + half]), lane)
+            with body.point():
+                body.finish({p.out: (tirx.BufferLoad(acc, [literal(0, "i32")]), p.place(lead, literal(i, "i32"), j + c))})
+
+    assert whole or rest
+    blocks, odd = divmod(p.n, _DOT_COLUMNS)
+    kind = parallel_if(body.machine, prod(p.batch) * p.m * p.n * p.k // 8)
+    with emit.loop(prod(p.batch), kind if prod(p.batch) > 1 else SERIAL, "b") as b:
+        lead = unravel(b, p.batch)
+        if blocks:
+            with emit.loop(blocks, kind if prod(p.batch) == 1 else SERIAL, "jo") as jo, body.point():
+                block(lead, jo * _DOT_COLUMNS, _DOT_COLUMNS)
+        if odd:
+            with body.point():
+                block(lead, literal(blocks * _DOT_COLUMNS, "i32"), odd)
+
+
+STREAM_ROWS = 16
+# Narrower results are left to tiles.
+STREAM_COLUMNS = 128
+# Up to so many rows of A, the rows of B are what is loaded most, and one vector of each at a time is enough.
+_THIN = 4
+_TOGETHER_THIN = 8
+# Sums of a block of columns: the first cache and a little more. A block is never all columns of a wide result, so that threads can share them.
+_SUM_BYTES = 64 << 10
+_WIDE = 4096
+
+
+def has_few_rows(body: Body, p: Product) -> bool:
+    """Whether the product is for these loops: few rows, and little to do behind it."""
+    return p.m <= STREAM_ROWS and p.k > 0 and len(body.group.ops) <= _DOT_COLUMNS
+
+
+def emit_streams(body: Body, p: Product) -> None:
+    emit, dtype = body.emit, compute_dtype(p.out.type.dtype)
+    lanes = max(body.lanes * 4 // ITEM_BYTES[dtype], 1)
+    sums = body.machine.product_rows * body.machine.product_vectors
+    vectors = 1 if p.m <= _THIN else 2
+    together = min(_TOGETHER_THIN if p.m <= _THIN else sums // vectors, sums, p.k)
+    width = vectors * lanes
+    zero = literal(0, dtype)
+    most = max(_SUM_BYTES // (ITEM_BYTES[dtype] * p.m) // width * width, width)
+    whole_columns = p.n // width * width
+    columns = min(most, whole_columns if p.n < _WIDE else -(-(whole_columns // width) // 2) * width)
+
+    def rows_of_b(lead: Index, start: Expr, block: Buffer, j: Expr, k: Expr, count: int, size: int) -> None:
+        """Adds to sums what `count` rows of B give, for `size` columns from `start` + `j` on."""
+        held = []
+        for r in range(count):
+            row = emit.alloc(size, dtype, "b")
+            for v in range(0, size, lanes):
+                if size == 1:
+                    with body.point():
+                        emit.store(row, p.b(lead, k + r, start + j), literal(0, "i32"))
+                else:
+                    with emit.loop(lanes, VECTOR, "l") as lane, body.point():
+                        emit.store(row, p.b(lead, k + r, start + (j + (lane + v if v else lane))), lane + v)
+            held.append(row)
+        with emit.loop(p.m, SERIAL, "i") as i, body.point():
+            pieces = [(v, lanes) for v in range(0, size, lanes)] if size > 1 else [(0, 1)]
+
+            def at(offset: Expr, n: int) -> Expr:
+                return tirx.Ramp(offset, 1, n) if n > 1 else offset
+
+            acc = emit.alloc(size, dtype, "acc")
+            for v, n in pieces:
+                emit.store(acc, tirx.BufferLoad(block, [at(i * columns + j + v, n)]), at(literal(v, "i32"), n))
+            for r in range(count):
+                x = p.a(lead, i, k + r)
+                for v, n in pieces:
+                    place = at(literal(v, "i32"), n)
+                    factor = tirx.Broadcast(x, n) if n > 1 else x
+                    emit.store(acc, tirx.BufferLoad(acc, [place]) + factor * tirx.BufferLoad(held[r], [place]), place)
+            for v, n in pieces:
+                emit.store(block, tirx.BufferLoad(acc, [at(literal(v, "i32"), n)]), at(i * columns + j + v, n))
+
+    def block_of(lead: Index, start: Expr, count: int) -> None:
+        """All sums of `count` columns, which are whole vectors, or fewer than one."""
+        block = emit.alloc(p.m * columns, dtype, "sums")
+        size = min(width, count)
+        with emit.loop(p.m, SERIAL, "i") as i:
+            for c, _ in emit.spans(count, lanes):
+                emit.store(block, zero, i * columns + c)
+        turns, rest = divmod(p.k, together)
+        with emit.loop(turns, SERIAL, "k") as k, emit.loop(count // size, SERIAL, "j") as j, body.point():
+            rows_of_b(lead, start, block, j * size, k * together, together, size)
+        if rest:
+            with emit.loop(count // size, SERIAL, "j") as j, body.point():
+                rows_of_b(lead, start, block, j * size, literal(turns * together, "i32"), rest, size)
+        with emit.loop(p.m, SERIAL, "i") as i:
+            for c, _ in emit.spans(count, lanes):
+                with body.point():
+                    body.finish({p.out: (tirx.BufferLoad(block, [i * columns + c]), p.place(lead, i, start + c))})
+
+    kind = parallel_if(body.machine, prod(p.batch) * p.m * p.n * p.k // 8)
+    alone = prod(p.batch) == 1
+    with emit.loop(prod(p.batch), SERIAL if alone else kind, "b") as b:
+        lead = unravel(b, p.batch)
+        blocks, tail = divmod(whole_columns, columns)
+        with emit.loop(blocks, kind if alone else SERIAL, "jo") as jo, body.point():
+            block_of(lead, jo * columns, columns)
+        if tail:
+            with emit.loop(1), body.point():
+                block_of(lead, literal(blocks * columns, "i32"), tail)
+        done = whole_columns
+        for size in (lanes, 1):
+            # What is left: a vector at most, then single columns.
+            count = (p.n - done) // size * size
+            if count:
+                with body.point():
+                    block_of(lead, literal(done, "i32"), count)
+            done += count

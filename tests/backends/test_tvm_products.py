@@ -1,0 +1,122 @@
+"""Matrix products of every shape class, compiled, against NumPy in float64: few rows, ragged edges, panels that are packed while they are
+multiplied, long sums, results that are added to variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tvm_cases import build, make_args, to_torch, value
+
+from penstock.ir.graph import Graph, Op, Slot, signature
+from penstock.ir.ops import make
+
+FORMS = ("NN", "NT", "TN", "TT")
+# Largest error over the largest magnitude.
+CLOSE = {"f32": 1e-5, "f64": 1e-13}
+
+
+def product(name: str, form: str, m: int, n: int, k: int, dtype: str = "f32", batch: tuple[int, ...] = ()) -> Graph:
+    """One product, and its sum with a row, so that something stands behind it."""
+    ta, tb = form[0] == "T", form[1] == "T"
+
+    def text(*dims: int) -> str:
+        return f"{dtype}[{','.join(map(str, (*batch, *dims)))}]"
+
+    a, b = value("a", text(*((k, m) if ta else (m, k)))), value("b", text(*((n, k) if tb else (k, n))))
+    row = value("row", f"{dtype}[{n}]")
+    op = make("matmul", [a, b], ["p"], ta=ta, tb=tb, kernel="k0")
+    total = make("add", [op.outs[0], row], ["y"], kernel="k0")
+    return Graph(name, (a, b, row), (op.outs[0], total.outs[0]), (op, total))
+
+
+def gradient(name: str, form: str, m: int, n: int, k: int) -> Graph:
+    """A product that is added to a variable."""
+    plain = product(name, form, m, n, k)
+    op = plain.ops[0]
+    effect = Op("accum", op.outs, (), {"var": "w", "kernel": "k0"})
+    return Graph(name, plain.ins[:2], (), (op, effect))
+
+
+def worst(program, graph: Graph) -> float:
+    """The largest error of a graph's results, as a part of what is allowed."""
+    op = graph.ops[0]
+    args = [to_torch(x) for x in make_args(graph, np.random.default_rng(len(graph.name)))]
+    a, b = (args[i].double().numpy() for i in range(2))
+    exact = np.matmul(np.swapaxes(a, -1, -2) if op.attrs["ta"] else a, np.swapaxes(b, -1, -2) if op.attrs["tb"] else b)
+    rest = args[2].double().numpy()
+    expected = [exact, exact + rest] if graph.outs else [exact + rest]
+    results = program.call(graph.name, args)
+    if not graph.outs:
+        assert signature(graph).slots == (Slot("w", ""),)
+        results = [args[2]]
+    allowed = CLOSE[graph.ins[0].type.dtype]
+    errors = [np.abs(r.double().numpy() - e).max() / max(np.abs(e).max(), 1e-30) / allowed for r, e in zip(results, expected, strict=True)]
+    return float(max(errors))
+
+
+def wrong(graphs: list[Graph], folder: Path, target: str = "host") -> list[str]:
+    program = build(graphs, folder, target)
+    found = {g.name: worst(program, g) for g in graphs}
+    return [f"{name}: {error:.1f} of what is allowed" for name, error in found.items() if not error <= 1]
+
+
+# Rows up to 16 beside matrices with whole and ragged vectors, fewer steps than are taken together, and blocks of columns.
+FEW = [
+    (m, n, k)
+    for m in (1, 2, 4, 5, 16)
+    for n, k in ((128, 24), (301, 37), (145, 7), (4113, 9))
+    if m < 16 or n < 4000
+] + [(13, 2200, 26), (16, 129, 1), (3, 128, 768)]  # fmt: skip
+# The first tile packs: with rows left over and without, a last panel of one vector, of several, ragged; long sums, several blocks of rows.
+MANY = [(18, 64, 20), (20, 128, 33), (96, 200, 17), (97, 131, 53), (31, 447, 5), (17, 70, 4500), (64, 64, 3), (2100, 24, 40), (700, 100, 9)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_of_few_and_many_rows(form: str, tmp_path: Path) -> None:
+    few = FEW if form in ("NN", "NT") else FEW[::4]
+    assert not wrong([product(f"s0.p{i}", form, *size) for i, size in enumerate([*few, *MANY])], tmp_path)
+
+
+def test_products_of_batches_and_doubles(tmp_path: Path) -> None:
+    graphs = [product(f"s0.b{form}{b}", form, m, n, k, "f32", (b,)) for form in FORMS for b, m, n, k in ((3, 20, 70, 9), (2, 3, 150, 20))]
+    graphs += [product(f"s0.d{form}{m}", form, m, 83, 30, "f64") for form in FORMS for m in (2, 9, 33)]
+    assert not wrong(graphs, tmp_path)
+
+
+def test_products_added_to_variables(tmp_path: Path) -> None:
+    graphs = [gradient(f"s0.g{form}{m}", form, m, n, 21) for form in FORMS for m, n in ((3, 140), (40, 131), (770, 30))]
+    assert not wrong(graphs, tmp_path)
+
+
+@pytest.mark.parametrize("target", ["x86-64-v3", "x86-64-v2"])
+def test_products_for_other_instruction_sets(target: str, tmp_path: Path) -> None:
+    graphs = [
+        product(f"s0.t{form}{i}", form, *size)
+        for form in ("NN", "TN")
+        for i, size in enumerate([*FEW[1::5], *MANY[:4]])
+        if form == "NN" or i % 2
+    ]
+    assert not wrong(graphs, tmp_path, target)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 70), st.integers(1, 300), st.integers(1, 90))
+def test_products_of_any_size(tmp_path_factory: pytest.TempPathFactory, m: int, n: int, k: int) -> None:
+    assert not wrong([product(f"s0.{form}", form, m, n, k) for form in FORMS], tmp_path_factory.mktemp("any"))
+
+
+def test_control_an_operand_changed_in_one_place_is_noticed(tmp_path: Path) -> None:
+    graph = product("s0.p", "NN", 20, 70, 9)
+    program = build([graph], tmp_path)
+
+    class Spoiled:
+        def call(self, name, args):  # type: ignore[no-untyped-def]
+            changed = [args[0].clone(), *args[1:]]
+            changed[0][7, 3] += 1e-2
+            return program.call(name, changed)
+
+    assert worst(program, graph) <= 1 < worst(Spoiled(), graph)
