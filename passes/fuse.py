@@ -6,6 +6,8 @@ changes, which are index arithmetic, and what only a sum reads). A group is
 
   * one operation with loops of its own (matrix product, convolution, row operation, reduction), or the first of an elementwise chain,
   * elementwise operations behind it that read its result at the same element, with any number of results,
+  * sums over the same axes of values that the group reads or makes elementwise, so that one sweep over memory gives all of them, and sums
+    of columns beside the gradient of a layer norm,
   * reshapes and transpositions of a result that nothing else reads: it is stored in the new layout,
   * `accum` and `write` of its results, which are then done where the value is computed, and `take` of a gradient that only it reads.
 
@@ -21,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from ..ir.graph import Graph, Module, Op, Value
-from ..ir.ops import OPS, complete_attrs, ints
+from ..ir.ops import OPS, complete_attrs, ints, reduced_axes
 
 INLINE = "inline"
 _SOURCES = ("const", "iota")
@@ -43,6 +45,9 @@ _SUMS = ("sum", "mean")
 _FIRST_ONLY = ("layer_norm",)
 # A gradient of a lookup is scattered: it can be added to its variable, nothing else.
 _SCATTERED = ("gather_grad",)
+# Reductions that share a sweep over memory, and the row operations that sums over the rows in front can ride along with.
+_SUMS = ("sum", "mean", "max", "layer_norm_grad_weight")
+_WITH_SUMS = ("layer_norm_grad",)
 # Past this size a kernel gains nothing and takes longer to compile.
 _LARGEST = 24
 
@@ -55,15 +60,21 @@ class FuseOptions:
     layouts: bool = True
 
 
+# What a reduction runs over: the shape, its axes among the dimensions, the element type.
+Sweep = tuple[tuple[int, ...], tuple[int, ...], str]
+
+
 @dataclass
 class _Group:
-    """A kernel while it grows. `reached` are results that stand in registers, each at the element the loops are at."""
+    """A kernel while it grows. `reached` are results that stand in registers, each at the element the loops are at. `swept` is the shape
+    that its sums run over, with their axes."""
 
     number: int
     ops: list[Op] = field(default_factory=list)
     reached: set[Value] = field(default_factory=set)
     needs: int = 0
     scattered: bool = False
+    swept: Sweep | None = None
 
 
 def fuse(module: Module, options: FuseOptions) -> Module:
@@ -144,6 +155,8 @@ class _Fuser:
         if "library" in op.attrs:
             # Nothing can be done while its results stand in registers.
             return
+        if op.kind in _SUMS:
+            group.swept = _swept(op)
         if op.kind in _SCATTERED:
             group.scattered = True
         elif op.kind in _FIRST_ONLY:
@@ -230,6 +243,8 @@ class _Fuser:
         group = self.of.get(id(maker)) if maker is not None else None
         if group is None or op.ins[0] not in group.reached or len(self.readers.get(op.ins[0], [])) != 1:
             return None
+        if _passes_by(op.ins[0], group):
+            return None
         if op.kind == "transpose" and not _keeps_last(op):
             return None
         return group if len(group.ops) < _LARGEST else None
@@ -241,6 +256,8 @@ class _Fuser:
         stored = self._stores_in_layout(op)
         if stored is not None:
             return stored
+        if op.kind in _SUMS:
+            return self._sweep_of(op)
         family = OPS[op.kind].family
         if family not in ("elementwise", "optimizer") and op.kind not in ("accum", "write"):
             return None
@@ -255,6 +272,31 @@ class _Fuser:
                 return candidates[number]
         return None
 
+    def _sweep_of(self, op: Op) -> _Group | None:
+        """The group that passes over what `op` adds up anyway."""
+        sweep = _swept(op)
+        candidates = {}
+        for v in op.ins:
+            if v.type.dims != sweep[0]:
+                continue
+            for other in (self.makers.get(v), *self.readers[v]):
+                group = self.of.get(id(other))
+                if group is not None:
+                    candidates[group.number] = group
+        for number in sorted(candidates, reverse=True):
+            group = candidates[number]
+            if len(group.ops) < _LARGEST and _can_sweep(group, op, sweep) and not self._waits(op, group):
+                return group
+        return None
+
+    def _waits(self, op: Op, group: _Group) -> bool:
+        """Whether an operand of `op` needs the group, but not at the element the group is at."""
+        through = {n for v in op.ins if v in self.inlined for n in self._sources((v,))[0]}
+        if group.number in through:
+            return True
+        others = self._sources(op.ins)[0] - {group.number} | self._order_before(op, group)
+        return any(self.groups[n].needs & 1 << group.number for n in others)
+
     def _fits(self, op: Op, group: _Group) -> bool:
         if len(group.ops) >= _LARGEST:
             return False
@@ -267,12 +309,9 @@ class _Fuser:
             inside = [v for v in op.ins if v in self.makers and self.of.get(id(self.makers[v])) is group]
             if not inside or not all(v in group.reached and v.type.shape == shape for v in inside):
                 return False
-        bit = 1 << group.number
-        through = {n for v in op.ins if v in self.inlined for n in self._sources((v,))[0]}
-        if group.number in through:
-            return False
-        others = self._sources(op.ins)[0] - {group.number} | self._order_before(op, group)
-        return not any(self.groups[n].needs & bit for n in others)
+            if op.kind in _EFFECTS and _passes_by(op.ins[0], group):
+                return False
+        return not self._waits(op, group)
 
     # ------------------------------------------------------------------------------ dependencies
 
@@ -322,3 +361,37 @@ class _Fuser:
 def _keeps_last(op: Op) -> bool:
     perm = ints(complete_attrs(op)["perm"])
     return not perm or perm[-1] == len(perm) - 1
+
+
+def _swept(op: Op) -> Sweep:
+    x = op.ins[0].type
+    if op.kind == "layer_norm_grad_weight":
+        axis = complete_attrs(op)["axis"]
+        assert isinstance(axis, int)
+        return x.dims, tuple(range(axis % x.rank)), x.dtype
+    return x.dims, tuple(reduced_axes(x, op.attrs["axes"])), x.dtype
+
+
+def _passes_by(value: Value, group: _Group) -> bool:
+    """Whether a value of the group is one that its sums run over: it is there for a moment, and can be stored as it is, nothing else."""
+    return group.swept is not None and value.type.dims == group.swept[0] and group.ops[0].kind not in _WITH_SUMS
+
+
+def _can_sweep(group: _Group, op: Op, sweep: Sweep) -> bool:
+    """Whether the loops of a group pass over all operands of a sum."""
+    shape, axes, dtype = sweep
+    if not any(shape[a] > 1 for a in axes) or op.outs[0].type.dims == shape:
+        return False
+    main = group.ops[0]
+    passed = {v for o in group.ops for v in o.ins if v.type.dims == shape}
+    if not all(v in passed or v in group.reached for v in op.ins if v.type.dims == shape):
+        return False
+    if main.kind in _WITH_SUMS:
+        axis = complete_attrs(main)["axis"]
+        assert isinstance(axis, int)
+        return (main.ins[0].type.dims, main.ins[0].type.dtype) == (shape, dtype) and axes == tuple(range(axis % len(shape)))
+    if group.swept is not None:
+        return group.swept == sweep
+    # Otherwise the group makes what is added up, and nothing else.
+    elementwise = all(o.kind != "batch_norm" and OPS[o.kind].family == "elementwise" and o.outs[0].type.dims == shape for o in group.ops)
+    return elementwise and any(v in group.reached for v in op.ins)

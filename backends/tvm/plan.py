@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.ir.graph import Graph, Op, Value
+from penstock.ir.ops import OPS
 
 from .group import EFFECTS, Group, Kernel, NotOneKernel, is_inline
 
@@ -177,6 +178,29 @@ def _split(group: Group, graph_users: Mapping[Value, Sequence[Op]], results: set
     return parts
 
 
+def _parted(group: Group, users: Mapping[Value, Sequence[Op]], results: set[Value]) -> list[Group]:
+    """One group per operation with loops of its own, each with what follows it, and one for what comes before all of them."""
+    label: dict[Value, int] = {}
+    members: dict[int, list[Op]] = {}
+    for op in group.ops:
+        own = len(label) + 1 if _has_loops(op) else max((label.get(v, 0) for v in op.ins), default=0)
+        label |= dict.fromkeys(op.outs, own)
+        members.setdefault(own, []).append(op)
+    if len(members) < 2:
+        return _split(group, users, results)
+    parts = []
+    for ops in members.values():
+        inside = set(map(id, ops))
+        made = [v for op in ops if op.kind != "take" for v in op.outs]
+        outs = tuple(v for v in made if v in results or any(id(user) not in inside for user in users.get(v, ())))
+        parts.append(Group(tuple(ops), outs, group.inline, group.homes))
+    return parts
+
+
+def _has_loops(op: Op) -> bool:
+    return OPS[op.kind].family not in ("elementwise", "optimizer", "state", "layout", "source")
+
+
 def plan_graphs(graphs: Sequence[Graph], make: Make) -> tuple[Lowered, ...]:
     """The kernels of every graph in the order they run. A grouping that leaves no order is given up: then every operation has its own kernel."""
     ready = [_snapshot_reads(graph) for graph in graphs]
@@ -195,19 +219,19 @@ def plan_graphs(graphs: Sequence[Graph], make: Make) -> tuple[Lowered, ...]:
 
 
 def _make_kernels(graphs: Sequence[Graph], make: Make) -> list[list[Step]]:
-    """The kernels of every graph in no order, refused groups split."""
-    first = [_groups(graph) for graph in graphs]
-    made = iter(make([group for groups in first for group in groups]))
-    found = [[(group, next(made)) for group in groups] for groups in first]
-    parts: dict[int, list[Group]] = {}
-    for graph, pairs in zip(graphs, found, strict=True):
-        users = _users(graph, pairs[0][0].inline if pairs else {})
-        for group, kernel in pairs:
-            if isinstance(kernel, NotOneKernel):
-                parts[id(group)] = _split(group, users, set(graph.results))
-    made = iter(make([part for split in parts.values() for part in split]))
-    steps_of = {key: [_step_alone(part, next(made)) for part in split] for key, split in parts.items()}
-    return [[step for group, kernel in pairs for step in (steps_of.get(id(group)) or [_step_alone(group, kernel)])] for pairs in found]
+    """The kernels of every graph in no order. Refused groups are parted by loops; refused parts are split into single operations."""
+    waiting = [(i, group) for i, graph in enumerate(graphs) for group in _groups(graph)]
+    users = [_users(graph, next((group.inline for k, group in waiting if k == i), {})) for i, graph in enumerate(graphs)]
+    found: list[list[Step]] = [[] for _ in graphs]
+    for cut in (_parted, _split, None):
+        refused: list[tuple[int, Group]] = []
+        for (i, group), made in zip(waiting, make([group for _, group in waiting]), strict=True):
+            if isinstance(made, NotOneKernel) and cut is not None:
+                refused += [(i, part) for part in cut(group, users[i], set(graphs[i].results))]
+            else:
+                found[i].append(_step_alone(group, made))
+        waiting = refused
+    return found
 
 
 def _step_alone(group: Group, made: tuple[str, Kernel] | NotOneKernel) -> Step:

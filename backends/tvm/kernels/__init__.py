@@ -16,6 +16,7 @@ from ..target import Machine
 from . import conv, elementwise, gemm, lookup, reduce, rows, scan, select, windows
 from .body import Body, Group, Kernel, NotOneKernel
 from .emit import literal
+from .sums import SUMS
 
 # Operations that bring loops of their own; a group has at most one of them.
 MAIN: dict[str, Callable[[Body, Op], None]] = {
@@ -38,14 +39,17 @@ MAIN: dict[str, Callable[[Body, Op], None]] = {
     "sum": reduce.emit_reduction,
     "mean": reduce.emit_reduction,
     "max": reduce.emit_reduction,
-    "mse": reduce.emit_mse,
-    "layer_norm_grad_weight": reduce.emit_layer_norm_grad_weight,
+    "mse": reduce.emit_reduction,
+    "layer_norm_grad_weight": reduce.emit_reduction,
     "gather_grad": lookup.emit_gather_grad,
     "scatter": lookup.emit_scatter,
     "cumsum": scan.emit_cumsum,
     "topk": select.emit_topk,
     "concat": lambda body, op: elementwise.emit_concat(body),
 }
+
+# Row operations that column sums can ride along with.
+WITH_SUMS = ("layer_norm_grad",)
 
 
 # What comes out of nothing: the element of a result that is not empty although an operand is.
@@ -81,6 +85,15 @@ def generate(group: Group, machine: Machine) -> Kernel:
 def emit_group(body: Body, generators: Mapping[str, Callable[[Any, Op], None]]) -> None:
     """The loops of a group, by the generator of its main operation."""
     main = [op for op in body.group.ops if op.kind in MAIN]
+    sums = [op for op in main if op.kind in SUMS]
+    if len(main) > 1 and any(v.type.size == 0 for op in main for v in op.ins):
+        raise NotOneKernel("what has no elements has no loops to share")
+    if len(main) > 1 and body.loops is None:
+        if len(sums) == len(main):
+            reduce.emit_reductions(body, sums)
+            return
+        if len(main) == len(sums) + 1 and main[0].kind in WITH_SUMS:
+            body.sums, main = tuple(sums), main[:1]
     if len(main) > 1:
         raise NotOneKernel(f"{main[0].kind} and {main[1].kind} both need loops of their own")
     if main and any(v.type.size == 0 for v in (*main[0].ins, *main[0].outs)) and main[0].kind not in _ALSO_EMPTY:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, ClassVar, Protocol
 
 from tvm import tirx
@@ -87,6 +88,9 @@ class Body:
             slot = slot_of(op) if op.kind in EFFECTS else None
             if slot is not None and (op.ins or op.outs)[0].type.size == 0:
                 self.slot(slot, (op.ins or op.outs)[0])
+        # Column sums that ride along with the main operation, and operations that `finish` leaves alone for now.
+        self.sums: tuple[Op, ...] = ()
+        self._waiting: set[int] = set()
 
     # ------------------------------------------------------------------------------ parameters
 
@@ -179,6 +183,68 @@ class Body:
         """The operation with the element types it is computed in."""
         return op
 
+    # ------------------------------------------------------------------------------ what depends on what
+
+    def behind(self, ops: Sequence[Op]) -> list[Op]:
+        """Operations of the group that need results of `ops`."""
+        reached = {v for op in ops for v in op.outs}
+        found = []
+        for op in self.group.ops:
+            if op not in ops and any(v in reached or (v in self.group.inline and self._needs(v, reached)) for v in op.ins):
+                reached |= set(op.outs)
+                found.append(op)
+        return found
+
+    def _needs(self, value: Value, reached: set[Value]) -> bool:
+        op = self.group.inline.get(value)
+        return value in reached or (op is not None and any(self._needs(v, reached) for v in op.ins))
+
+    @contextmanager
+    def without(self, ops: Sequence[Op]) -> Iterator[None]:
+        """`finish` leaves these operations, and the column sums, to be done later."""
+        self._waiting = {*map(id, ops), *map(id, self.sums)}
+        yield
+        self._waiting = set()
+
+    @contextmanager
+    def only(self, ops: Sequence[Op]) -> Iterator[None]:
+        """`finish` does these operations and what the column sums give; the others are done."""
+        left = {*map(id, ops), *map(id, self.sums)}
+        self._waiting = {id(op) for op in self.group.ops if id(op) not in left}
+        yield
+        self._waiting = set()
+
+    def merged_from(self, shape: tuple[int, ...], ops: Sequence[Op], readers: Sequence[Op] = ()) -> int:
+        """The first dimension of the trailing run that may be treated as one: every operand and result of `ops`, and every operand of
+        `readers`, has all of it, or none of it."""
+        rank = len(shape)
+        first = 0
+        for op in ops:
+            if op.kind in EFFECTS:
+                continue
+            if op.kind == "batch_norm":
+                first = max(first, 2)
+            elif op.kind not in POINTWISE:
+                return max(rank - 1, 0)
+            per_channel = op.ins[1:] if op.kind == "batch_norm" else ()
+            first = max([first, *(self._run_from(v, shape) for v in (*op.ins, *op.outs) if v not in per_channel)])
+        first = max([first, *(self._run_from(v, shape) for op in readers for v in op.ins if len(v.type.dims) == rank)])
+        return min(first, max(rank - 1, 0))
+
+    def _run_from(self, value: Value, shape: tuple[int, ...]) -> int:
+        dims, rank = value.type.dims, len(shape)
+        producer = self.group.inline.get(value)
+        if prod(dims) == 1 or (producer is not None and producer.kind == "const"):
+            return 0
+        padded = (1,) * (rank - len(dims)) + dims
+        run = ones = rank
+        while run > 0 and padded[run - 1] == shape[run - 1]:
+            run -= 1
+        while ones > 0 and padded[ones - 1] == 1:
+            ones -= 1
+        # What is computed where it is read may need the coordinates one by one.
+        return ones if producer is not None else min(run, ones)
+
     # ------------------------------------------------------------------------------ storing
 
     def finish(self, known: Mapping[Value, tuple[Expr, Index]]) -> None:
@@ -189,7 +255,8 @@ class Body:
             where[value] = index
         roots = {v.type.shape: i for v, (_, i) in known.items()}
         stores: list[tuple[Buffer, Expr, Expr]] = []
-        for op in self.group.ops:
+        ops = [op for op in self.group.ops if id(op) not in self._waiting]
+        for op in ops:
             if all(v in where for v in op.outs) and op.kind not in EFFECTS:
                 continue
             if op.kind in BIJECTIONS and op.ins[0] in where:
@@ -206,7 +273,7 @@ class Body:
                 if here is not None:
                     self.at(op.outs[0], here)
                     where[op.outs[0]] = here
-        for op in self.group.ops:
+        for op in ops:
             if op.kind in EFFECTS and (op.ins or op.outs)[0].type.size == 0:
                 continue
             if op.kind in ("accum", "write"):
@@ -232,7 +299,7 @@ class Body:
                 self._check_alias(op.var, place)
                 stores.append((self.operand(value), literal(0, value.type.dtype), linear(place, value.type.dims)))
         for value in self.group.outs:
-            if value in self._elsewhere:
+            if value in self._elsewhere or id(self._producers[value]) in self._waiting:
                 continue
             if value not in where:
                 where[value] = self._root_for(value, roots)
@@ -258,7 +325,9 @@ class Body:
         """Store a second result of the main operation, where it is known, if anybody wants it; `finish` leaves it alone."""
         self._elsewhere.add(value)
         if value in self.group.outs:
-            self.emit.store(self.result(value), expr, linear(index, value.type.dims))
+            position = linear(index, value.type.dims)
+            self._ask_ahead(value, self.result(value), position, True)
+            self.emit.store(self.result(value), expr, position)
 
     def address(self, value: Value, index: Index) -> tuple[Value, Expr] | None:
         """The stored value and the position in it that reading `value` at `index` comes down to; None if it is computed."""

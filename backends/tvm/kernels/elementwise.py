@@ -15,7 +15,7 @@ from tvm import tirx
 from penstock.ir.graph import Op, Value
 
 from .body import EFFECTS, Body, NotOneKernel, parallel_if
-from .elements import POINTWISE, Index, axis_of, has_element_rule, unravel, zero
+from .elements import Index, axis_of, has_element_rule, unravel, zero
 from .emit import PARALLEL, Expr
 
 # A block of a long vector loop: what one thread takes at a time.
@@ -37,38 +37,10 @@ def root_of(body: Body) -> Op:
     return found
 
 
-def _merged_from(body: Body, shape: tuple[int, ...]) -> int:
-    """The first dimension of the trailing run that may be treated as one: every operand has all of it, or none of it."""
-    rank = len(shape)
-    first = 0
-    for op in body.group.ops:
-        if op.kind in EFFECTS:
-            continue
-        if op.kind == "batch_norm":
-            first = max(first, 2)
-        elif op.kind not in POINTWISE:
-            return max(rank - 1, 0)
-        for value in (*op.ins, *op.outs):
-            dims = value.type.dims
-            producer = body.group.inline.get(value)
-            if producer is not None and producer.kind != "const":
-                return max(rank - 1, 0)
-            if prod(dims) == 1 or (op.kind == "batch_norm" and len(dims) == 1 and value in op.ins[1:]):
-                continue
-            padded = (1,) * (rank - len(dims)) + dims
-            run = rank
-            while run > 0 and padded[run - 1] == shape[run - 1]:
-                run -= 1
-            ones = rank
-            while ones > 0 and padded[ones - 1] == 1:
-                ones -= 1
-            first = max(first, min(run, ones))
-    return min(first, max(rank - 1, 0))
-
-
 def emit_elementwise(body: Body) -> None:
     root = root_of(body)
-    emit_nest(body, root.outs[0].type.dims, _merged_from(body, root.outs[0].type.dims), lambda index: _point(body, root, index))
+    shape = root.outs[0].type.dims
+    emit_nest(body, shape, body.merged_from(shape, body.group.ops), lambda index: _point(body, root, index))
 
 
 def emit_effect(body: Body, op: Op) -> None:

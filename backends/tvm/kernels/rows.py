@@ -20,45 +20,14 @@ from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs
 from penstock.ir.types import FLOATS
 
-from .body import Body, parallel_if
-from .elements import Index, axis_of, number, table_row, unravel, zero
-from .emit import SERIAL, VECTOR, Buffer, Emitter, Expr, cast, literal
+from .body import Body, NotOneKernel, parallel_if
+from .elements import Index, axis_of, has_element_rule, number, table_row, unravel, zero
+from .emit import SERIAL, VECTOR, Buffer, Expr, cast, literal
+from .sums import ColumnTotals, Combine, add, cover, fold
 from .transpose import pieces
-
-Combine = Callable[[Expr, Expr], Expr]
 
 # Independent accumulators of a reduction: enough to keep both units busy through the latency of an addition.
 _STREAMS = 4
-
-
-def add(a: Expr, b: Expr) -> Expr:
-    return a + b
-
-
-def halves(extent: int, lanes: int) -> list[int]:
-    """Sizes of short vectors, powers of two below `lanes`, that cover an extent below `lanes`."""
-    return [lanes >> i for i in range(1, lanes.bit_length()) if extent & lanes >> i]
-
-
-def fold(emit: Emitter, dtype: str, width: int, combine: Combine, places: Sequence[Buffer]) -> Expr:
-    """The combination of all elements of some vectors."""
-    current = list(places)
-    while len(current) > 1:
-        pairs = []
-        for a, b in zip(current[::2], current[1::2], strict=False):
-            pair = emit.alloc(width, dtype, "pair")
-            with emit.loop(width, VECTOR, "l") as lane:
-                emit.store(pair, combine(tirx.BufferLoad(a, [lane]), tirx.BufferLoad(b, [lane])), lane)
-            pairs.append(pair)
-        current = pairs + current[len(current) // 2 * 2 :]
-    place = current[0]
-    while width > 1:
-        width //= 2
-        half = emit.alloc(width, dtype, "half")
-        with emit.loop(width, VECTOR if width > 1 else SERIAL, "l") as lane:
-            emit.store(half, combine(tirx.BufferLoad(place, [lane]), tirx.BufferLoad(place, [lane + width])), lane)
-        place = half
-    return emit.bind(tirx.BufferLoad(place, [zero()]))
 
 
 class Rows:
@@ -70,28 +39,48 @@ class Rows:
         self.length = prod(self.axis)
         self.across = prod(self.inner) > 1
         self.lanes = body.lanes
-        self._plain = all(body.is_stored(v) for v in values)
+        others = [op for op in body.group.ops if has_element_rule(op.kind)]
+        self._plain = all(body.is_stored(v) for v in values) and body.merged_from(shape, others) <= first
         self._lane: Expr = zero()
         self._again = False
+        self._part: Expr = zero()
         self.row: Index = ()
         self.tail: Index = ()
+        self.columns = ColumnTotals(body, body.sums, shape, first)
+        if body.sums and self.across:
+            raise NotOneKernel("sums of columns beside rows that run across them")
 
     def each(self, one_row: Callable[[], None]) -> None:
         """Emit `one_row` inside the loops over rows."""
-        count = prod(self.outer)
         kind = parallel_if(self.body.machine, prod(self.shape))
-        with self.emit.loop(count, kind, "row") as o:
-            self.row = tuple(self.emit.bind(i, "r") if not isinstance(i, tirx.IntImm) else i for i in unravel(o, self.outer))
-            if not self.across:
-                self.tail = tuple(zero() for _ in self.inner)
-                with self.body.point():
-                    self._again = False
-                    one_row()
-                return
-            for i, lane in self.emit.spans(prod(self.inner), self.lanes):
-                self._lane, self.tail = lane, unravel(i, self.inner)
-                with self.body.point():
-                    one_row()
+        if not self.columns.reducers:
+            with self.emit.loop(prod(self.outer), kind, "row") as o:
+                self._each(o, one_row)
+            return
+        self.columns.allocate()
+        behind = self.body.behind(self.body.sums)
+        parts = self.columns.parts
+        with self.body.without(behind), self.emit.loop(parts, kind if parts > 1 else SERIAL, "part") as p:
+            self._part = p
+            self.columns.start(p)
+            with self.emit.loop(self.columns.each, SERIAL, "row") as o, self.body.point():
+                self._each(p * self.columns.each + o, one_row)
+        with self.body.only(behind):
+            self.columns.finish(self.along)
+
+    def _each(self, o: Expr, one_row: Callable[[], None]) -> None:
+        """One row, or all that lie side by side."""
+        self.row = tuple(self.emit.bind(i, "r") if not isinstance(i, tirx.IntImm) else i for i in unravel(o, self.outer))
+        if not self.across:
+            self.tail = tuple(zero() for _ in self.inner)
+            with self.body.point():
+                self._again = False
+                one_row()
+            return
+        for i, lane in self.emit.spans(prod(self.inner), self.lanes):
+            self._lane, self.tail = lane, unravel(i, self.inner)
+            with self.body.point():
+                one_row()
 
     def index(self, position: Expr) -> Index:
         """The index of an element of this row."""
@@ -145,7 +134,7 @@ class Rows:
                 take(s, lambda lane, s=s: lane + (turns * streams + s) * width)  # type: ignore[misc]
         totals = [[fold(emit, dtype, width, combine, places)] if places else [] for places, (_, combine) in zip(kept, steps, strict=True)]
         done = whole * width
-        for size in halves(self.length - done, width):
+        for _, size in cover(self.length - done, width):
             places = [emit.alloc(size, dtype, "rest") for _ in steps]
             with emit.loop(size, VECTOR if size > 1 else SERIAL, "l") as lane, self.body.point():
                 for place, x in zip(places, element(lane + done if size > 1 else literal(done, "i32")), strict=True):
@@ -183,6 +172,7 @@ class Rows:
                 with self.body.point():
                     index = self.index(c)
                     self.body.finish({v: (x, index) for v, x in element(c, index).items()})
+                    self.columns.take(self._part, c, index)
 
 
 def rows_of(body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> Rows:

@@ -28,7 +28,7 @@ from .elements import Index, linear, unravel
 from .elementwise import emit_nest
 from .emit import HALVES, SERIAL, Expr, literal
 from .gemm import Product, ceil_div, emit_product
-from .reduce import LOWEST
+from .sums import LOWEST
 from .transpose import pieces
 
 
