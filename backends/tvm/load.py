@@ -59,6 +59,7 @@ class TvmProgram:
         self._machine: Any = self._open(library)
         self._functions = {g.name: self._machine[function_name(g.name)] for g in graphs}
         self._signatures: dict[str, Signature] = {g.name: signature(g) for g in graphs}
+        self._tensor, self._taken = torch.Tensor, torch.utils.dlpack.from_dlpack
 
     def _open(self, library: Path) -> Any:
         # Only now: TVM reads the number of threads when it is loaded.
@@ -75,15 +76,16 @@ class TvmProgram:
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run one graph; slots among the arguments are updated in place."""
-        import torch
-
         sig = self._signatures[graph]
-        expected = len(sig.ins) + len(sig.slots)
-        if len(args) != expected:
+        if len(args) != len(sig.ins) + len(sig.slots):
             raise VerifyError(f"takes {len(sig.ins)} inputs and {len(sig.slots)} slots, got {len(args)} tensors", where=f"graph {graph}")
-        ready = [self._aligned(graph, sig, i, x) for i, x in enumerate(args)]
+        for x in args:
+            if x.data_ptr() % ALIGNMENT or not x.is_contiguous():
+                args = [self._aligned(graph, sig, i, x) for i, x in enumerate(args)]
+                break
+        tensor, taken = self._tensor, self._taken
         # Results come back as torch tensors if any argument was one.
-        return [x if isinstance(x, torch.Tensor) else torch.utils.dlpack.from_dlpack(x) for x in self._functions[graph](*ready)]
+        return [x if isinstance(x, tensor) else taken(x) for x in self._functions[graph](*args)]
 
     @staticmethod
     def _aligned(graph: str, sig: Signature, i: int, x: torch.Tensor) -> torch.Tensor:

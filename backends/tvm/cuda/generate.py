@@ -23,6 +23,7 @@ from ..kernels.elements import Index, axis_of, linear, table_row, unravel, zero
 from ..kernels.elementwise import emit_nest
 from ..kernels.emit import Buffer, Expr, cast, literal
 from ..kernels.product import ceil_div
+from ..kernels.sums import add
 from ..target import Machine
 from .body import DeviceBody
 from .library import library_call
@@ -250,7 +251,7 @@ def emit_cross_entropy(body: DeviceBody, op: Op) -> None:
 
     def one_row() -> None:
         top = lines.one(dtype, -math.inf, body.functions.larger, lambda c: body.at(logits, lines.index(c)))
-        total = lines.one(dtype, 0, rows.add, lambda c: body.functions.exp(body.at(logits, lines.index(c)) - top))
+        total = lines.one(dtype, 0, add, lambda c: body.functions.exp(body.at(logits, lines.index(c)) - top))
         lse = emit.bind(body.functions.log(total) + top, "lse")
         body.store_apart(lse_out, lse, lines.row)
         with body.one_thread():
@@ -262,7 +263,7 @@ def emit_cross_entropy(body: DeviceBody, op: Op) -> None:
     def result(_: Expr, totals: Sequence[Expr]) -> None:
         body.finish({loss: (totals[0] * literal(1 / max(count, 1), dtype), ())})
 
-    reduce_lines(body, 1, count, False, dtype, [(0, rows.add)], lambda _, r: [emit.load(losses, r)], result)
+    reduce_lines(body, 1, count, False, dtype, [(0, add)], lambda _, r: [emit.load(losses, r)], result)
 
 
 # ---------------------------------------------------------------------------------------- the table

@@ -27,7 +27,8 @@ from ..kernels.elementwise import run_index
 from ..kernels.emit import Buffer, Expr, literal
 from ..kernels.product import Product, ceil_div
 from ..kernels.reduce import index_over
-from ..kernels.rows import Combine, Rows
+from ..kernels.rows import Rows
+from ..kernels.sums import Combine
 from .body import DeviceBody
 from .threads import ThreadEmitter
 

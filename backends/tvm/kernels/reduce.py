@@ -218,9 +218,9 @@ def _rows(sweep: Sweep) -> None:
     axes, kept = sweep.axes, sweep.kept
     run = sweep.run_of(axes, kept)
     outside = [d for d in axes if d not in run]
-    length, around, results = sweep.size(run), sweep.size(outside), sweep.size(kept)
-    parallel = parallel_if(body.machine, prod(sweep.shape))
-    if results == 1 and prod(sweep.shape):
+    length, around, results, work = sweep.size(run), sweep.size(outside), sweep.size(kept), prod(sweep.shape)
+    parallel = parallel_if(body.machine, work)
+    if results == 1 and work:
         _in_parts(sweep, run, outside)
         return
     with emit.loop(results, parallel, "o") as o, body.point():
