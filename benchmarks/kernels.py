@@ -91,7 +91,8 @@ class Outcome:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     _settle(arguments.core)
-    import kernel_updates  # noqa: F401  (adds its rows)
+    import kernel_memory  # noqa: F401  (adds its rows)
+    import kernel_updates  # noqa: F401  (likewise)
     from kernel_rows import select
 
     rows = select(re.compile(arguments.only).search)

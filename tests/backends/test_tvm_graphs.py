@@ -175,7 +175,7 @@ def test_groups_that_wait_for_each_other_are_given_up(tmp_path: Path) -> None:
     graph = replace(graph, ops=tuple(op.with_attrs(kernel=k) for op, k in zip(graph.ops, kernels, strict=True)))
     assert kernels_of(graph) == 3
     assert not agrees(graph, tmp_path)
-    assert kernels_of(fused(replace(graph, ops=tuple(op.with_attrs(kernel=None) for op in graph.ops)))) == 3
+    assert kernels_of(fused(replace(graph, ops=tuple(op.with_attrs(kernel=None) for op in graph.ops)))) == 2
 
 
 def test_residual_and_norm_run_in_the_row_kernel(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from penstock.ir.types import FLOATS
 
 from .body import Body, NotOneKernel
 from .elements import Index, axis_of, zero
-from .emit import SERIAL, VECTOR, Buffer, Emitter, Expr, literal
+from .emit import SERIAL, VECTOR, Buffer, Emitter, Expr, dtype_name, literal
 from .transpose import pieces
 
 Combine = Callable[[Expr, Expr], Expr]
@@ -110,20 +110,45 @@ def _plain(body: Body, op: Op) -> Reducer:
     x, y = op.ins[0], op.outs[0]
     axes, dtype, shape = reduced_axes(x.type, op.attrs["axes"]), x.type.dtype, x.type.dims
     count = prod(shape[a] for a in axes)
-    step: tuple[float, Combine] = (0, add)
-    if op.kind == "max":
-        step = (LOWEST.get(dtype, -math.inf), body.functions.larger)
+    if op.kind == "max" and dtype in FLOATS:
+        return _float_max(body, op)
+    step: tuple[float, Combine] = (LOWEST[dtype], body.functions.larger) if op.kind == "max" else (0, add)
 
     def results(index: Index, totals: Sequence[Expr]) -> dict[Value, tuple[Expr, Index]]:
         value = totals[0]
         if op.kind == "mean":
             value = value * literal(1 / max(count, 1), dtype) if dtype in FLOATS else tirx.truncdiv(value, literal(count, dtype))
-        if complete_attrs(op)["keep"]:
-            rest = iter(index)
-            index = tuple(zero() if d in axes else next(rest) for d in range(len(shape)))
-        return {y: (value, index)}
+        return {y: (value, _kept_index(op, index, axes, len(shape)))}
 
     return Reducer(shape, tuple(axes), dtype, (step,), lambda i: [body.at(x, i)], results)
+
+
+def _kept_index(op: Op, index: Index, axes: Sequence[int], rank: int) -> Index:
+    if not complete_attrs(op)["keep"]:
+        return index
+    rest = iter(index)
+    return tuple(zero() if d in axes else next(rest) for d in range(rank))
+
+
+def _float_max(body: Body, op: Op) -> Reducer:
+    """The maximum without regard to nan, and beside it a sum that is nan if there was one: each is one instruction, together they cost less
+    than a maximum that looks for nan at every step."""
+    x = op.ins[0]
+    axes, shape = tuple(reduced_axes(x.type, op.attrs["axes"])), x.type.dims
+
+    def operands(index: Index) -> list[Expr]:
+        value = body.at(x, index)
+        return [value, nan_or_zero(value)]
+
+    def results(index: Index, totals: Sequence[Expr]) -> dict[Value, tuple[Expr, Index]]:
+        top = tirx.Select(tirx.isnan(totals[1]), totals[1], totals[0])
+        return {op.outs[0]: (top, _kept_index(op, index, axes, len(shape)))}
+
+    return Reducer(shape, axes, x.type.dtype, ((-math.inf, body.functions.peak), (0, add)), operands, results)
+
+
+def nan_or_zero(value: Expr) -> Expr:
+    return tirx.Select(tirx.isnan(value), value, tirx.FloatImm(dtype_name(value), 0.0))
 
 
 def _mse(body: Body, op: Op) -> Reducer:
