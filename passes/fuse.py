@@ -1,8 +1,8 @@
 """Choosing kernels: which operations of a stage graph run as one. Writes `kernel` annotations, changes nothing else.
 
 In: stage graphs. Out: the same graphs where every operation except `read` says its kernel: operations with the same name become one kernel,
-and a name that starts with `inline` means that the value has no memory at all: whoever reads it computes it (constants, layout
-changes, which are index arithmetic, and what only a sum reads). A group is
+and a name that starts with `inline` means that the value has no memory at all: whoever reads it computes it (constants, and layout
+changes, which are index arithmetic). A group is
 
   * one operation with loops of its own (matrix product, convolution, row operation, reduction), or the first of an elementwise chain,
   * elementwise operations behind it that read its result at the same element, with any number of results,
@@ -39,8 +39,6 @@ _OPEN = {
     *("sum", "mean", "max", "mse"),
     *("gather", "cross_entropy_grad"),
 }
-# Operations that read every element of their operand once.
-_SUMS = ("sum", "mean")
 # Of these only the first result can, the others are finished earlier.
 _FIRST_ONLY = ("layer_norm",)
 # A gradient of a lookup is scattered: it can be added to its variable, nothing else.
@@ -193,8 +191,6 @@ class _Fuser:
             return True
         if op.kind == "cast" and self.options.layouts:
             return self._is_inline_cast(op)
-        if self._is_summand(op):
-            return True
         if op.kind not in _LAYOUTS or not self.options.layouts:
             return False
         if self._stores_in_layout(op) is not None:
@@ -227,13 +223,6 @@ class _Fuser:
         if op.kind in _LAYOUTS and self._is_inline(op):
             return all(self._packs(u) for u in self.readers.get(op.outs[0], []))
         return op.kind in _PACKING
-
-    def _is_summand(self, op: Op) -> bool:
-        """Whether only a sum reads the result, each element once: then it is computed there instead of being stored and read again."""
-        if not self.options.chains or OPS[op.kind].family != "elementwise" or len(op.outs) != 1:
-            return False
-        users = self.readers.get(op.outs[0], [])
-        return len(users) == 1 and users[0].kind in _SUMS and op.outs[0].type.shape == users[0].ins[0].type.shape
 
     def _stores_in_layout(self, op: Op) -> _Group | None:
         """The group that can store its result in the layout that `op` makes."""

@@ -315,12 +315,16 @@ def emit_reductions(body: Body, ops: Sequence[Op]) -> None:
     first = reducers[0]
     if any((r.shape, r.axes, r.dtype) != (first.shape, first.axes, first.dtype) for r in reducers):
         raise NotOneKernel("reductions over different axes")
-    behind = body.behind(ops)
-    # Loops of other devices take nothing on the way, and have been given operations of their own.
-    before = [op for op in body.group.ops if op not in ops and op not in behind] if body.loops is None else []
+    # By name: a device may compute in other element types than the group says.
+    names = {v.name for op in ops for v in op.outs}
+    mains = [op for op in body.group.ops if any(v.name in names for v in op.outs)]
+    behind = body.behind(mains)
+    before = [op for op in body.group.ops if op not in mains and op not in behind]
     if any(op.kind not in POINTWISE or op.outs[0].type.dims != first.shape for op in before):
         raise NotOneKernel("what is in front of a reduction is not elementwise")
     made = [v for op in before for v in op.outs]
+    if body.loops is not None and any(v in body.group.outs for v in made):
+        raise NotOneKernel("devices store nothing on the way")
 
     def element(index: Index) -> list[Expr]:
         found = [x for r in reducers for x in r.operands(index)]
