@@ -21,7 +21,7 @@ from penstock.ir.types import INTS
 from .body import Body, parallel_if
 from .elements import Index, axis_of, unravel, zero
 from .emit import SERIAL, VECTOR, Expr, literal
-from .rows import halves
+from .sums import cover
 
 # Elements of a strip: their sums stay in the first cache.
 _STRIP = 1024
@@ -64,7 +64,7 @@ def emit_cumsum(body: Body, op: Op) -> None:
         carry = emit.alloc(1, dtype, "carry")
         emit.store(carry, literal(0, dtype), zero())
         done, lanes = 0, 1 if dtype in INTS else body.lanes // 2 if dtype == "f64" else body.lanes
-        for width in (lanes, *halves(size % lanes, lanes)):
+        for width in (lanes, *(short for _, short in cover(size % lanes, lanes))):
             count = size // lanes if width == lanes else 1
             if count:
                 with emit.loop(count, name="c") as c:

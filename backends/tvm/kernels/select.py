@@ -30,8 +30,7 @@ from .body import Body, parallel_if
 from .elements import Index, axis_of, unravel, zero
 from .emit import SERIAL, VECTOR, Buffer, Expr, cast, dtype_name, literal
 from .gemm import ceil_div
-from .reduce import LOWEST
-from .rows import fold
+from .sums import LOWEST, fold
 
 
 def order_key(body: Body, x: Expr, largest: bool) -> Expr:
