@@ -19,7 +19,7 @@ from penstock.ir.types import FLOATS
 
 from ..kernels import elementwise, emit_group, gemm, reduce, rows, select, windows
 from ..kernels.body import Group, Kernel, NotOneKernel
-from ..kernels.elements import Index, axis_of, linear, table_row, unravel, zero
+from ..kernels.elements import INDEXED, POINTWISE, Index, axis_of, linear, table_row, unravel, zero
 from ..kernels.elementwise import emit_nest
 from ..kernels.emit import Buffer, Expr, cast, literal
 from ..kernels.product import ceil_div
@@ -298,6 +298,10 @@ MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
 }
 
 
+# Operations that have a kernel for GPUs.
+KINDS = frozenset((*POINTWISE, *INDEXED, *MAIN))
+
+
 def generate(group: Group, machine: Machine) -> Kernel:
     """The kernel of a group; NotOneKernel when it needs several."""
     if any(op.attrs.get("library") for op in group.ops):
@@ -328,4 +332,4 @@ def _empty(group: Group, machine: Machine) -> DeviceBody:
     return body
 
 
-__all__ = ["MAIN", "generate", "generate_effect"]
+__all__ = ["KINDS", "MAIN", "generate", "generate_effect"]
