@@ -41,7 +41,6 @@ def test_a_gpu_trains_like_a_processor(name: str, library: str, architecture: st
     found = losses(model, Cluster.listed(architecture), tmp_path / "gpu", "1f1b", library=library)
     assert len(found) == STEPS
     assert np.allclose(found, expected, rtol=2e-4)
-    assert found[-1] < found[0]
 
 
 def test_a_pipeline_over_a_processor_and_a_gpu(architecture: str, tmp_path: Path) -> None:
