@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -53,6 +53,8 @@ from penstock.ir.ops import cost_of
 LOSS_TOLERANCE, RESULT_TOLERANCE = 1e-4, 2e-5
 # Losses must fall by this many times the tolerance while they are compared, or agreement would say nothing about gradients.
 LEAST_FALL = 30
+# The same in bf16, whose unit roundoff is 4e-3: contenders round at other places, so this finds gross errors only.
+LOW_LOSS_TOLERANCE, LOW_RESULT_TOLERANCE = 1e-2, 1e-1
 CHECKED_STEPS = 4
 COMPUTING = ("matmul", "conv", "conv_grad_input", "conv_grad_weight", "attention", "attention_grad")
 
@@ -70,6 +72,11 @@ class Spec:
     units: int
     optimizer: ps.AdamW | ps.Momentum | None = None
     size: int = 0
+    precision: str = "f32"
+
+    @property
+    def is_low(self) -> bool:
+        return self.precision != "f32"
 
 
 SGD = ps.Momentum(lr=1e-3, beta=0.9, weight_decay=1e-4)
@@ -144,7 +151,7 @@ def penstock_contender(spec: Spec, file: Path, feeds: Arrays, folder: Path, thre
     begin = time.perf_counter()
     training = None if spec.optimizer is None else ps.Training(loss="cross_entropy", optimizer=spec.optimizer)
     model = ps.from_onnx(file)
-    plan = ps.plan(model, Cluster.local(1), training)
+    plan = ps.plan(model, Cluster.local(1), training, precision=spec.precision)
     planned = time.perf_counter() - begin
     module, backend = plan.module, backend_of("tvm")
     names = backend.compile_stages(module, [0], folder)[0]
@@ -176,15 +183,17 @@ def _buffers(module: Module, weights: Mapping[str, np.ndarray]) -> dict[str, tor
 
 
 def torch_contender(spec: Spec, file: Path, feeds: Arrays, compile_limit: float = 0.0) -> Contender:
-    """Eager torch, or torch.compile with a limit on the time of its first step."""
+    """Eager torch, or torch.compile with a limit on the time of its first step; in bf16 by autocast."""
     model = build(spec.kind, spec.sizes, file)
     x, *rest = (torch.from_numpy(array) for array in feeds.values())
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return model(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=spec.is_low):
+            return model(x)
 
     def loss_of(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(x), labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=spec.is_low):
+            return F.cross_entropy(model(x), labels)
 
     if spec.optimizer is None:
         run = torch.compile(forward) if compile_limit else forward
@@ -192,7 +201,7 @@ def torch_contender(spec: Spec, file: Path, feeds: Arrays, compile_limit: float 
 
         def infer() -> np.ndarray:
             with torch.inference_mode():
-                return run(x).numpy()
+                return run(x).float().numpy()
 
         step: Step = infer
     else:
@@ -287,13 +296,13 @@ def warm_up(spec: Spec, contenders: Sequence[Contender], file: Path) -> list[str
         model = build(spec.kind, spec.sizes, file).double().eval()
         with torch.inference_mode():
             exact = model(x.double() if x.is_floating_point() else x).numpy()
-        tolerance = RESULT_TOLERANCE
+        tolerance = LOW_RESULT_TOLERANCE if spec.is_low else RESULT_TOLERANCE
         for contender in contenders:
             contender.error = float(np.abs(contender.results[0] - exact).max() / np.abs(exact).max())
     else:
         expected = np.array(next(c for c in contenders if c.name == "torch").results)
-        tolerance = LOSS_TOLERANCE
-        if not expected[-1] < expected[0] * (1 - LEAST_FALL * tolerance):
+        tolerance = LOW_LOSS_TOLERANCE if spec.is_low else LOSS_TOLERANCE
+        if not expected[-1] < expected[0] * (1 - LEAST_FALL * LOSS_TOLERANCE):
             return [f"losses do not fall: {expected.tolist()}"]
         for contender in contenders:
             contender.error = float(np.abs(np.array(contender.results) - expected).max() / expected[0])
@@ -394,7 +403,7 @@ def main() -> int:
     peak = loop.rate() if loop is not None else 0.0
     rows = []
     for name in arguments.models:
-        spec = small(SPECS[name]) if arguments.tiny else SPECS[name]
+        spec = replace(small(SPECS[name]) if arguments.tiny else SPECS[name], precision=arguments.precision)
         with tempfile.TemporaryDirectory(prefix="models-") as folder:
             rows.append(measure(name, spec, Path(folder), arguments, cores))
     peak = max(peak, loop.rate()) if loop is not None else 0.0
@@ -419,6 +428,7 @@ def _facts(arguments: argparse.Namespace, peak: float, cores: Sequence[int]) -> 
     return {
         "cpu": f"{names[0] if names else 'unknown'}, cores {', '.join(map(str, cores))}, threads {arguments.threads}",
         "versions": ", ".join(f"{name} {version(name)}" for name in packages),
+        "precision": arguments.precision,
         "turns": f"{arguments.rounds} rounds of {arguments.steps} steps, median of {'processor' if len(cores) == 1 else 'wall'} time",
         "peak": f"{peak / 1e9:.1f} GFLOP/s multiply-adds in registers" if peak else "not measured, there is no g++",
         "load": " ".join(f"{x:.2f}" for x in os.getloadavg()),
@@ -434,6 +444,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--core", type=int, help="where to measure (default: the first one allowed)")
     parser.add_argument(
         "--compile-limit", type=float, default=300, metavar="S", help="seconds torch.compile may take; 0 leaves it out (default: 300)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("f32", "bf16"),
+        default="f32",
+        help="bf16: Penstock with --precision bf16, torch with autocast (default: f32)",
     )
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that everything runs and agrees")
     parser.add_argument("--json", metavar="FILE", help="write every turn")
