@@ -185,8 +185,13 @@ class _Lowering:
 
     def _low(self, value: Value, loc: str) -> Value:
         if value not in self.low_of:
-            name = self.namer.fresh(f"{value.name}.{self.low}")
-            self.low_of[value] = self._cast(value, Value(name, value.type.with_dtype(self.low)), loc)
+            low = Value(self.namer.fresh(f"{value.name}.{self.low}"), value.type.with_dtype(self.low))
+            maker = self.makers.get(value)
+            if maker is not None and maker.kind == "const":
+                self.ops.append(Op("const", (), (low,), {**maker.attrs, "dtype": self.low}, maker.loc))
+                self.low_of[value] = low
+            else:
+                self.low_of[value] = self._cast(value, low, loc)
         return self.low_of[value]
 
     def _cast(self, value: Value, out: Value, loc: str) -> Value:
