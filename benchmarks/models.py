@@ -2,6 +2,7 @@
 
     python benchmarks/models.py                                       all models: about ten minutes, 8 GB of memory
     python benchmarks/models.py --models resnet50-infer --rounds 21 --json models.json
+    python benchmarks/models.py --precision bf16                      Penstock's bf16 against torch's autocast
     python benchmarks/models.py --tiny                                the same models in small: what the tests run
 
     resnet50-train    a step of SGD with momentum on 8 images of 3x224x224, 1000 classes
