@@ -142,8 +142,8 @@ class Training:
 # ---------------------------------------------------------------------------------------- files
 
 
-def load_training(path: str | Path) -> Training:
-    """The settings in a TOML file."""
+def load_training(path: str | Path, loss: str | None = None) -> Training:
+    """The settings in a TOML file; a loss given here stands in for the one of the file, which may then have none."""
     where = str(path)
     try:
         with Path(path).open("rb") as stream:
@@ -154,7 +154,9 @@ def load_training(path: str | Path) -> Training:
         raise UsageError(f"not a TOML file: {error}", where=where) from error
     problems: list[str] = []
     chosen = _pick(table, {"loss": str, "microbatches": int, "precision": str, "optimizer": dict}, "", problems)
-    if "loss" not in table:
+    if loss is not None:
+        chosen["loss"] = loss
+    if "loss" not in chosen and "loss" not in table:
         problems.append("loss is missing")
     optimizer = _load_optimizer(chosen.pop("optimizer"), problems) if "optimizer" in chosen else SGD()
     made = None

@@ -84,9 +84,21 @@ def parse_pipeline(text: str, table: dict[str, Pass]) -> list[Call]:
             problems.append(f"unknown pass {match[1]!r}, expected one of {', '.join(table)}")
             continue
         calls += _parse_call(table[match[1]], match[2] or "", problems)
+    problems += _disagreements(calls)
     if problems:
         raise UsageError("the pipeline has problems:" + "".join(f"\n  - {p}" for p in problems), where="-p")
     return calls
+
+
+# Options that mean one number of the whole pipeline: gradients are divided by it in one pass and added up that often in another.
+_SHARED_OPTIONS = ("microbatches",)
+
+
+def _disagreements(calls: Sequence[Call]) -> Iterator[str]:
+    for name in _SHARED_OPTIONS:
+        said = {call.name: getattr(call.options, name) for call in calls if hasattr(call.options, name)}
+        if len(set(said.values())) > 1:
+            yield f"{name} must be one number in all passes: " + ", ".join(f"{n} has {value}" for n, value in said.items())
 
 
 def _parse_call(row: Pass, text: str, problems: list[str]) -> Iterator[Call]:

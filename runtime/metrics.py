@@ -13,15 +13,15 @@ import contextlib
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import IO
 
 from ..ir.errors import PenstockError
+from ..terminal import StatusLine
 from .control import Step
 
-_PLAIN_EVERY = 5.0
+# Seconds between two forms of the progress line on a terminal.
 _TERMINAL_EVERY = 0.1
 
 
@@ -43,15 +43,14 @@ class Metrics:
             except OSError as error:
                 raise self._unwritable(error) from error
         self._samples, self._first, self._total = samples, first, total
-        self._progress = progress
-        self._terminal = progress and sys.stderr.isatty()
-        self._shown = self._started = self._last = time.monotonic()
+        self._line = StatusLine(not progress, _TERMINAL_EVERY)
+        self._started = self._last = time.monotonic()
         self.losses: list[float] = []
         self._warned = False
 
     def start(self) -> None:
         """The run begins now: loading is not part of the first step."""
-        self._shown = self._started = self._last = time.monotonic()
+        self._started = self._last = time.monotonic()
 
     def add(self, step: Step) -> None:
         seconds = max(step.at - self._last, 1e-9)
@@ -74,13 +73,11 @@ class Metrics:
                 raise self._unwritable(error) from error
         if not math.isfinite(step.loss) and not self._warned:
             self._warned = True
-            start = "\r\033[K" if self._terminal else ""
-            print(f"{start}warning: the loss of step {step.step} is {step.loss}; the run goes on", file=sys.stderr, flush=True)
+            self._line.interrupt(f"warning: the loss of step {step.step} is {step.loss}; the run goes on")
         self._show(step, last=step.step + 1 == self._total)
 
     def close(self) -> None:
-        if self._terminal and self.losses:
-            print(file=sys.stderr)
+        self._line.close()
         if self._file is not None:
             # Every line was flushed; a line that could not be written was reported then.
             with contextlib.suppress(OSError):
@@ -98,15 +95,11 @@ class Metrics:
         return PenstockError(f"cannot write the metrics: {error}", where=str(self._path))
 
     def _show(self, step: Step, *, last: bool) -> None:
-        now = time.monotonic()
-        if not self._progress or (
-            not last and self.losses[1:] and now - self._shown < (_TERMINAL_EVERY if self._terminal else _PLAIN_EVERY)
-        ):
+        if not (last or len(self.losses) == 1 or self._line.due):
             return
-        self._shown = now
         left = (self._total - step.step - 1) * (self._last - self._started) / len(self.losses)
         text = f"step {step.step + 1}/{self._total}  loss {step.loss:.4f}  {self.samples_per_second:.1f} samples/s  {format_seconds(left)} left"
-        print(f"\r{text}\033[K" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+        self._line.show(text)
 
 
 def format_seconds(seconds: float) -> str:

@@ -294,6 +294,32 @@ def test_training_settings_come_from_a_file_and_flags_win(tmp_path: Path, capsys
     assert "autodiff{microbatches=2}" in pipeline
 
 
+def test_the_loss_of_a_flag_is_enough_beside_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_mlp(tmp_path / "m.onnx", [4, 8, 3], 2)
+    (tmp_path / "t.toml").write_text("microbatches = 2\n")
+    assert call("plan", tmp_path / "m.onnx", "--train", tmp_path / "t.toml", "--json") == 2
+    assert "loss is missing" in capsys.readouterr().err
+    assert call("plan", tmp_path / "m.onnx", "--train", tmp_path / "t.toml", "--loss", "mse", "--json") == 0
+    assert "autodiff{microbatches=2}" in json.loads(capsys.readouterr().out)["pipeline"]
+
+
+def test_an_output_that_cannot_be_written_is_noticed_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez(tmp_path / "x.npz", x=np.zeros((2, 4), np.float32))
+    monkeypatch.setattr("penstock.runtime.job.open", lambda *given, **named: pytest.fail("the work began"))
+    for output in (tmp_path / "x.npz" / "y.npz", tmp_path):
+        assert call("infer", tmp_path / "b", "--input", tmp_path / "x.npz", "--output", output) == 2
+        assert "cannot write the outputs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", ["-1", "x", str(2**63), "1.5"])
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_a_seed_out_of_range_is_refused(command: str, seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(command, "bundle", f"--seed={seed}") == 2
+    assert "expected a whole number from 0" in capsys.readouterr().err
+
+
 def test_a_forward_bundle_infers(tmp_path: Path) -> None:
     import onnxruntime
 
@@ -309,6 +335,9 @@ def test_a_forward_bundle_infers(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.load(tmp_path / "y.npz")["y"], found)
     np.savez(tmp_path / "z.npz", z=x)
     assert call("infer", tmp_path / "b", "--input", tmp_path / "z.npz", "--output", tmp_path / "y.npz") == 2
+    assert (tmp_path / "y.npz").stat().st_size > 0, "what was there stays when the work fails"
+    assert call("infer", tmp_path / "b", "--input", tmp_path / "z.npz", "--output", tmp_path / "new.npz") == 2
+    assert not (tmp_path / "new.npz").exists()
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
     expected = np.concatenate([session.run(None, {"x": x[i : i + 2]})[0] for i in (0, 2, 4)])
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--steps", type=_positive, default=10, metavar="N", help="optimiser steps in this run (default: 10)")
     run.add_argument("--shuffle", action="store_true", help="visit samples in a new order every epoch")
-    run.add_argument("--seed", type=int, default=0, metavar="N", help="for --shuffle and synthetic data (default: 0)")
+    run.add_argument("--seed", type=_seed, default=0, metavar="N", help="for --shuffle and synthetic data (default: 0)")
     run.add_argument("--metrics", metavar="FILE", help="write one JSON object per step")
     run.add_argument("--checkpoint", metavar="DIR", help="write checkpoints here, at the end and every --checkpoint-every steps")
     run.add_argument("--checkpoint-every", type=_positive, metavar="N", help="steps between checkpoints")
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("file", metavar="MODEL.onnx|BUNDLE")
     verify.add_argument("--dim", action="append", default=[], metavar="NAME=INT", help="bind a symbolic dimension of the model")
     verify.add_argument("--steps", type=_positive, default=4, metavar="N", help="optimiser steps for a training bundle (default: 4)")
-    verify.add_argument("--seed", type=int, default=0, metavar="N", help="for the random inputs (default: 0)")
+    verify.add_argument("--seed", type=_seed, default=0, metavar="N", help="for the random inputs (default: 0)")
     verify.add_argument(
         "--tolerance",
         type=float,
@@ -166,6 +166,12 @@ _SCHEDULES = ("1f1b", "gpipe", "2bw")
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {2**63 - 1}, got {text!r}")
     return int(text)
 
 

@@ -98,7 +98,7 @@ def _training(arguments: Namespace) -> Training | None:
     """The training settings of the flags on top of those of the file."""
     from penstock.frontends.training import Training, load_training, optimizer_of
 
-    settings = load_training(arguments.train) if arguments.train else None
+    settings = load_training(arguments.train, arguments.loss) if arguments.train else None
     if settings is None and arguments.loss is None:
         flags = {
             "--optimizer": arguments.optimizer,
@@ -121,8 +121,6 @@ def _training(arguments: Namespace) -> Training | None:
     settings = settings or Training(loss=arguments.loss)
     if optimizer is not None:
         settings = replace(settings, optimizer=optimizer)
-    if arguments.loss is not None:
-        settings = replace(settings, loss=arguments.loss)
     if arguments.microbatches is not None:
         settings = replace(settings, microbatches=arguments.microbatches)
     return settings
@@ -169,12 +167,18 @@ def infer_command(arguments: Namespace) -> None:
 
     from penstock.runtime.data import read_npz
     from penstock.runtime.job import open as open_job
+    from penstock.runtime.options import file_problem
 
+    output = Path(arguments.output)
+    # Now, because nobody wants to hear of it when the work is done.
+    if problem := file_problem(str(output)):
+        raise UsageError(f"cannot write the outputs: {problem}", where=arguments.output)
     inputs = read_npz(Path(arguments.input))
     with open_job(arguments.bundle, timeout=arguments.timeout) as job:
         outputs = job.infer(inputs)
     try:
-        with Path(arguments.output).open("wb") as file:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("wb") as file:
             np.savez(file, **outputs)  # type: ignore[arg-type]
     except OSError as error:
         raise UsageError(f"cannot write the outputs: {error}", where=arguments.output) from error

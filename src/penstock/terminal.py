@@ -10,33 +10,60 @@ from collections.abc import Sequence
 PLAIN_EVERY = 5.0
 
 
+class StatusLine:
+    """A line on stderr that is written over on a terminal, at most every `rewrite_every` seconds; elsewhere a plain line every few seconds."""
+
+    def __init__(self, quiet: bool = False, rewrite_every: float = 0.0) -> None:
+        self.quiet = quiet
+        self.terminal = not quiet and sys.stderr.isatty()
+        self._every = rewrite_every if self.terminal else PLAIN_EVERY
+        self._shown = time.monotonic()
+        self._open = False
+
+    @property
+    def due(self) -> bool:
+        """Whether enough time has passed for another line."""
+        return not self.quiet and time.monotonic() - self._shown >= self._every
+
+    def show(self, text: str) -> None:
+        if self.quiet:
+            return
+        self._shown = time.monotonic()
+        if self.terminal:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+        else:
+            print(text, file=sys.stderr, flush=True)
+        self._open = self.terminal
+
+    def interrupt(self, text: str) -> None:
+        """A line of its own in the place of the status, quiet or not."""
+        print(f"\r\x1b[K{text}" if self._open else text, file=sys.stderr, flush=True)
+        self._open = False
+
+    def close(self) -> None:
+        """End a line that was left open, before something else is printed."""
+        if self._open:
+            sys.stderr.write("\n")
+            self._open = False
+
+
 class Progress:
     """Call it with (done, total, what). On a terminal the line is rewritten; otherwise a line every few seconds, and the last one."""
 
     def __init__(self, task: str, quiet: bool = False) -> None:
-        self.task, self.quiet = task, quiet
-        self.terminal = sys.stderr.isatty()
-        self.last = time.monotonic()
-        self.open = False
+        self.task, self._line = task, StatusLine(quiet)
 
     def __call__(self, done: int, total: int, what: str) -> None:
-        if self.quiet:
-            return
-        finished, now = done >= total, time.monotonic()
-        if self.terminal:
-            end = "\n" if finished else ""
-            sys.stderr.write(f"\r\x1b[K{self.task} {done}/{total} {what}{end}")
-            sys.stderr.flush()
-            self.open = not finished
-        elif finished or now - self.last > PLAIN_EVERY:
-            self.last = now
-            print(f"{self.task} {done}/{total} {what}", file=sys.stderr)
+        finished = done >= total
+        if finished or self._line.due:
+            self._line.show(f"{self.task} {done}/{total} {what}")
+        if finished:
+            self._line.close()
 
     def close(self) -> None:
         """End a line that was left open, before something else is printed."""
-        if self.open:
-            sys.stderr.write("\n")
-            self.open = False
+        self._line.close()
 
 
 def say(text: str) -> None:

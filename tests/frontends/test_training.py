@@ -138,6 +138,17 @@ def test_all_errors_of_a_training_file_come_at_once(tmp_path: Path) -> None:
     assert "optimizer.lr must be 0 or more, got -1.0" in text
 
 
+def test_a_loss_beside_the_file_stands_in_for_that_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text("microbatches = 4\n")
+    assert load_training(path, "mse") == Training("mse", SGD(), 4)
+    path.write_text('loss = "cross_entropy"\n')
+    assert load_training(path, "mse") == Training("mse", SGD())
+    path.write_text("loss = 3\n")
+    with pytest.raises(UsageError, match="loss must be a text"):
+        load_training(path, "mse")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -14,6 +14,7 @@ from penstock.ir.ops import make
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.types import parse_type
 from penstock.passes.manager import Call, Dump, Pass, parse_pipeline, print_pipeline, run_passes
+from penstock.passes.pipelines import PASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,16 @@ def test_all_problems_of_a_pipeline_are_listed_at_once() -> None:
         "idle: unknown option 'x'",
     ):
         assert part in message
+
+
+def test_passes_must_agree_on_the_number_of_microbatches() -> None:
+    """Gradients are divided by the number of one pass and added up as often as another says."""
+    text = "autodiff{microbatches=4},split,schedule{kind=gpipe,microbatches=2}"
+    with pytest.raises(UsageError, match="microbatches must be one number in all passes: autodiff has 4, schedule has 2"):
+        parse_pipeline(text, PASSES)
+    assert len(parse_pipeline(text.replace("=2", "=4"), PASSES)) == 3
+    with pytest.raises(UsageError, match="autodiff has 1, schedule has 2"):
+        parse_pipeline("autodiff,split,schedule{microbatches=2}", PASSES)
 
 
 @pytest.mark.parametrize("text", ["note{needed=1", "note needed", "{a=1}", "note{needed=1}}"])
