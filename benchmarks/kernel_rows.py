@@ -221,7 +221,7 @@ def _attention_inputs(positions: int) -> dict[str, Tensor]:
 
 
 def _attend(g: Builder, v: Any) -> list[Any]:
-    return [g.emit("attention", v["q"], v["k"], v["v"], causal=True, scale=SIZE**-0.5)]
+    return [g.emit_all("attention", 3, v["q"], v["k"], v["v"], causal=True, scale=SIZE**-0.5)[0]]
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

@@ -13,7 +13,10 @@ Every operation of B carries the loc of its forward operation, and `of=` names t
 and whatever depends on constants and variables only (any stage can compute that), sums of gradients, and `accum`.
 
 What B needs from F is saved, except: what depends on constants and variables only is computed again in B (a read in B gives the version
-that F read), and of a reshape, a broadcast or the widening of a 16-bit float the operand is saved and the operation is repeated.
+that F read), and layout changes, which cost nothing where they are read:
+  * of a reshape, a broadcast, the widening of a 16-bit float, a transposition that keeps rows whole, or a slice of what is split up entirely, the operand is saved and the
+    operation is repeated;
+  * a result that is only turned (result of attention, say) is saved as it is turned in the end, which is how a kernel stores it, and turned back in B.
 
 Known limits: first derivatives only; one loss; a parameter is read, never written, by main. Integers and booleans carry no gradient.
 A float path from a parameter to the loss through floor, sign or argmax is an error, as is an operation without a rule.
@@ -21,21 +24,20 @@ A float path from a parameter to the loss through floor, sign or argmax is an er
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..ir.errors import UnsupportedModel, UsageError
 from ..ir.graph import GRAD, PARAM, Attr, Graph, Module, Namer, Op, Value, Var
-from ..ir.ops import OPS, make
+from ..ir.ops import OPS, infer_op, ints, make
 from ..ir.types import FLOATS
 from .vjp import FLAT, VJP, sum_to
-
-REPEATED = ("reshape", "broadcast")
 
 
 def is_repeated(op: Op) -> bool:
     """Whether it is cheaper to do an operation again than to keep its result: it makes nothing but a copy, or one of twice the size."""
-    return op.kind in REPEATED or (op.kind == "cast" and op.ins[0].type.dtype in ("f16", "bf16") and op.outs[0].type.dtype == "f32")
+    widens = op.kind == "cast" and op.ins[0].type.dtype in ("f16", "bf16") and op.outs[0].type.dtype == "f32"
+    return widens or op.kind in ("reshape", "broadcast") or _keeps_rows(op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +114,43 @@ def _carriers(main: Graph, loss: Value, params: Iterable[Value]) -> set[Value]:
     problems = [f"{place} lies between parameters and the loss, and its gradient is zero" for place in flat]
     problems += [f"{place} has no gradient rule" for place in unknown]
     if problems:
-        composite = any(place.startswith("attention ") for place in unknown)
-        hint = "run the pass `decompose` first" if composite else "freeze the parameters before it, or remove it from the model"
+        hint = "freeze the parameters before it, or remove it from the model"
         raise UnsupportedModel(
             "cannot differentiate the model:" + "".join(f"\n  - {p}" for p in problems), where=f"@{main.name}", hint=hint
         )
     if loss not in found:
         raise UsageError("the loss depends on no parameter, there is nothing to train", where=f"@{main.name}")
     return found & useful
+
+
+_LAYOUTS = ("reshape", "broadcast", "transpose", "slice")
+
+
+def _keeps_rows(op: Op) -> bool:
+    """A transposition that leaves the last dimension where it is: rows are read as fast as before."""
+    return op.kind == "transpose" and ints(op.attrs["perm"])[-1:] == (op.outs[0].type.rank - 1,)
+
+
+def _only_turned(main: Graph, readers: Mapping[Value, Sequence[Op]], free: set[Value]) -> tuple[dict[Value, Sequence[Op]], set[Value]]:
+    """Results that nobody reads but a transposition, perhaps with reshapes around it: the layout changes from each of them to the end, and
+    the ends."""
+    turned: dict[Value, Sequence[Op]] = {}
+    ends: set[Value] = set()
+    for op in main.ops:
+        if op.kind in _LAYOUTS or free.issuperset(op.outs):
+            continue
+        for value in op.outs:
+            steps: list[Op] = []
+            while len(readers.get(value, ())) == 1 and value not in main.outs:
+                step = readers[value][0]
+                if step.kind != "reshape" and not _keeps_rows(step):
+                    break
+                steps.append(step)
+                value = step.outs[0]
+            if any(step.kind == "transpose" for step in steps):
+                turned |= {step.ins[0]: steps[i:] for i, step in enumerate(steps)}
+                ends.add(value)
+    return turned, ends
 
 
 class _Backward:
@@ -129,6 +160,11 @@ class _Backward:
         self.main, self.params, self.differentiated = main, params, differentiated
         self.producers = main.producers()
         self.free = depends_on_state_only(main)
+        self.readers: dict[Value, list[Op]] = {}
+        for op in main.ops:
+            for value in op.ins:
+                self.readers.setdefault(value, []).append(op)
+        self.turned, self.ends = _only_turned(main, self.readers, self.free)
         self.ops: list[Op] = []
         self.bases: dict[Value, str] = {}  # what a provisional name becomes; a forward value keeps its own
         self.final: dict[Value, str] = {}
@@ -155,10 +191,10 @@ class _Backward:
                 annotations["of"] = origin.outs[0].name
             if "stage" in origin.attrs:
                 annotations["stage"] = origin.attrs["stage"]
-        count = 2 if kind == "layer_norm_grad_weight" else 1
-        names = [f"%{len(self.bases) + i}" for i in range(count)]
         defaults = OPS[kind].attrs
         kept = {k: v for k, v in attrs.items() if v != defaults[k]}
+        count = len(infer_op(Op(kind, ins, (), kept), {}))
+        names = [f"%{len(self.bases) + i}" for i in range(count)]
         op = make(kind, ins, names, origin.loc if origin else "", **kept, **annotations)
         self.ops.append(op)
         base = f"{origin.outs[0].name}.vjp" if origin is not None else "grad"
@@ -176,13 +212,37 @@ class _Backward:
         if value in self.bases or value in self.available or value in self.saved:
             return
         op = self.producers.get(value)
-        if op is None or not (value in self.free or is_repeated(op)):
+        if value in self.turned:
+            self._turn_back(self.turned[value])
+        elif op is None or value in self.ends or not (value in self.free or self._repeats(op)):
             self.saved.add(value)
-            return
-        for operand in op.ins:
-            self._need(operand)
-        self.available.update(op.outs)
-        self.ops.append(op if value in self.free else op.with_attrs(of=op.outs[0].name))
+        else:
+            for operand in op.ins:
+                self._need(operand)
+            self.available.update(op.outs)
+            self.ops.append(op if value in self.free else op.with_attrs(of=op.outs[0].name))
+
+    def _repeats(self, op: Op) -> bool:
+        """Whether an operation is done again in B, and its operand saved. Slices are where they share out the whole operand."""
+        if op.kind == "slice":
+            parts = [reader for reader in self.readers[op.ins[0]] if reader.kind == "slice"]
+            return sum(part.outs[0].type.size for part in parts) >= op.ins[0].type.size
+        return is_repeated(op)
+
+    def _turn_back(self, steps: Sequence[Op]) -> None:
+        """Make a value available from the end of the layout changes that only it goes through."""
+        self._need(steps[-1].outs[0])
+        for step in reversed(steps):
+            value, turned = step.ins[0], step.outs[0]
+            if value in self.available:
+                continue
+            attrs: dict[str, Attr] = {"shape": value.type.dims}
+            if step.kind == "transpose":
+                perm = ints(step.attrs["perm"])
+                attrs = {"perm": tuple(perm.index(i) for i in range(len(perm)))}
+            attrs |= {"of": turned.name} | {k: v for k, v in step.attrs.items() if k == "stage"}
+            self.ops.append(Op(step.kind, (turned,), (value,), attrs, step.loc))
+            self.available.add(value)
 
     # the walk
 

@@ -8,7 +8,8 @@ changes, which are index arithmetic). A group is
   * elementwise operations behind it that read its result at the same element, with any number of results,
   * sums over the same axes of values that the group reads or makes elementwise, so that one sweep over memory gives all of them, and sums
     of columns beside the gradient of a layer norm,
-  * reshapes and transpositions of a result that nothing else reads: it is stored in the new layout,
+  * reshapes and transpositions of a result that nothing else reads: it is stored in the new layout; results that are known at different
+    points (the gradients of attention) also as the parts of their concatenation,
   * `accum` and `write` of its results, which are then done where the value is computed, and `take` of a gradient that only it reads.
 
 Invariant: kernels can be ordered. An operation joins a group only if no other operand comes from a kernel that needs the group, and the same
@@ -37,10 +38,12 @@ _OPEN = {
     *("matmul", "conv", "conv_grad_input", "conv_grad_weight"),
     *("softmax", "softmax_grad", "log_softmax", "log_softmax_grad", "layer_norm", "layer_norm_grad", "layer_norm_grad_weight"),
     *("sum", "mean", "max", "mse"),
-    *("gather", "cross_entropy_grad"),
+    *("gather", "cross_entropy_grad", "attention"),
 }
 # Of these only the first result can, the others are finished earlier.
-_FIRST_ONLY = ("layer_norm",)
+_FIRST_ONLY = ("layer_norm", "attention")
+# Results that are known at different points of the kernel: each can be stored in another layout, and as a part of a concatenation.
+_APART = ("attention_grad",)
 # A gradient of a lookup is scattered: it can be added to its variable, nothing else.
 _SCATTERED = ("gather_grad",)
 # Reductions that share a sweep over memory, and the row operations that sums over the rows in front can ride along with.
@@ -64,12 +67,13 @@ Sweep = tuple[tuple[int, ...], tuple[int, ...], str]
 
 @dataclass
 class _Group:
-    """A kernel while it grows. `reached` are results that stand in registers, each at the element the loops are at. `swept` is the shape
-    that its sums run over, with their axes."""
+    """A kernel while it grows. `reached` are results that stand in registers, each at the element the loops are at; `apart` are those that
+    can only be stored somewhere else. `swept` is the shape that its sums run over, with their axes."""
 
     number: int
     ops: list[Op] = field(default_factory=list)
     reached: set[Value] = field(default_factory=set)
+    apart: set[Value] = field(default_factory=set)
     needs: int = 0
     scattered: bool = False
     swept: Sweep | None = None
@@ -157,6 +161,8 @@ class _Fuser:
             group.swept = _swept(op)
         if op.kind in _SCATTERED:
             group.scattered = True
+        elif op.kind in _APART or group.apart.intersection(op.ins):
+            group.apart |= set(op.outs)
         elif op.kind in _FIRST_ONLY:
             group.reached.add(op.outs[0])
         elif not fresh or op.kind in _OPEN or OPS[op.kind].family in ("elementwise", "optimizer"):
@@ -230,7 +236,7 @@ class _Fuser:
             return None
         maker = self.makers.get(op.ins[0])
         group = self.of.get(id(maker)) if maker is not None else None
-        if group is None or op.ins[0] not in group.reached or len(self.readers.get(op.ins[0], [])) != 1:
+        if group is None or op.ins[0] not in group.reached | group.apart or len(self.readers.get(op.ins[0], [])) != 1:
             return None
         if _passes_by(op.ins[0], group):
             return None
@@ -238,11 +244,20 @@ class _Fuser:
             return None
         return group if len(group.ops) < _LARGEST else None
 
+    def _stores_in_parts(self, op: Op) -> _Group | None:
+        """The group that makes all parts of a concatenation, and can store each of them in its place."""
+        homes = [self.of.get(id(self.makers[v])) if v in self.makers else None for v in op.ins]
+        group = homes[0]
+        if group is None or any(home is not group for home in homes) or len(set(op.ins)) < len(op.ins):
+            return None
+        alone = all(v in group.apart and v not in self.results and len(self.readers.get(v, [])) == 1 for v in op.ins)
+        return group if alone and len(group.ops) < _LARGEST else None
+
     def _home(self, op: Op) -> _Group | None:
         """The group that `op` joins; None: a new one."""
         if not self.options.chains:
             return None
-        stored = self._stores_in_layout(op)
+        stored = self._stores_in_parts(op) if op.kind == "concat" else self._stores_in_layout(op)
         if stored is not None:
             return stored
         if op.kind in _SUMS:

@@ -4,6 +4,7 @@ on the last operation of a pattern.
     gelu         0.5 x (1 + erf(x / sqrt 2)), and 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), factors in any order
     layer_norm   (x - mean) / sqrt(mean((x - mean)^2) + eps) * scale + bias over the last dimensions
     softmax      e^(x - max) or e^x over its sum along one axis;  log_softmax: logarithm of that
+    attention    softmax(scale * q k^T, masked) v: recognize_attention.py
 
 Composites have their own kernels and gradients, and need less memory between forward and backward. The mathematics is the same; constants
 may be rounded to float32 (1e-6 relative), and e^x no longer overflows. A pattern that differs in anything else is left alone.
@@ -18,6 +19,7 @@ from ..ir.graph import Op, Value
 from ..ir.ops import complete_attrs, reduced_axes
 from ..ir.types import FLOATS
 from .identities import Found, Rule, Scene, becomes, uniform
+from .recognize_attention import attention
 
 
 def _made_by(scene: Scene, value: Value, *kinds: str) -> Op | None:
@@ -187,4 +189,5 @@ PATTERNS: dict[str, tuple[Rule, ...]] = {
     "div": (_for_floats(_softmax), _for_floats(_gelu)),
     "add": (_for_floats(_layer_norm),),
     "log": (_log_softmax,),
+    "matmul": (_for_floats(attention),),
 }

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
+from ..ir.errors import UnsupportedModel
 from ..ir.graph import Attr, Op, Value
 from ..ir.ops import OPS, complete_attrs, ints, reduced_axes
 
@@ -247,6 +248,46 @@ def _avg_pool(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
     return (lambda: b.emit("avg_pool_grad", dy, shape=op.ins[0].type.dims, **_shared(op)),)
 
 
+def _attention(b: Emitter, op: Op, dy: Value | None, dtop: Value | None, dtotal: Value | None) -> Sequence[Grad]:
+    y, top, total = op.outs
+    if dy is None or dtop is not None or dtotal is not None:
+        raise UnsupportedModel(
+            f"the row statistics of attention %{y.name} have no gradient", where=op.loc, hint="`decompose{keep=[]}` before autodiff"
+        )
+    q, k, v, *mask = op.ins
+    found: list[tuple[Value, ...]] = []
+
+    def of(which: int) -> Grad:
+        def grad() -> Value:
+            if not found:
+                found.append(b.emit_all("attention_grad", dy, q, k, v, y, top, total, *mask, **_shared(op)))
+            return found[0][which]
+
+        return grad
+
+    return of(0), of(1), of(2), *(lambda: _attention_mask(b, op, dy) for _ in mask)
+
+
+def _attention_mask(b: Emitter, op: Op, dy: Value) -> Value:
+    """Gradient of what is added to scores: share * (dy v^T - sum(dy * y)), with all scores at once."""
+    q, k, v, mask = op.ins
+    y, top, total = op.outs
+    a = complete_attrs(op)
+
+    def column(value: Value) -> Value:
+        return b.emit("reshape", value, shape=(*value.type.dims, 1))
+
+    scores = b.emit("add", _scaled(b, float(a["scale"]), b.emit("matmul", q, k, tb=True)), mask)  # type: ignore[arg-type]
+    share = b.emit("div", b.emit("exp", b.emit("sub", scores, column(top))), column(total))
+    dot = b.emit("sum", b.emit("mul", dy, y), axes=(3,), keep=True)
+    slope = b.emit("mul", share, b.emit("sub", b.emit("matmul", dy, v, tb=True), dot))
+    if a["causal"]:
+        row = b.emit("iota", dtype="i32", shape=(q.type.dims[2], 1), axis=0)
+        column_number = b.emit("iota", dtype="i32", shape=(1, k.type.dims[2]), axis=1)
+        slope = b.emit("where", b.emit("less", row, column_number), b.scalar(0.0, slope), slope)
+    return slope
+
+
 # ---------------------------------------------------------------------------------------- rows, indexing, losses
 
 
@@ -442,6 +483,7 @@ VJP: dict[str, Rule] = {
     "conv_grad_input": _conv_grad_input,
     "max_pool": _max_pool,
     "avg_pool": _avg_pool,
+    "attention": _attention,
     "softmax": _from_result("softmax_grad"),
     "log_softmax": _from_result("log_softmax_grad"),
     "cumsum": _cumsum,

@@ -246,8 +246,18 @@ def _cross_entropy_grad(arrays: list[Array], a: Mapping[str, Attr]) -> list[Arra
     return _replaced(arrays, x2=torch.logsumexp(_to_torch(arrays[0]), -1))
 
 
+def _attention_grad(x: list[Array], a: Mapping[str, Attr]) -> list[Array]:
+    """Result and statistics that belong to the operands;"""
+    from torch_meaning import MEANING
+
+    operands = [torch.tensor(t if t.dtype == bool else t.astype(np.float64)) for t in (*x[1:4], *x[7:])]
+    results = MEANING["attention"](*operands, **a)
+    return [*x[:4], *(np.asarray(r.numpy()).astype(old.dtype) for r, old in zip(results, x[4:7], strict=True)), *x[7:]]
+
+
 # kind -> operands and complete attributes -> operands as a gradient gets them
 RELATED: dict[str, Callable[[list[Array], Mapping[str, Attr]], list[Array]]] = {
+    "attention_grad": _attention_grad,
     "max_pool_grad": _max_pool_grad,
     "softmax_grad": _softmax_grad,
     "log_softmax_grad": _log_softmax_grad,
@@ -543,13 +553,29 @@ refuse("conv_grad_input", "f32[2,6,7,7]", "f64[6,4,3,3]", shape=(2, 4, 9, 9), be
 refuse("conv_grad_weight", "f32[2,4,9,9]", "f32[2,6,7,7]", shape=(6, 4, 3, 2), because="but the gradient is")
 refuse("conv_grad_weight", "f32[2,4,9,9]", "f64[2,6,7,7]", shape=(6, 4, 3, 3), because="element types differ")
 
-sample("attention", "T[2,3,9,8]", "T[2,3,9,8]", "T[2,3,9,5]", dtypes=FLOATS, scale=0.4)
-sample("attention", "f32[1,2,37,16]", "f32[1,2,37,16]", "f32[1,2,37,16]", scale=0.25, causal=True)
+_HEADS = ("T[2,3,9,8]", "T[2,3,9,8]", "T[2,3,9,5]")
+_LONG = ("f32[1,2,37,16]",) * 3
+sample("attention", *_HEADS, dtypes=FLOATS, scale=0.4)
+sample("attention", *_LONG, scale=0.25, causal=True)
 sample("attention", "f32[2,1,4,8]", "f32[2,1,11,8]", "f32[2,1,11,3]", scale=1.0)
+sample("attention", *_HEADS, "bool[2,1,1,9]", dtypes=("f32", "f16"), scale=0.4)
+sample("attention", *_LONG, "f32[37,37]", scale=0.25, causal=True)
 sample("attention", "f32[0,2,4,8]", "f32[0,2,4,8]", "f32[0,2,4,8]", scale=1.0)
 refuse("attention", "f32[2,3,4]", "f32[2,3,4]", "f32[2,3,4]", scale=1.0, because="needs \\[batch, heads, positions, size\\]")
 refuse("attention", "f32[2,3,4,5]", "f32[2,3,4,6]", "f32[2,3,4,5]", scale=1.0, because="do not fit")
 refuse("attention", "f32[2,3,4,5]", "f32[2,3,4,5]", "f32[2,3,4,5]", because="attribute scale is missing")
+refuse("attention", "f32[2,3,4,5]", "f32[2,3,0,5]", "f32[2,3,0,5]", scale=1.0, because="must not be empty")
+refuse("attention", *("f32[2,3,4,5]",) * 3, "i64[4,4]", scale=1.0, because="the mask must be bool or f32")
+refuse("attention", *("f32[2,3,4,5]",) * 3, "bool[3,4]", scale=1.0, because="broadcast")
+
+_GRAD, _ROWS = ("T[2,3,9,5]", *_HEADS, "T[2,3,9,5]"), ("[2,3,9]",) * 2
+sample("attention_grad", *_GRAD, *("T" + r for r in _ROWS), dtypes=("f32", "f64"), scale=0.4)
+sample("attention_grad", *_GRAD, *("f32" + r for r in _ROWS), dtypes=("f32", *HALF), scale=0.4, causal=True)
+sample("attention_grad", *(_LONG[:1] * 5), *("f32[1,2,37]",) * 2, "f32[37,37]", scale=0.25, causal=True)
+sample("attention_grad", *(_LONG[:1] * 5), *("f32[1,2,37]",) * 2, "bool[1,1,37]", scale=0.25)
+sample("attention_grad", *("f32[0,2,4,8]",) * 5, *("f32[0,2,4]",) * 2, scale=1.0)
+refuse("attention_grad", *("f32[2,3,4,5]",) * 5, *("f32[2,3,5]",) * 2, scale=1.0, because="expected row statistics")
+refuse("attention_grad", "f32[2,3,4,6]", *("f32[2,3,4,5]",) * 4, *("f32[2,3,4]",) * 2, scale=1.0, because="result and gradient are")
 
 # ---------------------------------------------------------------------------------------- windows
 

@@ -144,8 +144,24 @@ def _conv_grad_weight(x: Tensor, dy: Tensor, shape: tuple[int, ...], **a: Any) -
     return grad(lambda v, w: conv(v, w, **a), 1, dy, x, torch.zeros(shape, dtype=dy.dtype))
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The result by torch's own attention, the statistics written out. What a bool mask hides has the lowest score of the element type."""
+    added = torch.zeros(q.shape[2], k.shape[2], dtype=q.dtype)
+    if mask is not None:
+        added = added + (torch.where(mask, 0.0, torch.finfo(torch.float32).min).to(q.dtype) if mask.dtype == torch.bool else mask)
+    if causal:
+        added = added.masked_fill(torch.ones_like(added[..., :, :]).triu(1).bool(), -torch.inf)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale)
+    scores = q @ k.mT * scale + added
+    top = scores.amax(-1)
+    return y, top, torch.exp(scores - top[..., None]).sum(-1)
+
+
+def _attention_grad(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, top: Tensor, total: Tensor, *mask: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(_attention(*leaves, *mask, causal=causal, scale=scale)[0], leaves, dy)
 
 
 def _windows(x: Tensor, a: dict[str, Any], value: float) -> Tensor:
@@ -325,6 +341,7 @@ MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "conv_grad_input": _conv_grad_input,
     "conv_grad_weight": _conv_grad_weight,
     "attention": _attention,
+    "attention_grad": _attention_grad,
     "max_pool": _max_pool,
     "max_pool_grad": _max_pool_grad,
     "avg_pool": _avg_pool,

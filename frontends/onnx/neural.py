@@ -312,7 +312,7 @@ def _attention(n: Node) -> Result:
     causal, cap = bool(n.int_attr("is_causal")), n.float_attr("softcap")
     rows, columns = q.type.dims[2], k.type.dims[2]
     if not n.has(3) and not cap and (rows == columns or not causal):
-        y = n.emit("attention", q, k, v, causal=causal, scale=scale)
+        y = n.emit_all("attention", 3, q, k, v, causal=causal, scale=scale)[0]
     else:
         scores = n.emit("mul", n.emit("matmul", q, k, tb=True), scale)
         if cap:

@@ -62,6 +62,15 @@ Result = Tensor | np.ndarray
 Rule = Callable[["Node"], "Result | Sequence[Result]"]
 
 
+def _is_triangle(array: np.ndarray) -> bool:
+    """One number on and below the diagonal of a matrix, another one above it, as in causal masks."""
+    if array.ndim < 2 or array.size != array.shape[-2] * array.shape[-1] or min(array.shape[-2:]) < 2:
+        return False
+    rows, columns = array.shape[-2:]
+    matrix = array.reshape(rows, columns)
+    return np.array_equal(matrix, np.where(np.tri(rows, columns, dtype=bool), matrix[0, 0], matrix[0, 1]))
+
+
 @dataclass
 class Builder:
     """The graph under construction: operations in order, variables in order of first use, and their weights."""
@@ -105,9 +114,30 @@ class Builder:
             value = first.item()
         elif array.size <= INLINE:
             value = tuple(array.reshape(-1).tolist())
+        elif _is_triangle(array):
+            return self._triangle(name, array, legal(loc), kind.dtype)
         else:
             return self._variable(name, kind, BUFFER, array)
         self.ops.append(make("const", (), (name,), legal(loc), value=value, dtype=kind.dtype, shape=array.shape))
+        return self.ops[-1].outs[0]
+
+    def _triangle(self, name: str, array: np.ndarray, loc: str, dtype: str) -> Value:
+        """A causal mask as a comparison of positions: it takes no memory, and passes can tell what it is."""
+        lead, (rows, columns) = (1,) * (array.ndim - 2), array.shape[-2:]
+
+        def emit(kind: str, *ins: Value, **attrs: Attr) -> Value:
+            self.ops.append(make(kind, ins, (self.names.fresh(f"{name}.{kind}"),), loc, **attrs))
+            return self.ops[-1].outs[0]
+
+        row = emit("iota", dtype="i32", shape=(*lead, rows, 1), axis=array.ndim - 2)
+        column = emit("iota", dtype="i32", shape=(*lead, 1, columns), axis=array.ndim - 1)
+        below, above = (x.item() for x in (array[..., 0, 0].reshape(-1)[0], array[..., 0, 1].reshape(-1)[0]))
+        if dtype != "bool":
+            values = [emit("const", value=x, dtype=dtype) for x in (below, above)]
+            self.ops.append(make("where", (emit("less_equal", column, row), *values), (name,), loc))
+        else:
+            kind, ins = ("less_equal", (column, row)) if below else ("less", (row, column))
+            self.ops.append(make(kind, ins, (name,), loc))
         return self.ops[-1].outs[0]
 
     def _variable(self, name: str, kind: TensorType, role: str, array: np.ndarray) -> Value:

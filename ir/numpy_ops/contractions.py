@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..ops import window_of
-from .arrays import Array, Rule, Values
-from .rows import softmax
+from .arrays import Array, Rule, Values, wide
 from .windows import positions, with_border, without_border
 
 
@@ -61,13 +60,36 @@ def _conv_grad_weight(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     return (np.concatenate(parts, 0),)
 
 
-def _attention(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
-    q, k, v = x
+def _scores(q: Array, k: Array, mask: Sequence[Array], a: Values) -> Array:
+    """Scores of attention. What the mask hides has the lowest finite score, what lies behind has none."""
     scores = np.matmul(q, np.swapaxes(k, -1, -2)) * q.dtype.type(a["scale"])
+    lowest = np.finfo(scores.dtype).min
+    for m in mask:
+        scores = np.where(m, scores, lowest) if m.dtype == np.bool_ else np.maximum(scores + m, lowest)
     if a["causal"]:
         rows, columns = np.arange(q.shape[2])[:, None], np.arange(k.shape[2])[None, :]
-        scores = np.where(columns > rows, -np.inf, scores).astype(q.dtype)
-    return (np.matmul(softmax(scores, -1), v),)
+        scores = np.where(columns > rows, -np.inf, scores)
+    return np.asarray(scores, q.dtype)
+
+
+def _attention(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
+    q, k, v, *mask = x
+    scores = _scores(q, k, mask, a)
+    top = np.max(scores, axis=-1, keepdims=True)
+    grown = np.exp(scores - top)
+    total = np.sum(wide(grown), axis=-1, keepdims=True).astype(q.dtype)
+    return np.matmul(grown / total, v), top[..., 0], total[..., 0]
+
+
+def _attention_grad(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
+    dy, q, k, v, y, top, total, *mask = x
+    share = np.exp(_scores(q, k, mask, a) - top[..., None]) / total[..., None]
+    slope = share * (np.matmul(dy, np.swapaxes(v, -1, -2)) - np.sum(wide(dy * y), axis=-1, keepdims=True).astype(q.dtype))
+    for m in mask:
+        if m.dtype == np.bool_:
+            slope = np.where(m, slope, 0)  # in a row that sees nothing, what is hidden has a share
+    slope = (slope * q.dtype.type(a["scale"])).astype(q.dtype)
+    return np.matmul(slope, k), np.matmul(np.swapaxes(slope, -1, -2), q), np.matmul(np.swapaxes(share, -1, -2), dy)
 
 
 RULES: dict[str, Rule] = {
@@ -76,4 +98,5 @@ RULES: dict[str, Rule] = {
     "conv_grad_input": _conv_grad_input,
     "conv_grad_weight": _conv_grad_weight,
     "attention": _attention,
+    "attention_grad": _attention_grad,
 }

@@ -55,15 +55,29 @@ def _conv_grad_weight(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 
 def _attention(x: Types, a: Values) -> tuple[TensorType, ...]:
-    q, k, v = x
-    need_floats(x)
-    same_dtype(x)
+    q, k, v, *mask = x
+    need_floats((q, k, v))
+    same_dtype((q, k, v))
     need(q.rank == k.rank == v.rank == 4, f"needs [batch, heads, positions, size] for q, k and v, got {q}, {k}, {v}")
     need(
         q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3],
         f"q, k and v do not fit: {q}, {k}, {v}",
     )
-    return (q.with_shape((*q.shape[:3], v.shape[3])),)
+    need(0 not in (*q.shape[2:], *k.shape[2:], *v.shape[2:]), f"positions and sizes must not be empty, got {q}, {k} and {v}")
+    scores = (*q.shape[:3], k.shape[2])
+    for m in mask:
+        need(m.dtype in ("bool", q.dtype), f"the mask must be bool or {q.dtype}, got {m}")
+        need(m.rank <= 4 and broadcast_shapes(m.shape, scores) == scores, f"mask {m} does not broadcast to scores {list(scores)}")
+    row = TensorType(q.dtype if q.dtype == "f64" else "f32", q.shape[:3])
+    return q.with_shape((*q.shape[:3], v.shape[3])), row, row
+
+
+def _attention_grad(x: Types, a: Values) -> tuple[TensorType, ...]:
+    dy, q, k, v, y, top, total, *mask = x
+    expected = _attention((q, k, v, *mask), a)
+    need(dy == y == expected[0], f"attention gives {expected[0]}, but result and gradient are {y} and {dy}")
+    need(top == total == expected[1], f"expected row statistics {expected[1]}, got {top} and {total}")
+    return q, k, v
 
 
 def _matmul_flops(x: Types, y: Types, a: Values) -> float:
@@ -82,9 +96,20 @@ def _conv_grad_weight_flops(x: Types, y: Types, a: Values) -> float:
     return 2.0 * x[1].size * prod(y[0].dims[1:])
 
 
+def _seen(q: TensorType, k: TensorType, a: Values) -> float:
+    """How many scores of attention are looked at."""
+    return prod(q.dims[:3]) * k.dims[2] * (0.5 if a["causal"] else 1.0)
+
+
 def _attention_flops(x: Types, y: Types, a: Values) -> float:
-    q, k, v = x
-    return 2.0 * prod(q.dims[:3]) * k.dims[2] * (q.dims[3] + v.dims[3]) * (0.5 if a["causal"] else 1.0)
+    q, k, v = x[:3]
+    return 2.0 * _seen(q, k, a) * (q.dims[3] + v.dims[3])
+
+
+def _attention_grad_flops(x: Types, y: Types, a: Values) -> float:
+    """Scores again, their gradient, and three products with them."""
+    q, k, v = y
+    return 2.0 * _seen(q, k, a) * (3 * q.dims[3] + 2 * v.dims[3])
 
 
 _CONV: dict[str, Attr | Needs] = {**WINDOW, "groups": 1}
@@ -95,6 +120,7 @@ ROWS = (
     row("conv", "contract", 2, _conv, "cross-correlation, x[n,c,...] with w[o,c/groups,...]", flops=_conv_flops, dims="n c+ ...^, o c+ ...^ -> n o ...^", **_CONV),  # type: ignore[arg-type]
     row("conv_grad_input", "contract", 2, _conv_grad_input, "gradient of conv for x, from (dy, w); `shape` is x's", flops=_conv_grad_input_flops, shape=Needs(tuple), dims="n o+ ...^, o+ c ...^ -> n c ...^", **_CONV),  # type: ignore[arg-type]
     row("conv_grad_weight", "contract", 2, _conv_grad_weight, "gradient of conv for w, from (x, dy); `shape` is w's", flops=_conv_grad_weight_flops, shape=Needs(tuple), dims="n+ c ...^, n+ o ...^ -> o c ...^", **_CONV),  # type: ignore[arg-type]
-    row("attention", "contract", 3, _attention, "softmax(scale * q k^T) v on [batch, heads, positions, size]; `causal` hides later positions", causal=False, scale=Needs(float), flops=_attention_flops, dims="n h s^ d^, n h t^ d^, n h t^ e -> n h s^ e"),
+    row("attention", "contract", (3, 4), _attention, "softmax(scale * q k^T) v on [batch, heads, positions, size]; `causal` looks at no later position; the optional mask is added to the scores, or (bool) where false hides by the lowest finite score; also gives per row the largest score and the sum of e^(score - largest)", causal=False, scale=Needs(float), flops=_attention_flops, dims="n h s^ d^, n h t^ d^, n h t^ e^ -> n h s^ e^, n h s^, n h s^"),
+    row("attention_grad", "contract", (7, 8), _attention_grad, "gradients for q, k and v, from (dy, q, k, v, y, largest, sum) and the mask, if any", causal=False, scale=Needs(float), flops=_attention_grad_flops, dims="n h s^ e^, n h s^ d^, n h t^ d^, n h t^ e^, n h s^ e^, n h s^, n h s^ -> n h s^ d^, n h t^ d^, n h t^ e^"),
 )
 # fmt: on

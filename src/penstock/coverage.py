@@ -18,11 +18,9 @@ def coverage() -> tuple[list[str], list[list[str]]]:
     kernels = {*MAIN, *INDEXED, *POINTWISE}
     rows = []
     for name, row in OPS.items():
-        if name in DECOMPOSE:
-            gradient = kernel = "decomposed"
-        else:
-            gradient = "yes" if name in VJP else "zero" if name in FLAT else "-"
-            kernel = "yes" if name in kernels or row.family == STATE else "-"
+        missing = "decomposed" if name in DECOMPOSE else "-"
+        gradient = "yes" if name in VJP else "zero" if name in FLAT else missing
+        kernel = "yes" if name in kernels or row.family == STATE else missing
         numpy = "yes" if name in NUMPY or row.family == STATE else "-"
         rows.append([name, row.family, numpy, gradient, kernel, row.doc])
     return ["op", "family", "numpy", "gradient", "tvm cpu", "meaning"], rows

@@ -15,17 +15,14 @@ from penstock.backends.tvm.kernels.elements import INDEXED, POINTWISE
 from penstock.ir.graph import Graph
 from penstock.ir.numpy_ops import NUMPY
 from penstock.ir.ops import OPS, make
-from penstock.passes.decompose import DECOMPOSE
 
-# Lowered by `decompose` before it comes here.
-COMPILED = [s for s in SAMPLES if s.kind not in DECOMPOSE]
 
 
 def has_half(s: Sample) -> bool:
     return bool({v.type.dtype for v in (*s.op.ins, *s.op.outs)} & set(HALF))
 
 
-CHOSEN = [s for s in COMPILED if not has_half(s)]
+CHOSEN = [s for s in SAMPLES if not has_half(s)]
 GRAPHS = [s.graph(f"s0.c{i}") for i, s in enumerate(CHOSEN)]
 
 
@@ -36,10 +33,10 @@ def program(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_every_row_of_the_table_has_a_kernel() -> None:
-    assert {name for name, row in OPS.items() if row.family != "state"} - set(DECOMPOSE) == {*POINTWISE, *INDEXED, *MAIN}
+    assert {name for name, row in OPS.items() if row.family != "state"} == {*POINTWISE, *INDEXED, *MAIN}
 
 
-@pytest.mark.parametrize("kind", sorted({s.kind for s in COMPILED}))
+@pytest.mark.parametrize("kind", sorted({s.kind for s in SAMPLES}))
 def test_compiled_operations_agree_with_the_interpreter(kind: str, program) -> None:
     pairs = [(s, g) for s, g in zip(CHOSEN, GRAPHS, strict=True) if s.kind == kind]
     assert pairs
@@ -56,7 +53,7 @@ def test_other_instruction_sets(target: str, tmp_path: Path) -> None:
     assert not [w for s, g in zip(chosen, graphs, strict=True) for w in compare(program, g, s.arrays())]
 
 
-@pytest.mark.parametrize("kind", sorted({s.kind for s in COMPILED}))
+@pytest.mark.parametrize("kind", sorted({s.kind for s in SAMPLES}))
 def test_control_one_wrong_element_is_noticed(kind: str, program, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the interpreter's rule another one, or the kernel: each sample with anything in it must see it."""
     monkeypatch.setitem(NUMPY, kind, touched(NUMPY[kind]))

@@ -1,7 +1,7 @@
 """Kernel generators: each turns one group of operations into one TIR function with loops chosen by formula, not by tuning.
 
 emit, functions, elements, body     the tools: statements, elementary functions, meaning of one element, parameters and fusion
-elementwise, gemm, conv, rows, reduce, scan, select, lookup, windows     one file per family of main operations
+elementwise, gemm, attention, conv, rows, reduce, scan, select, lookup, windows     one file per family of main operations
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from penstock.ir.graph import Op
 
 from ..target import Machine
-from . import conv, elementwise, gemm, lookup, reduce, rows, scan, select, windows
+from . import attention, attention_grad, conv, elementwise, gemm, lookup, reduce, rows, scan, select, windows
 from .body import Body, Group, Kernel, NotOneKernel
 from .emit import literal
 from .sums import SUMS
@@ -21,6 +21,8 @@ from .sums import SUMS
 # Operations that bring loops of their own; a group has at most one of them.
 MAIN: dict[str, Callable[[Body, Op], None]] = {
     "matmul": gemm.emit_matmul,
+    "attention": attention.emit_attention,
+    "attention_grad": attention_grad.emit_attention_grad,
     "conv": conv.emit_conv,
     "conv_grad_input": conv.emit_conv_grad_input,
     "conv_grad_weight": conv.emit_conv_grad_weight,

@@ -22,7 +22,7 @@ from penstock.ir.graph import Op, Slot, Value, slot_of
 from ..group import EFFECTS, Group, Kernel, NotOneKernel
 from ..pipeline import HOLDS_BOOLS
 from ..target import Machine
-from .elements import INDEXED, POINTWISE, Index, element, forward_index, has_element_rule, linear
+from .elements import INDEXED, POINTWISE, Index, axis_of, element, forward_index, has_element_rule, linear
 from .emit import MEMORY_DTYPES, TVM_DTYPES, Buffer, Emitter, Expr, literal, load
 from .functions import Functions
 
@@ -328,6 +328,29 @@ class Body:
             position = linear(index, value.type.dims)
             self._ask_ahead(value, self.result(value), position, True)
             self.emit.store(self.result(value), expr, position)
+
+    def finish_part(self, value: Value, expr: Expr, index: Index) -> None:
+        """Store one of several results of the main operation that are known at different points, through the layout changes behind it and,
+        where it is concatenated, into its part of the whole."""
+        self._elsewhere.add(value)
+        while value not in self.group.outs:
+            behind = [op for op in self.group.ops if value in op.ins]
+            if not behind:
+                return  # nobody wants it
+            op = behind[0]
+            if len(behind) > 1 or op.ins.count(value) > 1 or op.kind not in (*BIJECTIONS, "concat"):
+                raise NotOneKernel(f"{op.kind} cannot be done where %{value.name} is stored")
+            if op.kind == "concat":
+                axis = axis_of(op, op.outs[0])
+                before = sum(v.type.dims[axis] for v in op.ins[: op.ins.index(value)])
+                index = tuple(x + before if i == axis and before else x for i, x in enumerate(index))
+            else:
+                index = forward_index(op, index)
+            value = op.outs[0]
+            self._elsewhere.add(value)
+        if any(value in op.ins for op in self.group.ops):
+            raise NotOneKernel(f"%{value.name} is stored and worked on")
+        self.emit.store(self.result(value), expr, linear(index, value.type.dims))
 
     def address(self, value: Value, index: Index) -> tuple[Value, Expr] | None:
         """The stored value and the position in it that reading `value` at `index` comes down to; None if it is computed."""

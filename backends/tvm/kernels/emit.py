@@ -120,9 +120,9 @@ class Emitter:
         return self._close()
 
     @contextmanager
-    def loop(self, extent: int, kind: Any = SERIAL, name: str = "i") -> Iterator[Expr]:
+    def loop(self, extent: int | Expr, kind: Any = SERIAL, name: str = "i") -> Iterator[Expr]:
         """A loop over 0 .. extent-1; gives its variable. Loops of one turn are not emitted."""
-        if extent == 1:
+        if isinstance(extent, int) and extent == 1:
             yield tirx.IntImm("int32", 0)
             return
         variable = tirx.Var(self.fresh(name), "int32")

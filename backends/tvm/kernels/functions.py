@@ -20,6 +20,10 @@ _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.66
 # Here the exponent of the power of two becomes 0, and with it the result.
 _EXP_LEAST = -127 * math.log(2)
 _ROUNDER = 1.5 * 2**23 + 127
+# 2^r for |r| <= 1/2, fitted for the least relative error (2e-9 before rounding).
+_EXP2 = (1.5345812e-4, 1.3399931e-3, 9.618489e-3, 5.5503286e-2, 2.4022646e-1, 6.9314718e-1, 1.0)
+# Added to a float of moderate size, it leaves the nearest whole number in the last bits.
+_ROUND = 12582912.0
 _LOG = (
     7.0376836292e-2,
     -1.1514610310e-1,
@@ -113,6 +117,16 @@ class Functions:
         r = self.bind(r - n * _f32(-2.12194440e-4))
         y = self._horner(r, (*_EXP, 1.0, 1.0))
         return self.bind(y * tirx.reinterpret("float32", tirx.reinterpret("int32", t) << 23))
+    def exp2(self, x: Expr) -> Expr:
+        """2^x for x up to 127; 0 below -126 in f32. Quicker than exp, and exactly 1 at 0."""
+        if not _is_f32(x):
+            return self.bind(tirx.exp2(x))
+        x = self.bind(x)
+        rounded = self.bind(x + _f32(_ROUND))
+        whole = self.bind(rounded - _f32(_ROUND))
+        y = self._horner(self.bind(x - whole), _EXP2)
+        y = y * tirx.reinterpret("float32", (tirx.reinterpret("int32", rounded) << 23) + 0x3F800000)
+        return self.bind(tirx.Select(x < _f32(-126), _f32(0), y))
 
     def log(self, x: Expr) -> Expr:
         if not _is_f32(x):

@@ -24,7 +24,7 @@ from .product import Product, ceil_div, emit_product
 __all__ = ["Product", "ceil_div", "emit_matmul", "emit_product"]
 
 
-def _contiguous(body: Body, value: Value, index: Callable[[Expr], Index], extent: int) -> bool:
+def contiguous(body: Body, value: Value, index: Callable[[Expr], Index], extent: int) -> bool:
     """Whether consecutive values of the coordinate read consecutive memory."""
     v = tirx.Var("v", "int32")
     here, there = body.address(value, index(v)), body.address(value, index(v + 1))
@@ -61,10 +61,10 @@ def emit_matmul(body: Body, op: Op) -> None:
         lambda b, i, k: body.at(lhs, a_index(b, i, k)),
         lambda b, k, j: body.at(rhs, b_index(b, k, j)),
         lambda b, i, j: (*b, i, j),
-        _contiguous(body, lhs, lambda v: a_index(lead, fixed, v), k),
-        _contiguous(body, rhs, lambda v: b_index(lead, fixed, v), n),
-        k > 1 and _contiguous(body, rhs, lambda v: b_index(lead, v, fixed), k),
-        m > 1 and _contiguous(body, lhs, lambda v: a_index(lead, v, fixed), m),
+        contiguous(body, lhs, lambda v: a_index(lead, fixed, v), k),
+        contiguous(body, rhs, lambda v: b_index(lead, fixed, v), n),
+        k > 1 and contiguous(body, rhs, lambda v: b_index(lead, v, fixed), k),
+        m > 1 and contiguous(body, lhs, lambda v: a_index(lead, v, fixed), m),
         lambda b, k, j: body.address(rhs, b_index(b, k, j)),
     )
     if batch and prod(rhs_batch) == 1 and not attrs["ta"]:

@@ -1,0 +1,231 @@
+"""Find attention in what exporters write: a rule like those of passes/recognize.py, tried on the product with the values.
+
+    softmax(scale * q k^T, masked) v        on [batch, heads, positions, size] or [any, positions, size]
+
+The scale may stand on the scores, on q, on k, or on several of them. Masks, in any order with the scale:
+
+    where(visible, scores, fill), or where(hidden, fill, scores)    fill at most -1e4, so that nothing of a hidden score is left
+    scores + mask                                                   added as it is
+
+A mask that is known when compiling, made of constants and iota, and that shows each position itself and what comes before it, makes the
+attention causal; one that shows everything is dropped. Any other is handed to attention as its mask.
+
+Left alone: scores or shares that anybody else reads; an outer scale over an added mask; two masks that are not causal; softmax along another
+axis; operands that broadcast. Where a mask hides a whole row by -inf, the result was nan and becomes a mean of the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..ir.graph import Attr, Op, Value
+from ..ir.numpy_ops import apply_op
+from ..ir.ops import OPS, complete_attrs
+from ..ir.types import FLOATS
+from .identities import Found, Scene, becomes, helper, uniform
+
+# What is added to, or stands in for, a score that shall not count: e^(x - largest) is 0 for it unless all scores are as low.
+_HIDES = -1e4
+# Elements of a mask that are worth computing to see what it is.
+_LARGEST_MASK = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Hiding:
+    """One where over scores: `visible` holds (or, if `turned`, does not hold) for what stays."""
+
+    visible: Value
+    turned: bool
+    fill: float
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """q k^T under factors and masks."""
+
+    q: Value
+    k: Value
+    turned: bool  # k lies as [size, positions]
+    scale: float = 1.0
+    hiding: tuple[_Hiding, ...] = ()
+    added: tuple[Value, ...] = ()
+
+
+@dataclass
+class _Emitted:
+    """Operations in front of the attention."""
+
+    scene: Scene
+    op: Op
+    ops: list[Op] = field(default_factory=list)
+
+    def emit(self, kind: str, *ins: Value, **attrs: Attr) -> Value:
+        self.ops.append(helper(self.scene, self.op, kind, *ins, **attrs))
+        return self.ops[-1].outs[0]
+
+
+def attention(scene: Scene, op: Op) -> Found:
+    """The rule for matmul."""
+    shares, values = op.ins
+    attrs = complete_attrs(op)
+    softmax = scene.maker(shares)
+    if attrs["ta"] or attrs["tb"] or softmax is None or softmax.kind != "softmax" or scene.uses(shares) != 1:
+        return None
+    rank = shares.type.rank
+    if shares.type.dtype not in FLOATS or rank not in (3, 4) or complete_attrs(softmax)["axis"] not in (-1, rank - 1):
+        return None
+    found = _scores(scene, softmax.ins[0], 1.0)
+    if found is None:
+        return None
+    q, k = found.q.type, found.k.type
+    depth, keys = (k.shape[-2], k.shape[-1]) if found.turned else (k.shape[-1], k.shape[-2])
+    if not q.shape[:-2] == k.shape[:-2] == values.type.shape[:-2] == shares.type.shape[:-2] or q.rank != rank:
+        return None
+    if depth != q.shape[-1] or keys != values.type.shape[-2] or not shares.type.is_static:
+        return None
+    made = _Emitted(scene, op)
+    masked = _masks(made, found, shares)
+    if masked is None:
+        return None
+    causal, masks = masked
+    key = made.emit("transpose", found.k, perm=(*range(rank - 2), rank - 1, rank - 2)) if found.turned else found.k
+    operands = [_with_heads(made, v) for v in (found.q, key, values)]
+    masks = [_with_heads(made, m) if rank == 3 and m.type.rank == 3 else m for m in masks]
+    new = made_attention(made, op, [*operands, *masks], causal=causal, scale=found.scale)
+    return [*made.ops, *new]
+
+
+def made_attention(made: _Emitted, op: Op, operands: Sequence[Value], **attrs: Attr) -> list[Op]:
+    """The attention, with its row statistics, and a reshape behind it where the heads had no dimension."""
+    q = operands[0].type
+    row, base = q.with_shape(q.shape[:3]), op.outs[0].name
+    statistics = tuple(Value(made.scene.fresh(f"{base}.{name}"), row) for name in ("largest", "sum"))
+    result = op.outs[0]
+    plain = becomes(op, "attention", *operands, **attrs)
+    if result.type.rank == 4:
+        return [Op(plain.kind, plain.ins, (result, *statistics), plain.attrs, plain.loc)]
+    inner = Value(made.scene.fresh(f"{base}.heads"), result.type.with_shape((result.type.shape[0], 1, *result.type.shape[1:])))
+    return [
+        Op(plain.kind, plain.ins, (inner, *statistics), plain.attrs, plain.loc),
+        becomes(op, "reshape", inner, shape=result.type.dims),
+    ]
+
+
+def _with_heads(made: _Emitted, value: Value) -> Value:
+    if value.type.rank == 4:
+        return value
+    return made.emit("reshape", value, shape=(value.type.dims[0], 1, *value.type.dims[1:]))
+
+
+# ---------------------------------------------------------------------------------------- scores
+
+
+def _scores(scene: Scene, x: Value, outer: float) -> _Scores | None:
+    """What scores are made of; `outer` is the factor by which they are multiplied later."""
+    op = scene.maker(x)
+    if op is None or scene.uses(x) != 1:
+        return None
+    inner: _Scores | None
+    match op.kind:
+        case "matmul":
+            attrs = complete_attrs(op)
+            if attrs["ta"]:
+                return None
+            (q, a), (k, b) = (_unscaled(scene, v) for v in op.ins)
+            return _Scores(q, k, not attrs["tb"], a * b * outer)
+        case "mul" | "div":
+            for value, other in (op.ins, op.ins[::-1]) if op.kind == "mul" else (op.ins,):
+                number = uniform(scene, other)
+                if number is not None and number != 0 and value.type == x.type:
+                    return _scores(scene, value, outer * (number if op.kind == "mul" else 1 / number))
+        case "where":
+            for value, other, turned in ((op.ins[1], op.ins[2], False), (op.ins[2], op.ins[1], True)):
+                number = uniform(scene, other)
+                if number is not None and number * outer <= _HIDES and value.type == x.type:
+                    inner = _scores(scene, value, outer)
+                    return inner and replace(inner, hiding=(*inner.hiding, _Hiding(op.ins[0], turned, number * outer)))
+        case "add":
+            for value, other in (op.ins, op.ins[::-1]):
+                if outer == 1 and value.type == x.type and (inner := _scores(scene, value, outer)) is not None:
+                    return replace(inner, added=(*inner.added, other))
+    return None
+
+
+def _unscaled(scene: Scene, value: Value) -> tuple[Value, float]:
+    """x and the number by which it is multiplied."""
+    op = scene.maker(value)
+    if op is not None and op.kind in ("mul", "div"):
+        for x, other in (op.ins, op.ins[::-1]) if op.kind == "mul" else (op.ins,):
+            number = uniform(scene, other)
+            if number is not None and number != 0 and x.type == value.type:
+                return x, float(number if op.kind == "mul" else 1 / number)
+    return value, 1.0
+
+
+# ---------------------------------------------------------------------------------------- masks
+
+
+def _masks(made: _Emitted, found: _Scores, shares: Value) -> tuple[bool, list[Value]] | None:
+    """Whether the attention is causal, and the mask that is left; None where there is more than that."""
+    scene, rows, columns = made.scene, shares.type.dims[-2], shares.type.dims[-1]
+    triangle = np.tri(rows, columns, dtype=bool)
+    hiding, added, causal = [], [], []
+    for one in found.hiding:
+        pattern = _pattern(scene, one.visible, rows, columns)
+        visible = pattern if pattern is None or not one.turned else ~pattern
+        if visible is not None and np.array_equal(visible, triangle):
+            causal.append(one.fill)
+        elif visible is None or not visible.all():
+            hiding.append(one)
+    for mask in found.added:
+        numbers = _pattern(scene, mask, rows, columns)
+        if numbers is not None and (numbers[triangle] == 0).all() and (numbers[~triangle] <= _HIDES).all():
+            causal.append(float(numbers[~triangle].max(initial=-np.inf)))
+        elif numbers is None or numbers.any():
+            added.append(mask)
+    if len(hiding) + len(added) > 1:
+        return None
+    if not causal or not hiding + added:
+        masks = [_bool_mask(made, one) for one in hiding] + added
+        return bool(causal), masks
+    if max(causal) == -np.inf:
+        return True, [_bool_mask(made, one) for one in hiding] + added
+    # In a row where the mask hides all that comes before, later positions count as much as those: one mask for both.
+    row = made.emit("iota", dtype="i32", shape=(rows, 1), axis=0)
+    column = made.emit("iota", dtype="i32", shape=(1, columns), axis=1)
+    earlier = made.emit("less_equal", column, row)
+    if hiding:
+        return False, [made.emit("and", _bool_mask(made, hiding[0]), earlier)]
+    fill = made.emit("const", value=max(causal), dtype=added[0].type.dtype)
+    return False, [made.emit("where", earlier, added[0], fill)]
+
+
+def _bool_mask(made: _Emitted, one: _Hiding) -> Value:
+    return made.emit("not", one.visible) if one.turned else one.visible
+
+
+def _pattern(scene: Scene, mask: Value, rows: int, columns: int) -> np.ndarray[Any, Any] | None:
+    """A mask that is known when compiling and the same for all heads, [rows, columns]."""
+    array = _known(scene, mask, {})
+    if array is None or array.ndim > 4:
+        return None
+    last = np.broadcast_to(array, np.broadcast_shapes(array.shape, (rows, columns))).reshape(-1, rows, columns)
+    return np.asarray(last[0]) if (last == last[0]).all() else None
+
+
+def _known(scene: Scene, value: Value, memory: dict[Value, np.ndarray[Any, Any] | None]) -> np.ndarray[Any, Any] | None:
+    """A value that depends on constants and iota only."""
+    if value not in memory:
+        op = scene.maker(value)
+        memory[value] = None
+        small = value.type.is_static and value.type.size <= _LARGEST_MASK
+        if op is not None and small and OPS[op.kind].family in ("source", "elementwise", "layout"):
+            operands = [_known(scene, v, memory) for v in op.ins]
+            known = [x for x in operands if x is not None]
+            if len(known) == len(operands):
+                memory[value] = apply_op(op, known)[0]
+    return memory[value]
