@@ -17,7 +17,6 @@ from penstock.ir.numpy_ops import NUMPY
 from penstock.ir.ops import OPS, make
 
 
-
 def has_half(s: Sample) -> bool:
     return bool({v.type.dtype for v in (*s.op.ins, *s.op.outs)} & set(HALF))
 

@@ -133,7 +133,7 @@ def test_attention_that_is_not_worth_a_kernel_is_decomposed_although_kept():
     assert is_decomposed(attention("false", rows=1))
     module = attention("true", rows=5)
     assert not is_decomposed(module.but(cluster=Cluster.local(2)))
-    assert is_decomposed(module.but(cluster=Cluster.named("cpu,sm_90")))
+    assert is_decomposed(module.but(cluster=Cluster.listed("cpu,sm_90")))
 
 
 def test_statistics_that_are_used_stay():

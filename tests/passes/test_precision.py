@@ -74,7 +74,7 @@ def test_what_is_saved_is_low_but_for_statistics(gpt: api.Model) -> None:
         return {v.name: v.type.nbytes for g in m.graphs.values() for v in g.saved if v.type.dtype in ("f32", "bf16")}
 
     wide = {v.name for g in module.graphs.values() for v in g.saved if v.type.dtype == "f32"}
-    assert all("layer_norm" in name or name == "loss.lse" for name in wide), wide
+    assert all("layer_norm" in name or name.endswith((".largest", ".sum")) or name == "loss.lse" for name in wide), wide
     assert sum(saved(module).values()) < 0.6 * sum(saved(plain).values())
 
 

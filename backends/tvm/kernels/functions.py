@@ -117,6 +117,7 @@ class Functions:
         r = self.bind(r - n * _f32(-2.12194440e-4))
         y = self._horner(r, (*_EXP, 1.0, 1.0))
         return self.bind(y * tirx.reinterpret("float32", tirx.reinterpret("int32", t) << 23))
+
     def exp2(self, x: Expr) -> Expr:
         """2^x for x up to 127; 0 below -126 in f32. Quicker than exp, and exactly 1 at 0."""
         if not _is_f32(x):
