@@ -5,10 +5,13 @@
 The scale may stand on the scores, on q, on k, or on several of them. Masks, in any order with the scale:
 
     where(visible, scores, fill), or where(hidden, fill, scores)    fill at most -1e4, so that nothing of a hidden score is left
+    scores + where(visible, 0, fill)                                the same, if fill is so low that it leaves nothing of the score
     scores + mask                                                   added as it is
 
 A mask that is known when compiling, made of constants and iota, and that shows each position itself and what comes before it, makes the
 attention causal; one that shows everything is dropped. Any other is handed to attention as its mask.
+
+Shares may be guarded: where(share is nan, 0, share), that is 0 for a row of which -inf hides everything; then so is the result.
 
 Left alone: scores or shares that anybody else reads; an outer scale over an added mask; two masks that are not causal; softmax along another
 axis; operands that broadcast. Where a mask hides a whole row by -inf, the result was nan and becomes a mean of the values.
@@ -16,20 +19,21 @@ axis; operands that broadcast. Where a mask hides a whole row by -inf, the resul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from ..ir.graph import Attr, Op, Value
+from ..ir.graph import Attr, Op, Value, substitute
 from ..ir.numpy_ops import apply_op
-from ..ir.ops import OPS, complete_attrs
+from ..ir.ops import OPS, complete_attrs, infer_op
 from ..ir.types import FLOATS
 from .identities import Found, Scene, becomes, helper, uniform
 
 # What is added to, or stands in for, a score that shall not count: e^(x - largest) is 0 for it unless all scores are as low.
 _HIDES = -1e4
+# What absorbs a score when it is added to it.
+_ABSORBS = -1e30
 # Elements of a mask that are worth computing to see what it is.
 _LARGEST_MASK = 1 << 24
 
@@ -72,8 +76,10 @@ def attention(scene: Scene, op: Op) -> Found:
     """The rule for matmul."""
     shares, values = op.ins
     attrs = complete_attrs(op)
-    softmax = scene.maker(shares)
-    if attrs["ta"] or attrs["tb"] or softmax is None or softmax.kind != "softmax" or scene.uses(shares) != 1:
+    guarded = _guarded(scene, shares)
+    softmax = scene.maker(guarded or shares)
+    uses = scene.uses(shares) == 1 and (guarded is None or scene.uses(guarded) == 3)
+    if attrs["ta"] or attrs["tb"] or softmax is None or softmax.kind != "softmax" or not uses:
         return None
     rank = shares.type.rank
     if shares.type.dtype not in FLOATS or rank not in (3, 4) or complete_attrs(softmax)["axis"] not in (-1, rank - 1):
@@ -89,30 +95,40 @@ def attention(scene: Scene, op: Op) -> Found:
         return None
     made = _Emitted(scene, op)
     masked = _masks(made, found, shares)
-    if masked is None:
+    if masked is None or (guarded and (found.added or any(one.fill != -np.inf for one in found.hiding))):
         return None
     causal, masks = masked
     key = made.emit("transpose", found.k, perm=(*range(rank - 2), rank - 1, rank - 2)) if found.turned else found.k
     operands = [_with_heads(made, v) for v in (found.q, key, values)]
     masks = [_with_heads(made, m) if rank == 3 and m.type.rank == 3 else m for m in masks]
-    new = made_attention(made, op, [*operands, *masks], causal=causal, scale=found.scale)
-    return [*made.ops, *new]
-
-
-def made_attention(made: _Emitted, op: Op, operands: Sequence[Value], **attrs: Attr) -> list[Op]:
-    """The attention, with its row statistics, and a reshape behind it where the heads had no dimension."""
     q = operands[0].type
-    row, base = q.with_shape(q.shape[:3]), op.outs[0].name
-    statistics = tuple(Value(made.scene.fresh(f"{base}.{name}"), row) for name in ("largest", "sum"))
-    result = op.outs[0]
-    plain = becomes(op, "attention", *operands, **attrs)
-    if result.type.rank == 4:
-        return [Op(plain.kind, plain.ins, (result, *statistics), plain.attrs, plain.loc)]
-    inner = Value(made.scene.fresh(f"{base}.heads"), result.type.with_shape((result.type.shape[0], 1, *result.type.shape[1:])))
-    return [
-        Op(plain.kind, plain.ins, (inner, *statistics), plain.attrs, plain.loc),
-        becomes(op, "reshape", inner, shape=result.type.dims),
-    ]
+    names = [scene.fresh(f"{op.outs[0].name}.{name}") for name in ("whole", "largest", "sum")]
+    inner = infer_op(Op("attention", (*operands, *masks), (), {"causal": causal, "scale": found.scale}), {})
+    y, largest, total = (Value(name, t) for name, t in zip(names, inner, strict=True))
+    new = becomes(op, "attention", *operands, *masks, causal=causal, scale=found.scale)
+    made.ops.append(Op(new.kind, new.ins, (y, largest, total), new.attrs, new.loc))
+    if guarded and masks:
+        column = made.emit("reshape", largest, shape=(*largest.type.dims, 1))
+        limit = made.emit("const", value=float(np.finfo(np.float32).min) / 2, dtype=largest.type.dtype)
+        y = made.emit("where", made.emit("less", column, limit), made.emit("const", value=0.0, dtype=q.dtype), y)
+    if rank == 3:
+        y = made.emit("reshape", y, shape=op.outs[0].type.dims)
+    # The last of them gives the result.
+    table = {y: op.outs[0]}
+    return [Op(o.kind, substitute(o.ins, table), substitute(o.outs, table), o.attrs, o.loc) for o in made.ops]
+
+
+def _guarded(scene: Scene, shares: Value) -> Value | None:
+    """x of where(x is nan, 0, x), nan being what does not equal itself."""
+    op = scene.maker(shares)
+    if op is None or op.kind != "where":
+        return None
+    condition, x, other = scene.maker(op.ins[0]), op.ins[1], op.ins[2]
+    if condition is not None and condition.kind == "not":
+        condition, x, other = scene.maker(condition.ins[0]), other, x
+    if condition is None or condition.kind != "equal" or condition.ins != (x, x) or uniform(scene, other) != 0:
+        return None
+    return x
 
 
 def _with_heads(made: _Emitted, value: Value) -> Value:
@@ -151,7 +167,22 @@ def _scores(scene: Scene, x: Value, outer: float) -> _Scores | None:
         case "add":
             for value, other in (op.ins, op.ins[::-1]):
                 if outer == 1 and value.type == x.type and (inner := _scores(scene, value, outer)) is not None:
+                    hiding = _absorbing(scene, other)
+                    if hiding is not None:
+                        return replace(inner, hiding=(*inner.hiding, hiding))
                     return replace(inner, added=(*inner.added, other))
+    return None
+
+
+def _absorbing(scene: Scene, mask: Value) -> _Hiding | None:
+    """A mask to be added that is 0 or absorbs."""
+    op = scene.maker(mask)
+    if op is None or op.kind != "where":
+        return None
+    for seen, hidden, turned in ((op.ins[1], op.ins[2], False), (op.ins[2], op.ins[1], True)):
+        fill = uniform(scene, hidden)
+        if uniform(scene, seen) == 0 and fill is not None and fill <= _ABSORBS:
+            return _Hiding(op.ins[0], turned, fill)
     return None
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.frontends.onnx import import_onnx
 from penstock.ir.errors import UsageError
+from penstock.passes.simplify import SimplifyOptions, simplify
 
 from .conftest import compare, draw, write_model
 
@@ -120,7 +121,7 @@ def test_a_causal_mask_computed_from_shapes_is_a_comparison(tmp_path: Path) -> N
     }"""
     imported = compare(write_model(tmp_path / "a.onnx", text), {"x": draw("x", F32, (2, 6, 6))}, dims={"T": 6})
     assert roles(imported) == {}  # a comparison of positions takes no memory
-    assert [op.kind for op in imported.module.graphs["main"].ops] == ["read", "add", "softmax"]
+    assert {"less_equal", "add", "softmax"} <= {op.kind for op in imported.module.graphs["main"].ops}
 
 
 def test_constants_are_ops_when_small_or_even_and_buffers_otherwise(tmp_path: Path) -> None:
@@ -258,4 +259,7 @@ def test_what_torch_exports(tmp_path: Path, build, opset: int) -> None:
     imported = compare(path, {n: a.numpy() for n, a in zip(axes, arguments, strict=True)}, 1e-5, dims=sizes)
     read = {op.var for op in imported.module.graphs["main"].ops if op.kind == "read"}
     assert read == set(imported.module.vars)
-    assert "iota" not in {op.kind for op in imported.module.graphs["main"].ops}
+    # Shape chains are gone; what is left of positions are causal masks.
+    assert all(op.outs[0].type.rank > 1 for op in imported.module.graphs["main"].ops if op.kind == "iota")
+    kinds = [op.kind for op in simplify(imported.module, SimplifyOptions()).graphs["main"].ops]
+    assert kinds.count("attention") == (0 if build is _images else 2)

@@ -34,6 +34,14 @@ def plain(lines: list[str]) -> list[str]:
     return [line.replace("%s :", "%m :") for line in lines]
 
 
+GUARDED = [
+    END[0],
+    "%none : f32[] = const(value=0.0, dtype=f32)",
+    "%same : bool[2,3,6,8] = equal(%w, %w)",
+    "%nan : bool[2,3,6,8] = not(%same)",
+    f"%u : {S} = where(%nan, %none, %w)",
+    f"%out : {Y} = matmul(%u, %v)",
+]
 LISTED = ",".join("0.0" if j <= i else "-10000.0" for i in range(6) for j in range(8))
 BOTH = [*SCORES, *TRIANGLE, fill(-1e9), f"%h : {S} = where(%earlier, %s, %fill)"]
 # Lines, whether it is causal, the type of the mask that is left.
@@ -82,6 +90,20 @@ FOUND = {
         False,
         "bool[6,8]",
     ),
+    "an absorbing mask added": (
+        [
+            *SCORES,
+            fill(-np.inf),
+            "%zero : f32[] = const(value=0.0, dtype=f32)",
+            "%added : f32[2,1,1,8] = where(%seen, %zero, %fill)",
+            f"%m : {S} = add(%s, %added)",
+            *END,
+        ],
+        False,
+        "bool[2,1,1,8]",
+    ),
+    "guarded against nan": ([*SCORES, *where("%seen", -np.inf), *GUARDED], False, "bool[2,1,1,8]"),
+    "guarded where nothing is hidden": ([*SCORES, *TRIANGLE, *where("%earlier", -np.inf), *GUARDED], True, ""),
     "a mask and causal by -inf": ([*BOTH[:-2], fill(-np.inf), BOTH[-1], f"%m : {S} = add(%h, %bias)", *END], True, "f32[3,6,8]"),
     "a mask and causal by -1e9": ([*BOTH, f"%m : {S} = where(%seen, %h, %fill)", *END], False, "bool[2,1,6,8]"),
     "numbers and causal by -1e9": ([*BOTH, f"%m : {S} = add(%h, %bias)", *END], False, "f32[3,6,8]"),
@@ -113,6 +135,12 @@ MISSES = {
         *END,
     ],
     "shares are masked, too": [*plain(SCORES), END[0], fill(0.0), f"%u : {S} = where(%seen, %w, %fill)", f"%out : {Y} = matmul(%u, %v)"],
+    "guarded, but hidden by a number": [*SCORES, *where("%seen", -1e9), *GUARDED],
+    "guarded otherwise": [
+        *SCORES,
+        *where("%seen", -np.inf),
+        *(line.replace("where(%nan, %none, %w)", "where(%same, %none, %w)") for line in GUARDED),
+    ],
     "one head of keys": [
         "%one : f32[1,1,8,4] = slice(%k, start=[0,0,0,0], stop=[1,1,8,4], step=[1,1,1,1])",
         f"%m : {S} = matmul(%q, %one, tb=true)",
@@ -172,6 +200,18 @@ def test_rows_that_see_nothing(fill_value):
         before, after = (run_graph(m.graphs["main"], ins, precision="f64")[0] for m in (module, found))
     np.testing.assert_allclose(after, np.broadcast_to(ins[2].mean(2, keepdims=True), after.shape), rtol=1e-9)
     assert np.isnan(before).all() if np.isinf(fill_value) else np.allclose(before, after)
+
+
+def test_guarded_rows_that_see_nothing_are_0():
+    module = module_of([*SCORES, *where("%seen", -np.inf), *GUARDED])
+    found = simplify(module, SimplifyOptions())
+    rng = np.random.default_rng(0)
+    ins = [rng.random(v.type.shape) < 0.6 if v.type.dtype == "bool" else rng.normal(size=v.type.shape) for v in module.graphs["main"].ins]
+    ins[4][0] = False
+    with np.errstate(all="ignore"):
+        before, after = (run_graph(m.graphs["main"], ins, precision="f64")[0] for m in (module, found))
+    assert not before[0].any()
+    np.testing.assert_allclose(after, before, rtol=1e-9)
 
 
 def test_heads_without_a_dimension_of_their_own():
