@@ -39,6 +39,10 @@ class StageProgram(Protocol):
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 
+    def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
+        """A promise: these tensors, one per slot of the graph, keep their values from now on. The program may keep what it makes of them.
+        Calls with other tensors give the right result, too. For graphs that only read their variables."""
+
 
 @dataclass(frozen=True)
 class CompileOptions:

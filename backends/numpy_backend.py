@@ -74,8 +74,10 @@ class NumpyProgram:
         self._graphs = {g.name: g for g in graphs}
         self._signatures = {g.name: signature(g) for g in graphs}
 
-    def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
+        """Nothing is kept: operands are used as they are."""
 
+    def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sig = self._signatures[graph]
         arrays = [array_of(x) for x in args]
         store = SlotStore(dict(zip(sig.slots, arrays[len(sig.ins) :], strict=True)))

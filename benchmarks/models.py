@@ -163,6 +163,8 @@ def penstock_contender(spec: Spec, file: Path, feeds: Arrays, folder: Path, thre
     buffers = _buffers(module, model.imported.weights)
     slots = {kind: [buffers[slot.var] for slot in signature(graph).slots] for kind, graph in graphs.items()}
     inputs = {name: torch.from_numpy(array) for name, array in feeds.items()}
+    if training is None:
+        program.hold(graphs["F"].name, slots["F"])
 
     def step() -> np.ndarray:
         held = dict(inputs)

@@ -22,9 +22,9 @@ Attr = Scalar | tuple[Scalar, ...]
 Attrs = Mapping[str, Attr]
 
 # Attributes that passes may write on any operation. They never change what an operation computes. `of` names the first result of the
-# forward operation that a backward operation belongs to; `library` says whose library computes it instead of a kernel of ours; the others are
-# written by planners.
-ANNOTATIONS = ("of", "stage", "mesh", "sharding", "recompute", "kernel", "library")
+# forward operation that a backward operation belongs to; `library` says whose library computes it instead of a kernel of ours; `packed` that
+# its second operand never changes; the others are written by planners.
+ANNOTATIONS = ("of", "stage", "mesh", "sharding", "recompute", "kernel", "library", "packed")
 
 PARAM, GRAD, STATE, BUFFER, TABLE = "param", "grad", "state", "buffer", "table"
 ROLES = (PARAM, GRAD, STATE, BUFFER, TABLE)

@@ -12,6 +12,9 @@ changes, which are index arithmetic). A group is
     points (the gradients of attention) also as the parts of their concatenation,
   * `accum` and `write` of its results, which are then done where the value is computed, and `take` of a gradient that only it reads.
 
+`packed` on a product or convolution says that its weights never change in this module, so that the kernel may take them in an order of its
+own, made once when they are loaded. Only without training: there they change with every batch, and each order needs memory of its own.
+
 Invariant: kernels can be ordered. An operation joins a group only if no other operand comes from a kernel that needs the group, and the same
 for the order of effects on one variable: who reads it comes before who writes it.
 
@@ -49,6 +52,8 @@ _SCATTERED = ("gather_grad",)
 # Reductions that share a sweep over memory, and the row operations that sums over the rows in front can ride along with.
 _SUMS = ("sum", "mean", "max", "layer_norm_grad_weight")
 _WITH_SUMS = ("layer_norm_grad",)
+# Kernels of these read their second operand in an order of their own.
+_PACKABLE = ("matmul", "conv")
 # Past this size a kernel gains nothing and takes longer to compile.
 _LARGEST = 24
 
@@ -82,24 +87,39 @@ class _Group:
 def fuse(module: Module, options: FuseOptions) -> Module:
     """Choose which operations of each stage graph run as one kernel."""
     graphs = dict(module.graphs)
+    fixed = _never_changed(module)
     notes = []
     for name, graph in module.graphs.items():
         if "." not in name:
             continue
-        fused = _Fuser(graph, options).run()
+        fused = _Fuser(graph, options, fixed if _on_cpu(module, name) else frozenset()).run()
         if fused.ops != graph.ops:
             graphs[name] = fused
         kernels = {op.attrs["kernel"] for op in fused.ops if "kernel" in op.attrs}
         kept = [k for k in kernels if not str(k).startswith(INLINE)]
-        notes.append(f"@{name}: {len(fused.ops)} operations in {len(kept)} kernels")
+        packed = sum("packed" in op.attrs for op in fused.ops)
+        what = f", {packed} of them with weights packed ahead" if packed else ""
+        notes.append(f"@{name}: {len(fused.ops)} operations in {len(kept)} kernels{what}")
     if all(graphs[n] is module.graphs[n] for n in graphs):
         return module
     return module.but(graphs=graphs).noted("fuse", *notes)
 
 
+def _never_changed(module: Module) -> frozenset[str]:
+    """The variables of a module that computes and does not train."""
+    changed = {op.var for graph in module.graphs.values() for op in graph.ops if op.kind in _EFFECTS}
+    return frozenset() if changed else frozenset(module.vars)
+
+
+def _on_cpu(module: Module, graph: str) -> bool:
+    index = graph.partition(".")[0].removeprefix("s")
+    place = next((stage.place for stage in module.stages if str(stage.index) == index), None)
+    return module.cluster is None or place is None or module.cluster.device(place).kind == "cpu"
+
+
 class _Fuser:
-    def __init__(self, graph: Graph, options: FuseOptions) -> None:
-        self.graph, self.options = graph, options
+    def __init__(self, graph: Graph, options: FuseOptions, fixed: frozenset[str]) -> None:
+        self.graph, self.options, self.fixed = graph, options, fixed
         self.results = set(graph.results)
         self.makers = graph.producers()
         self.readers: dict[Value, list[Op]] = {}
@@ -132,12 +152,22 @@ class _Fuser:
         for op in self.graph.ops:
             group = self.of.get(id(op))
             if group is not None:
-                yield op.with_attrs(kernel=names.setdefault(group.number, f"k{len(names)}"))
+                packed = True if self._is_packed(op) else None
+                yield op.with_attrs(kernel=names.setdefault(group.number, f"k{len(names)}"), packed=packed)
             elif op.kind == "read":
                 yield op.with_attrs(kernel=None) if "kernel" in op.attrs else op
             else:
                 yield op.with_attrs(kernel=f"{INLINE}{inline}")
                 inline += 1
+
+    def _is_packed(self, op: Op) -> bool:
+        """Whether the second operand is a variable that never changes, whatever its layout."""
+        if op.kind not in _PACKABLE:
+            return False
+        maker = self.makers.get(op.ins[1])
+        while maker is not None and maker.outs[0] in self.inlined and maker.kind in _LAYOUTS:
+            maker = self.makers.get(maker.ins[0])
+        return maker is not None and maker.kind == "read" and maker.var in self.fixed
 
     def _new(self) -> _Group:
         self.groups.append(_Group(len(self.groups)))

@@ -95,6 +95,7 @@ class Executor:
         self._losses: dict[int, list[float]] = {}
         kinds = {action.kind for action in self.schedule.ranks[self.stage].batch}
         self._updates, self._drops = "U" in kinds, "D" in kinds
+        self._held = False
         self._last_kind = next(kind for kind in ("W", "B", "F") if kind in kinds)
 
     # -------------------------------------------------------------------------------------------- the loop
@@ -102,6 +103,11 @@ class Executor:
     def run(self, first: int, feed: Feed) -> None:
         """Work through the batches of a feed, from an empty pipeline to an empty pipeline."""
         self.feed = feed
+        if not self._held and not self._updates:
+            # Variables keep their values as long as the job runs.
+            for kind, graph in self.graphs.items():
+                self.program.hold(graph.name, [self.store.buffer(slot, None) for slot in self.signatures[kind].slots])
+            self._held = True
         stream = ActionStream(self.schedule, self.stage, first, feed)
         while (upcoming := stream.pop()) is not None:
             action = upcoming.action

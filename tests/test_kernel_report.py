@@ -236,6 +236,9 @@ def test_measured_is_processor_time(module: Module, monkeypatch: pytest.MonkeyPa
         def __init__(self, work: Callable[[], object]) -> None:
             self.work = work
 
+        def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
+            pass
+
         def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             self.work()
             return []

@@ -29,8 +29,8 @@ from penstock.ir.text import print_graph
 
 from ..interface import DEFAULTS, CompileOptions
 from .fingerprint import key_of, processor
-from .group import Group, Kernel, NotOneKernel, Renamed, module_text, name_of, rename
-from .messages import Call, Job, LinkStage, Made, MakeKernel, Named, NameTarget, Parameters, Refused, title
+from .group import Group, Kernel, NotOneKernel, Renamed, module_text, name_of, parameters_of, rename
+from .messages import Call, Job, LinkStage, Made, MakeKernel, Named, NameTarget, Refused, title
 from .plan import Lowered, plan_graphs
 from .pool import BuildError, Pool
 from .store import Store
@@ -201,13 +201,12 @@ class Builder:
         known = self._kernels[symbol]
         if isinstance(known, Refused):
             return NotOneKernel(known.reason)
-        parameters = known.parameters
-        return symbol, group.kernel(parameters.ins, parameters.slots, parameters.outs)
+        return symbol, group.kernel(known.parameters)
 
     # ------------------------------------------------------------------------------ libraries
 
     def _link_job(self, part: Part, plans: Sequence[Lowered]) -> LinkStage:
-        calls = tuple(tuple(Call(step.name, _parameters(step.kernel)) for step in plan.steps) for plan in plans)
+        calls = tuple(tuple(Call(step.name, parameters_of(step.kernel)) for step in plan.steps) for plan in plans)
         used = dict.fromkeys(step.name for plan in plans for step in plan.steps)
         objects = tuple((symbol, str(self._objects[symbol])) for symbol in used)
         return LinkStage(module_text([plan.graph for plan in plans]), calls, objects, self.cpu, str(part.out))
@@ -217,11 +216,6 @@ def _effort(job: MakeKernel) -> tuple[bool, int]:
     """A guess of what a kernel takes to compile, for sorting: those with loops of their own first, then by length."""
     heavy = any(f" {kind}" in job.group for kind in ("matmul(", "conv", "attention"))
     return (not heavy, -len(job.group))
-
-
-def _parameters(kernel: Kernel) -> Parameters:
-    slots = tuple((slot.var, slot.slot) for slot in kernel.slots)
-    return Parameters(tuple(v.name for v in kernel.ins), slots, tuple(v.name for v in kernel.outs))
 
 
 def texts_of(graphs: Sequence[Graph]) -> list[str]:

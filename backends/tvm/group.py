@@ -1,7 +1,7 @@
 """Groups of operations that become one kernel, and their text: the same text means the same machine code.
 
 In: a group with the names of its graph. Out: a graph of its own in which values are called v0, v1, ... and variables w0, w1, ... in the
-order of their first use, without annotations and places, so that equal kernels of different layers, stages and models read the same;
+order of their first use, without places and annotations (but `packed`, which changes the kernel), so that equal kernels of different layers, stages and models read the same;
 `Renamed` leads back. `parse_group(text)` is the group again, under the new names. In the text, `read` says in which variable an operand
 lives, and `kernel=inline` that a value is computed where it is read.
 
@@ -16,10 +16,15 @@ from typing import Any
 
 from penstock.ir.graph import ANNOTATIONS, Attr, Graph, Module, Op, Slot, Value
 from penstock.ir.text import parse_module, print_graph
+from penstock.ir.types import TensorType
+
+from .messages import PackedOperand, Parameters
 
 EFFECTS = ("accum", "write", "take")
 # Kernel names with this prefix: the value is computed where it is read.
 INLINE = "inline"
+# Operations with this mark read a variable that no graph changes: the kernel may take it in an order of its own.
+PACKED = "packed"
 _NAME = "k"
 
 
@@ -39,6 +44,16 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """An operand in an order of the kernel's own. It is made once, by `function`, of a variable that does not change. `value`, one of the
+    kernel's operands, is the packed form, a list of numbers; `source` is what was read from the variable."""
+
+    function: Any
+    value: Value
+    source: Value
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A function and its parameters in order: operands, then slots updated in place, then results. The function is TIR where there is one
     in this process."""
@@ -47,12 +62,18 @@ class Kernel:
     ins: tuple[Value, ...]
     slots: tuple[Slot, ...]
     outs: tuple[Value, ...]
+    packing: Packing | None = None
 
 
 def name_of(group: Group) -> str:
     """A name people recognise in profiles and dumps."""
     kinds = [op.kind for op in group.ops]
     return "_".join(kinds[:4]) + (f"_and_{len(kinds) - 4}" if len(kinds) > 4 else "")
+
+
+def packed_value(source: Value, dtype: str, size: int) -> Value:
+    """The operand of a kernel that stands for `source` in an order of the kernel's own."""
+    return Value(f"{source.name}.packed", TensorType(dtype, (size,)))
 
 
 def is_inline(op: Op) -> bool:
@@ -67,14 +88,30 @@ class Renamed:
     values: Mapping[str, Value]
     vars: Mapping[str, str]
 
-    def kernel(self, ins: Sequence[str], slots: Sequence[tuple[str, str]], outs: Sequence[str]) -> Kernel:
+    def kernel(self, parameters: Parameters) -> Kernel:
         """The parameters of a compiled kernel under the names of the group's own graph."""
-        return Kernel(
-            None,
-            tuple(self.values[name] for name in ins),
-            tuple(Slot(self.vars[var], slot) for var, slot in slots),
-            tuple(self.values[name] for name in outs),
-        )
+        return kernel_of(parameters, self.values, self.vars)
+
+
+def kernel_of(parameters: Parameters, values: Mapping[str, Value], variables: Mapping[str, str] | None = None) -> Kernel:
+    """A compiled kernel, given what the names of its parameters stand for; without `variables`, those go by their own names."""
+    packing, named = None, dict(values)
+    if parameters.packing is not None:
+        source = values[parameters.packing.source]
+        packing = Packing(None, packed_value(source, parameters.packing.dtype, parameters.packing.size), source)
+        named[f"{parameters.packing.source}.packed"] = packing.value
+    slots = tuple(Slot(var if variables is None else variables[var], slot) for var, slot in parameters.slots)
+    return Kernel(None, tuple(named[name] for name in parameters.ins), slots, tuple(named[name] for name in parameters.outs), packing)
+
+
+def parameters_of(kernel: Kernel) -> Parameters:
+    """The parameters of a kernel by name."""
+    slots = tuple((slot.var, slot.slot) for slot in kernel.slots)
+    packing = None
+    if kernel.packing is not None:
+        kind = kernel.packing.value.type
+        packing = PackedOperand(kernel.packing.source.name, kind.dtype, kind.size)
+    return Parameters(tuple(v.name for v in kernel.ins), slots, tuple(v.name for v in kernel.outs), packing)
 
 
 def rename(group: Group) -> Renamed:
@@ -98,7 +135,7 @@ class _Writer:
         self.ops: list[Op] = []
 
     def own(self, op: Op) -> None:
-        self._add(op, {})
+        self._add(op, {PACKED: True} if op.attrs.get(PACKED) else {})
 
     def value(self, old: Value) -> Value:
         """The new name of an operand; what it takes to compute or to read it is listed when it is first met."""

@@ -21,11 +21,12 @@ from tvm import relax
 from tvm.relax import _ffi_api as relax_ffi
 
 from penstock.ir.errors import UsageError
-from penstock.ir.graph import Graph, Slot
+from penstock.ir.graph import Graph
 
-from .group import Group, Kernel, NotOneKernel, parse_graphs, parse_group
+from .group import Group, NotOneKernel, kernel_of, parameters_of, parse_graphs, parse_group
+from .load import pack_name
 from .lower import make_kernel, relax_module
-from .messages import Answer, Call, Failed, Job, Linked, LinkStage, Made, MakeKernel, Named, NameTarget, Parameters, Refused
+from .messages import Answer, Call, Failed, Job, Linked, LinkStage, Made, MakeKernel, Named, NameTarget, Refused
 from .pipeline import PIPELINE
 from .plan import Lowered, Step
 from .target import machine_of, tvm_target
@@ -61,11 +62,12 @@ def compile_kernel(job: MakeKernel) -> Made | Refused:
         kernel = make_kernel(parse_group(job.group), machine)
     except NotOneKernel as refusal:
         return Refused(str(refusal))
-    function = kernel.function.with_attr("global_symbol", job.symbol)
-    module = tvm.IRModule({tvm.ir.GlobalVar(job.symbol): function})
+    functions = {job.symbol: kernel.function}
+    if kernel.packing is not None:
+        functions[pack_name(job.symbol)] = kernel.packing.function
+    module = tvm.IRModule({tvm.ir.GlobalVar(name): function.with_attr("global_symbol", name) for name, function in functions.items()})
     tvm.tirx.build(module, target=tvm_target(machine.name), pipeline=PIPELINE).write_to_file(job.path)
-    slots = tuple((slot.var, slot.slot) for slot in kernel.slots)
-    return Made(Parameters(tuple(v.name for v in kernel.ins), slots, tuple(v.name for v in kernel.outs)))
+    return Made(parameters_of(kernel))
 
 
 def link_stage(job: LinkStage) -> Linked:
@@ -78,7 +80,10 @@ def link_stage(job: LinkStage) -> Linked:
         module = relax.get_pipeline("default_build")(module)
     builder = relax.ExecBuilder()
     relax_ffi.VMCodeGen(builder, module)
-    kernels = [tvm.runtime.load_static_library(path, [symbol]) for symbol, path in job.objects]
+    packed = {step.name for plan in lowered for step in plan.steps if step.kernel.packing is not None}
+    kernels = [
+        tvm.runtime.load_static_library(path, [symbol, pack_name(symbol)] if symbol in packed else [symbol]) for symbol, path in job.objects
+    ]
     constants = dict(module.attrs["const_name_to_constant"]) if module.attrs and "const_name_to_constant" in module.attrs else {}
     executable = relax.VMExecutable(relax_ffi.VMLink(builder, target, None, kernels, constants))
     out = Path(job.path)
@@ -91,9 +96,4 @@ def link_stage(job: LinkStage) -> Linked:
 
 def _steps(graph: Graph, calls: tuple[Call, ...]) -> list[Step]:
     values = {v.name: v for v in (*graph.ins, *(v for op in graph.ops for v in op.outs))}
-    steps = []
-    for call in calls:
-        ins, outs = (tuple(values[name] for name in names) for names in (call.parameters.ins, call.parameters.outs))
-        slots = tuple(Slot(*slot) for slot in call.parameters.slots)
-        steps.append(Step(Group((), ()), Kernel(None, ins, slots, outs), call.symbol))
-    return steps
+    return [Step(Group((), ()), kernel_of(call.parameters, values), call.symbol) for call in calls]

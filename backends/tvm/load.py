@@ -20,6 +20,7 @@ from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Graph, Signature, signature
 
 from ..interface import ALIGNMENT
+from .group import PACKED
 from .tiles import allow_tiles
 
 if TYPE_CHECKING:
@@ -31,6 +32,16 @@ _THREADS: list[int] = []
 def function_name(graph: str) -> str:
     """The name in the library of a graph's function: `s0.F` becomes `s0_F`."""
     return "".join(c if c.isalnum() else "_" for c in graph)
+
+
+def pack_name(function: str) -> str:
+    """The function that packs operands for this one."""
+    return f"{function}_pack"
+
+
+def has_packed(graph: Graph) -> bool:
+    """Whether kernels of the graph may take operands packed; its library has a function for packing then."""
+    return any(op.attrs.get(PACKED) for op in graph.ops)
 
 
 def set_threads(threads: int) -> None:
@@ -58,8 +69,10 @@ class TvmProgram:
         set_threads(threads)
         self._machine: Any = self._open(library)
         self._functions = {g.name: self._machine[function_name(g.name)] for g in graphs}
+        self._packs = {g.name: self._machine[pack_name(function_name(g.name))] for g in graphs if has_packed(g)}
         self._signatures: dict[str, Signature] = {g.name: signature(g) for g in graphs}
         self._tensor, self._taken = torch.Tensor, torch.utils.dlpack.from_dlpack
+        self._held: dict[str, tuple[list[int], list[torch.Tensor]]] = {}
 
     def _open(self, library: Path) -> Any:
         # Only now: TVM reads the number of threads when it is loaded.
@@ -83,9 +96,22 @@ class TvmProgram:
             if x.data_ptr() % ALIGNMENT or not x.is_contiguous():
                 args = [self._aligned(graph, sig, i, x) for i, x in enumerate(args)]
                 break
+        if graph in self._packs:
+            args = [*args, *self._packed(graph, args[len(sig.ins) :])]
         tensor, taken = self._tensor, self._taken
         # Results come back as torch tensors if any argument was one.
         return [x if isinstance(x, tensor) else taken(x) for x in self._functions[graph](*args)]
+
+    def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
+        """Pack now what the graph's kernels want packed; calls with the same tensors need not do it again."""
+        if graph in self._packs:
+            sig = self._signatures[graph]
+            ready = [self._aligned(graph, sig, len(sig.ins) + i, x) for i, x in enumerate(slots)]
+            self._held[graph] = ([x.data_ptr() for x in ready], list(self._packs[graph](*ready)))
+
+    def _packed(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        where, packed = self._held.get(graph, (None, []))
+        return packed if where == [x.data_ptr() for x in slots] else list(self._packs[graph](*slots))
 
     @staticmethod
     def _aligned(graph: str, sig: Signature, i: int, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """From planned graphs to TVM: the TIR function of one group, and the Relax functions that call kernels.
 
 In: groups (`make_kernel`), or graphs with their kernels in order (`relax_module`). Out: Kernels with TIR functions, or an IRModule with one
-Relax function per graph, whose parameters follow `penstock.ir.graph.signature`.
+Relax function per graph, whose parameters follow `penstock.ir.graph.signature`. Behind those come the operands that kernels take in an order
+of their own; a second function of the graph, with `_pack` to its name, makes them of the graph's slots (see group.Packing).
 
 The virtual machine finds kernels by name, so the module that plans memory needs no more of a kernel than its parameters: `declaration` gives a
 function with those and an empty body. TVM's passes treat calls of it like any others (in-place updates, reuse of memory); it is
@@ -24,12 +25,15 @@ from tvm import relax, tirx
 from penstock.ir.graph import Graph, Op, Slot, Value, signature, slot_of
 from penstock.ir.types import TensorType, numpy_dtype
 
-from .group import EFFECTS, Group, Kernel, NotOneKernel, name_of
+from .group import EFFECTS, Group, Kernel, NotOneKernel, Packing, name_of
 from .kernels import generate, generate_effect
 from .kernels.emit import TVM_DTYPES
-from .load import function_name
+from .load import function_name, has_packed, pack_name
 from .plan import Lowered, Step, is_table, plan_graphs
 from .target import Machine
+
+# Packed operands and the kernel that takes each, in the order of the parameters.
+Packed = Mapping[tuple[Value, str], Packing]
 
 
 @dataclass(frozen=True)
@@ -88,32 +92,57 @@ def relax_module(lowered: Sequence[Lowered], *, declared: bool) -> Any:
             return step.kernel.function
         if not declared:
             return builder.add_func(step.kernel.function, step.name)
+        kernel = step.kernel
         if step.name not in known:
-            known[step.name] = builder.add_func(declaration(step, types), step.name)
+            params = [*(v.type for v in kernel.ins), *(types[s] for s in kernel.slots), *(v.type for v in kernel.outs)]
+            known[step.name] = builder.add_func(declaration(step.name, params), step.name)
         return known[step.name]
 
     for plan in lowered:
-        _emit_function(builder, plan, function_name(plan.graph.name), function_of)
+        name = function_name(plan.graph.name)
+        packed = _packed(plan)
+        if has_packed(plan.graph):
+            _emit_packing(builder, plan, pack_name(name), packed, declared)
+        _emit_function(builder, plan, name, function_of, packed)
     module = builder.get()
     assert isinstance(module, tvm.IRModule)
     return module
 
 
-def declaration(step: Step, types: Mapping[Slot, TensorType]) -> Any:
+def declaration(name: str, params: Sequence[TensorType]) -> Any:
     """A function with the parameters of a kernel, and nothing in it. Its name is in it, too: TVM takes equal functions for one."""
-    kernel = step.kernel
-    params = [*(v.type for v in kernel.ins), *(types[s] for s in kernel.slots), *(v.type for v in kernel.outs)]
     buffers = [tirx.decl_buffer(t.dims, TVM_DTYPES[t.dtype], name=f"b{i}") for i, t in enumerate(params)]
     function = tirx.PrimFunc(buffers, tirx.Evaluate(tirx.IntImm("int32", 0)))
-    return function.with_attr({"s_tir": True, "tirx.is_scheduled": True, "op_pattern": 8, "penstock.kernel": step.name})
+    return function.with_attr({"s_tir": True, "tirx.is_scheduled": True, "op_pattern": 8, "penstock.kernel": name})
 
 
-def _emit_function(builder: Any, lowered: Lowered, name: str, function_of: Callable[[Step, Mapping[Slot, TensorType]], Any]) -> None:
+def _packed(lowered: Lowered) -> Packed:
+    return {(p.value, step.name): p for step in lowered.steps if (p := step.kernel.packing) is not None}
+
+
+def _emit_packing(builder: Any, lowered: Lowered, name: str, packed: Packed, declared: bool) -> None:
+    """The function that packs: from all slots of the graph to the packed operands, in the order in which the graph's function takes them."""
+    types = slot_types(lowered.graph)
+    slots = {s: relax.Var(function_name(f"{s.var}_{s.slot or 'acc'}"), relax_type(types[s])) for s in signature(lowered.graph).slots}
+    reads = {op.outs[0]: slot for op in lowered.graph.ops if op.kind == "read" and (slot := slot_of(op)) is not None}
+    with builder.function(name, list(slots.values())):
+        results = []
+        for (value, kernel), packing in packed.items():
+            function = declaration(pack_name(kernel), [packing.source.type, value.type]) if declared else packing.function
+            call = relax.op.call_tir(builder.add_func(function, pack_name(kernel)), [slots[reads[packing.source]]], relax_type(value.type))
+            results.append(builder.emit(call))
+        builder.emit_func_output(relax.Tuple(results))
+
+
+def _emit_function(
+    builder: Any, lowered: Lowered, name: str, function_of: Callable[[Step, Mapping[Slot, TensorType]], Any], packed: Packed
+) -> None:
     graph = lowered.graph
     sig = signature(graph)
     types = slot_types(graph)
     params = [relax.Var(function_name(v.name), relax_type(v.type)) for v in sig.ins]
     slots = {s: relax.Var(function_name(f"{s.var}_{s.slot or 'acc'}"), relax_type(types[s])) for s in sig.slots}
+    forms = {key: relax.Var(f"packed{i}", relax_type(key[0].type)) for i, key in enumerate(packed)}
     env: dict[Value, Any] = dict(zip(sig.ins, params, strict=True))
     for op in graph.ops:
         slot = slot_of(op)
@@ -122,16 +151,19 @@ def _emit_function(builder: Any, lowered: Lowered, name: str, function_of: Calla
             env[op.outs[0]] = slots[slot]
         elif is_table(op):
             env[op.outs[0]] = _table(op)
-    with builder.function(name, [*params, *slots.values()]):
+    with builder.function(name, [*params, *slots.values(), *forms.values()]):
         for step in lowered.steps:
-            _emit_call(builder, step, function_of(step, types), env, slots)
+            own = {value: form for (value, kernel), form in forms.items() if kernel == step.name}
+            _emit_call(builder, step, function_of(step, types), env, own, slots)
         results = [env[v] for v in sig.results]
         builder.emit_func_output(relax.Tuple(results))
 
 
-def _emit_call(builder: Any, step: Step, function: Any, env: dict[Value, Any], slots: Mapping[Slot, Any]) -> None:
+def _emit_call(
+    builder: Any, step: Step, function: Any, env: dict[Value, Any], packed: Mapping[Value, Any], slots: Mapping[Slot, Any]
+) -> None:
     kernel = step.kernel
-    args = [env[v] for v in kernel.ins] + [slots[s] for s in kernel.slots]
+    args = [packed[v] if v in packed else env[v] for v in kernel.ins] + [slots[s] for s in kernel.slots]
     types = [relax_type(v.type) for v in kernel.outs]
     if isinstance(function, LibraryCall):
         call = relax.op.call_dps_packed(function.name, [*args, tvm.ir.StringImm(function.text)], types)

@@ -25,12 +25,21 @@ class Named(msgspec.Struct, frozen=True, tag=True):
 
 
 class MakeKernel(msgspec.Struct, frozen=True, tag=True):
-    """Compile one group into an object file that defines `symbol`; answered by Made or Refused."""
+    """Compile one group into an object file that defines `symbol`, and `symbol` with `_pack` if it has an operand to be packed; answered by
+    Made or Refused."""
 
     group: str
     target: str
     symbol: str
     path: str
+
+
+class PackedOperand(msgspec.Struct, frozen=True):
+    """An operand that the kernel takes in an order of its own, under the name of its source with `.packed`."""
+
+    source: str
+    dtype: str
+    size: int
 
 
 class Parameters(msgspec.Struct, frozen=True):
@@ -39,6 +48,7 @@ class Parameters(msgspec.Struct, frozen=True):
     ins: tuple[str, ...]
     slots: tuple[tuple[str, str], ...]
     outs: tuple[str, ...]
+    packing: PackedOperand | None = None
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from penstock.ir.graph import Op
 
 from ..target import Machine
 from . import attention, attention_grad, conv, elementwise, gemm, lookup, reduce, rows, scan, select, windows
-from .body import Body, Group, Kernel, NotOneKernel
+from .body import Body, Group, Kernel, NotOneKernel, PackingEmitted
 from .emit import literal
 from .sums import SUMS
 
@@ -81,7 +82,19 @@ def generate(group: Group, machine: Machine) -> Kernel:
         return generate_for_device(group, machine)
     body = Body(group, machine)
     emit_group(body, MAIN)
-    return body.kernel()
+    kernel = body.kernel()
+    if kernel.packing is None:
+        return kernel
+    return replace(kernel, packing=replace(kernel.packing, function=_packing_function(group, machine)))
+
+
+def _packing_function(group: Group, machine: Machine) -> object:
+    """What fills the packed operand: the same generator, up to where it has filled it."""
+    try:
+        emit_group(Body(group, machine, only_packing=True), MAIN)
+    except PackingEmitted as emitted:
+        return emitted.function
+    raise AssertionError("the kernel takes a packed operand, and nothing packs it")
 
 
 def emit_group(body: Body, generators: Mapping[str, Callable[[Any, Op], None]]) -> None:

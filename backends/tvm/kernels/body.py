@@ -19,7 +19,7 @@ from tvm import tirx
 
 from penstock.ir.graph import Op, Slot, Value, slot_of
 
-from ..group import EFFECTS, Group, Kernel, NotOneKernel
+from ..group import EFFECTS, PACKED, Group, Kernel, NotOneKernel, Packing, packed_value
 from ..pipeline import HOLDS_BOOLS
 from ..target import Machine
 from .elements import INDEXED, POINTWISE, Index, axis_of, element, forward_index, has_element_rule, linear
@@ -30,6 +30,14 @@ BIJECTIONS = ("reshape", "transpose")
 # Loops along memory ask for what they will read and write so many elements ahead, in values that are not small: the processor's own
 # prediction stops at the end of a page.
 _AHEAD, _NOT_SMALL = 1024, 65536
+
+
+class PackingEmitted(Exception):
+    """The function that packs an operand is complete; the rest of the kernel is not wanted."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
 
 
 class Loops(Protocol):
@@ -61,8 +69,10 @@ class Body:
     # None: the loops for CPUs that stand beside the generators.
     loops: Loops | None = None
 
-    def __init__(self, group: Group, machine: Machine) -> None:
+    def __init__(self, group: Group, machine: Machine, *, only_packing: bool = False) -> None:
         self.group, self.machine, self.emit = group, machine, Emitter()
+        self._only_packing = only_packing
+        self.packing: Packing | None = None
         self.lanes = machine.lanes
         self.functions = Functions(self.emit.bind, self.emit.rounded)
         self._producers = {v: op for op in group.ops for v in op.outs if op.kind != "take"}
@@ -372,6 +382,28 @@ class Body:
             self._loaded.add(home)
         return self.operand(value), position
 
+    # ------------------------------------------------------------------------------ packing ahead
+
+    def packed_ahead(self, op: Op, size: int, dtype: str, fill: Callable[[Buffer], None]) -> Buffer | None:
+        """Operand 1 of `op` in the kernel's own order, if it can be had ready-made: `size` elements, which `fill` would write, reading nothing but
+        that operand. None: the kernel has to do it. To be asked before any loop is opened, once in a kernel."""
+        if not op.attrs.get(PACKED) or size == 0:
+            return None
+        source = op.ins[1]
+        while source in self.group.inline:
+            source = self.group.inline[source].ins[0]
+        if source not in self.group.homes:
+            return None
+        assert self.packing is None, "one packed operand is enough"
+        value = packed_value(source, dtype, size)
+        self.packing = Packing(None, value, source)
+        if not self._only_packing:
+            return self.operand(value)
+        fill(self.result(value))
+        self.operand(source)
+        function = self._function([self._ins[source], self._outs["out", value]], [source, ("out", value)])
+        raise PackingEmitted(function.with_attr("tirx.noalias", True))
+
     # ------------------------------------------------------------------------------ the function
 
     def kernel(self) -> Kernel:
@@ -381,10 +413,7 @@ class Body:
         slots = {slot_of(op) for op in self.group.ops if op.kind in EFFECTS}
         assert slots <= set(self._slots), "an effect of the group was not emitted"
         params = [*self._ins.values(), *self._slots.values(), *self._outs.values()]
-        keys = [*self._ins, *self._slots, *self._outs]
-        views = [tirx.DeclBuffer(self._views[k], data=tirx.buffer_data(p)) for k, p in zip(keys, params, strict=True)]
-        function = tirx.PrimFunc(params, tirx.SeqStmt([*views, self.emit.build()]))
-        function = function.with_attr("s_tir", True).with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
+        function = self._function(params, [*self._ins, *self._slots, *self._outs])
         if self.emit.holds_bools or any(v.type.dtype == "bool" for v in (*self._ins, *(value for _, value in self._outs))):
             function = function.with_attr(HOLDS_BOOLS, True)
         touched = {op.var for op in self.group.ops if op.kind in EFFECTS}
@@ -392,7 +421,12 @@ class Body:
         if not (touched & self._loaded) and not any(op.kind == "write" for op in self.group.ops):
             function = function.with_attr("tirx.noalias", True)
         outs = tuple(value for _, value in self._outs)
-        return Kernel(function, tuple(self._ins), tuple(self._slots), outs)
+        return Kernel(function, tuple(self._ins), tuple(self._slots), outs, self.packing)
+
+    def _function(self, params: Sequence[Buffer], keys: Sequence[Any]) -> Any:
+        views = [tirx.DeclBuffer(self._views[k], data=tirx.buffer_data(p)) for k, p in zip(keys, params, strict=True)]
+        function = tirx.PrimFunc(params, tirx.SeqStmt([*views, self.emit.build()]))
+        return function.with_attr("s_tir", True).with_attr("tirx.is_scheduled", True).with_attr("op_pattern", 8)
 
 
 def parallel_if(machine: Machine, work: int) -> Any:

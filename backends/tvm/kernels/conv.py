@@ -84,7 +84,7 @@ def _is_pointwise(g: Geometry, sizes: Pair, spatial: Pair) -> bool:
 
 
 def _emit_pointwise(
-    body: Body, out: Value, source: Value, groups: int, channels: int, g: Geometry, weight: Callable[[Expr, Expr, Expr], Expr]
+    body: Body, op: Op, out: Value, source: Value, groups: int, channels: int, g: Geometry, weight: Callable[[Expr, Expr, Expr], Expr]
 ) -> None:
     spatial = g.sizes(out)
 
@@ -103,6 +103,7 @@ def _emit_pointwise(
             source=lambda n, channel, p: body.at(source, place(n, channel, p)),
             weight=weight,
             place=place,
+            op=op,
         ),
     )
 
@@ -121,7 +122,7 @@ def emit_conv(body: Body, op: Op) -> None:
     filters = y.type.dims[1] // groups
     spatial, sizes = g.sizes(y), g.sizes(x)
     if _is_pointwise(g, sizes, spatial):
-        _emit_pointwise(body, y, x, groups, w.type.dims[1], g, lambda group, o, c: body.at(w, (group * filters + o, c, *_zeros(g))))
+        _emit_pointwise(body, op, y, x, groups, w.type.dims[1], g, lambda group, o, c: body.at(w, (group * filters + o, c, *_zeros(g))))
         return
     if g.kernel == (1, 1) and groups == 1 and not any(g.low):
         # Nothing to be had from neighbouring windows: packing gathers what is read.
@@ -156,6 +157,7 @@ def emit_conv(body: Body, op: Op) -> None:
             stored=_stored(body, w),
             filters_first=True,
             kernel=g.kernel,
+            op=op,
         ),
     )
 
@@ -194,7 +196,7 @@ def emit_conv_grad_input(body: Body, op: Op) -> None:
     channels = dy.type.dims[1] // groups
     spatial, sizes = g.sizes(dx), g.sizes(dy)
     if _is_pointwise(g, sizes, spatial):
-        _emit_pointwise(body, dx, dy, groups, channels, g, lambda group, o, c: body.at(w, (group * channels + c, o, *_zeros(g))))
+        _emit_pointwise(body, op, dx, dy, groups, channels, g, lambda group, o, c: body.at(w, (group * channels + c, o, *_zeros(g))))
         return
 
     def weight(group: Expr, o: Expr, c: Expr, r: Expr, s: Expr) -> Expr:
@@ -204,10 +206,11 @@ def emit_conv_grad_input(body: Body, op: Op) -> None:
         return body.at(dy, g.place(n, c, h, v))
 
     buffers = _stored(body, dy), _stored(body, w)
-    emit_correlation(body, _input_gradient(dx, g, groups, w.type.dims[1], channels, sizes, source, weight, *buffers))
+    emit_correlation(body, _input_gradient(op, dx, g, groups, w.type.dims[1], channels, sizes, source, weight, *buffers))
 
 
 def _input_gradient(
+    op: Op,
     dx: Value,
     g: Geometry,
     groups: int,
@@ -259,6 +262,7 @@ def _input_gradient(
         stored=stored,
         filters_first=False,
         kernel=g.kernel,
+        op=op,
     )
 
 
@@ -304,4 +308,6 @@ def emit_avg_pool_grad(body: Body, op: Op) -> None:
         return value if counted else value / windows.count_taps(window, index[2:], sizes, dtype)
 
     factor = literal(1 / prod(window.kernel) if counted else 1, dtype)
-    emit_correlation(body, _input_gradient(dx, geometry, dx.type.dims[1], 1, 1, geometry.sizes(dy), share, lambda *_: factor, None, None))
+    emit_correlation(
+        body, _input_gradient(op, dx, geometry, dx.type.dims[1], 1, 1, geometry.sizes(dy), share, lambda *_: factor, None, None)
+    )

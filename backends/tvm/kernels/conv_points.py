@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from penstock.ir.graph import Value
+from penstock.ir.graph import Op, Value
 from penstock.ir.types import ITEM_BYTES
 
 from .body import Body, parallel_if
@@ -42,6 +42,7 @@ class PointProduct:
     source: Callable[[Expr, Expr, Expr], Expr]
     weight: Callable[[Expr, Expr, Expr], Expr]
     place: Callable[[Expr, Expr, Expr], Index]
+    op: Op
 
 
 def emit_points(body: Body, p: PointProduct) -> None:
@@ -61,15 +62,22 @@ class _Points:
         # Little to do behind the sums: do it on the registers, in unrolled code.
         self.light = len(body.group.ops) <= 2
 
+    def _fill(self, packed: Buffer) -> None:
+        p, emit = self.p, self.emit
+        with emit.loop(p.groups, SERIAL, "g") as g:
+            for o, rows in cover(emit, p.filters, self.rows, "o"):
+                with emit.loop(rows, SERIAL, "r") as r, emit.loop(p.channels, SERIAL, "c") as c, self.body.point():
+                    emit.store(packed, p.weight(g, o + r, c), (g * p.filters + o) * p.channels + c * rows + r)
+
     def run(self) -> None:
         p, emit = self.p, self.emit
         work = parallel_if(self.body.machine, p.out.type.size * p.channels // 8)
         many = p.images * p.groups > 1
-        self.weights = emit.alloc(p.groups * p.filters * p.channels, self.dtype, "wp")
-        with emit.loop(p.groups, SERIAL, "g") as g:
-            for o, rows in cover(emit, p.filters, self.rows, "o"):
-                with emit.loop(rows, SERIAL, "r") as r, emit.loop(p.channels, SERIAL, "c") as c, self.body.point():
-                    emit.store(self.weights, p.weight(g, o + r, c), (g * p.filters + o) * p.channels + c * rows + r)
+        size = p.groups * p.filters * p.channels
+        ready = self.body.packed_ahead(p.op, size, self.dtype, self._fill)
+        self.weights = emit.alloc(size, self.dtype, "wp") if ready is None else ready
+        if ready is None:
+            self._fill(self.weights)
         with emit.loop(p.images * p.groups, work if many else SERIAL, "b") as b, self.body.point():
             image, group = b, literal(0, "i32")
             if p.groups > 1:

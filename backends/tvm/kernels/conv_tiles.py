@@ -25,7 +25,7 @@ from math import prod
 
 from tvm import tirx
 
-from penstock.ir.graph import Value
+from penstock.ir.graph import Op, Value
 from penstock.ir.types import ITEM_BYTES
 
 from .body import Body, parallel_if
@@ -78,6 +78,7 @@ class Correlation:
     stored: Buffer | None
     filters_first: bool
     kernel: Pair
+    op: Op
 
     @property
     def dtype(self) -> str:
@@ -207,11 +208,18 @@ class _Panels:
         weights = c.groups * self.panels * self.panel_size
         images = c.images * c.groups * c.channels * self.source.plane
         panels = c.groups * self.panels
-        self._fill_offsets()
-        if c.images * weights <= panels * images:
-            packed = emit.alloc(weights, c.dtype, "wp")
+
+        def fill(packed: Buffer) -> None:
             with emit.loop(panels, kind, "jo") as jo, self.body.point():
                 self._pack(packed, jo * self.panel_size, jo)
+
+        ready = self.body.packed_ahead(c.op, weights, c.dtype, fill)
+        self._fill_offsets()
+        if c.images * weights <= panels * images:
+            packed = ready
+            if packed is None:
+                packed = emit.alloc(weights, c.dtype, "wp")
+                fill(packed)
             with emit.loop(c.images, kind, "n") as n, self.body.point():
                 if c.needs_border:
                     self.source.alloc(False)
@@ -224,10 +232,12 @@ class _Panels:
                 with emit.loop(c.images, kind, "n") as n, self.body.point():
                     self.source.copy(n)
             with emit.loop(panels, kind, "jo") as jo, self.body.point():
-                packed = emit.alloc(self.panel_size, c.dtype, "wp")
-                self._pack(packed, literal(0, "i32"), jo)
+                packed, base = ready, jo * self.panel_size
+                if packed is None:
+                    packed, base = emit.alloc(self.panel_size, c.dtype, "wp"), literal(0, "i32")
+                    self._pack(packed, base, jo)
                 with emit.loop(c.images, SERIAL, "n") as n, self.body.point():
-                    self._strips(n, jo, packed, literal(0, "i32"))
+                    self._strips(n, jo, packed, base)
 
     def _fill_offsets(self) -> None:
         c, emit = self.c, self.emit
@@ -466,15 +476,16 @@ class _Lines:
         self.source = _Source(body, c)
         self.source.split_columns(lanes * self.vectors)
 
-    def run(self) -> None:
-        c, emit = self.c, self.emit
-        work = c.out.type.size * c.channels * sum(prod(p.taps) for p in c.phases)
-        kind = parallel_if(self.body.machine, work // 8)
-        packed = emit.alloc(c.groups * c.filters * c.channels * sum(prod(p.taps) for p in c.phases), c.dtype, "wp")
-        start = 0
-        starts = []
+    def _starts(self) -> list[int]:
+        """Where the weights of each phase begin."""
+        c, starts = self.c, [0]
         for phase in c.phases:
-            starts.append(start)
+            starts.append(starts[-1] + c.groups * c.channels * prod(phase.taps) * c.filters)
+        return starts[:-1]
+
+    def _fill(self, packed: Buffer) -> None:
+        c, emit = self.c, self.emit
+        for start, phase in zip(self._starts(), c.phases, strict=True):
             taps = prod(phase.taps)
             if not taps:
                 continue
@@ -488,7 +499,17 @@ class _Lines:
             ):
                 at = ((g * c.channels + channel) * taps + r * phase.taps[1] + s) * c.filters + o
                 emit.store(packed, c.weight(g, o, channel, *phase.tap(r, s)), start + at)
-            start += c.groups * c.channels * taps * c.filters
+
+    def run(self) -> None:
+        c, emit = self.c, self.emit
+        work = c.out.type.size * c.channels * sum(prod(p.taps) for p in c.phases)
+        kind = parallel_if(self.body.machine, work // 8)
+        size = c.groups * c.filters * c.channels * sum(prod(p.taps) for p in c.phases)
+        packed = self.body.packed_ahead(c.op, size, c.dtype, self._fill)
+        if packed is None:
+            packed = emit.alloc(size, c.dtype, "wp")
+            self._fill(packed)
+        starts = self._starts()
         with emit.loop(c.images, kind, "n") as n, self.body.point():
             self.source.alloc(False)
             self.source.copy(n)

@@ -66,6 +66,7 @@ def emit_matmul(body: Body, op: Op) -> None:
         k > 1 and contiguous(body, rhs, lambda v: b_index(lead, v, fixed), k),
         m > 1 and contiguous(body, lhs, lambda v: a_index(lead, v, fixed), m),
         lambda b, k, j: body.address(rhs, b_index(b, k, j)),
+        op,
     )
     if batch and prod(rhs_batch) == 1 and not attrs["ta"]:
         product = _tall(body, op, product, lhs, rhs, a_index, b_index)
@@ -102,4 +103,4 @@ def _tall(
     def b_address(_: Index, k: Expr, j: Expr) -> tuple[Value, Expr] | None:
         return body.address(rhs, b_index((literal(0, "i32"),) * len(p.batch), k, j))
 
-    return Product(p.out, (), prod(shape), p.n, p.k, a, b, place, p.a_along_k, p.b_along_j, p.b_along_k, b_address=b_address)
+    return Product(p.out, (), prod(shape), p.n, p.k, a, b, place, p.a_along_k, p.b_along_j, p.b_along_k, b_address=b_address, op=op)

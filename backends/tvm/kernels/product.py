@@ -27,7 +27,7 @@ from math import prod
 
 from tvm import tirx
 
-from penstock.ir.graph import Value, slot_of
+from penstock.ir.graph import Op, Value, slot_of
 from penstock.ir.types import ITEM_BYTES
 
 from . import tile_product
@@ -72,6 +72,8 @@ class Product:
     a_along_i: bool = False
     # Where an element of B lies in memory; when it is contiguous along k, squares of it are transposed in registers.
     b_address: Address | None = None
+    # The operation, if B may be packed before the kernel runs.
+    op: Op | None = None
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -98,9 +100,10 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Panel:
-    """A packed panel of B [k, columns]; with `fill`, the tile packs it while it reads B where it lies."""
+    """A packed panel of B [k, columns], `at` this element of a buffer; with `fill`, the tile packs it while it reads B where it lies."""
 
     packed: Buffer
+    at: Expr | int = 0
     fill: bool = False
 
 
@@ -134,6 +137,8 @@ class _Tiles:
         # The packed tiles of A are copied in vectors that reach past a row of the tile into the next, which is written later.
         self.reach = 1 << (self.rows - 1).bit_length() if p.a_along_i and self.rows > 1 else self.rows
         self.zero = literal(0, self.dtype)
+        # All panels of B, if they were packed before the kernel runs.
+        self.ready: Buffer | None = None
         self.line = max(_LINE_BYTES // ITEM_BYTES[p.out.type.dtype], 1)
         # Little to do behind the product: do it on the registers, in unrolled code. Else a copy of the tile is gone through in loops.
         self.light = len(body.group.ops) <= 2
@@ -142,6 +147,8 @@ class _Tiles:
         p, emit = self.p, self.emit
         batches = prod(p.batch)
         work = batches * p.m * p.n * max(p.k, 1)
+        if self.pack_b and batches == 1 and p.op is not None:
+            self.ready = self.body.packed_ahead(p.op, p.k * self._padded(p.n), self.dtype, self._fill)
         whole, rest = divmod(p.m, self.row_block)
         if batches > 1:
             with emit.loop(batches, parallel_if(self.body.machine, work // 8), "b") as b:
@@ -150,6 +157,27 @@ class _Tiles:
         else:
             kind = parallel_if(self.body.machine, work // 8)
             self._row_blocks((literal(0, "i32"),) * len(p.batch), whole, rest, kind)
+
+    def _padded(self, columns: int) -> int:
+        return ceil_div(columns, self.lanes) * self.lanes
+
+    def _fill(self, packed: Buffer) -> None:
+        """Pack all of B: for each block of k the panels, as `_panel` finds them."""
+        p, emit, width = self.p, self.emit, self.width
+        panels, tail = divmod(p.n, width)
+        for q in range(self.k_blocks):
+            k_from = q * self.k_size
+            block = _Block((literal(0, "i32"),) * len(p.batch), literal(0, "i32"), p.m, k_from, min(self.k_size, p.k - k_from))
+            with emit.loop(panels, parallel_if(self.body.machine, p.n * p.k), "jo") as jo, self.body.point():
+                self._pack_b(block, jo * width, width, _Panel(packed, self._place(block, jo * width)))
+            if tail:
+                with self.body.point():
+                    j = literal(panels * width, "i32")
+                    self._pack_b(block, j, tail, _Panel(packed, self._place(block, j)))
+
+    def _place(self, block: _Block, j: Expr) -> Expr:
+        """Where the panel at column j begins among the panels of all of B."""
+        return block.k_from * self._padded(self.p.n) + j * block.k_size
 
     def _row_blocks(self, lead: Index, whole: int, rest: int, kind: object) -> None:
         with self.emit.loop(whole, SERIAL, "im") as im, self.body.point():
@@ -190,14 +218,17 @@ class _Tiles:
         count, odd = divmod(block.rows, self.rows)
         first = 0
         panel: _Panel | None = None
-        if self.pack_first and columns == self.width:
+        if self.ready is not None:
+            panel = _Panel(self.ready, emit.bind(self._place(block, j), "at"))
+        elif self.pack_first and columns == self.width:
             panel = _Panel(emit.alloc(block.k_size * columns, self.dtype, "bp"))
             with self.body.point():
                 # The lower tile at the end, if there is one: that saves code.
                 self._tile(block, literal(count if odd else 0, "i32"), odd or self.rows, replace(panel, fill=True), j, columns)
             first, odd = (0 if odd else 1), 0
         elif self.pack_b:
-            panel = _Panel(self._pack_b(block, j, columns))
+            panel = _Panel(emit.alloc(block.k_size * self._padded(columns), self.dtype, "bp"))
+            self._pack_b(block, j, columns, panel)
         with emit.loop(count - first, SERIAL, "io") as io, self.body.point():
             self._tile(block, io + first if first else io, self.rows, panel, j, columns)
         if odd:
@@ -244,12 +275,12 @@ class _Tiles:
                 copy(literal(count, "i32"), k, odd, whole=False)
         return packed
 
-    def _pack_b(self, block: _Block, j: Expr, columns: int) -> Buffer:
+    def _pack_b(self, block: _Block, j: Expr, columns: int, panel: _Panel) -> None:
         """[k, columns], columns rounded up to whole vectors and padded with zeros."""
         emit, p, lanes, k_size = self.emit, self.p, self.lanes, block.k_size
         whole, rest = divmod(columns, lanes)
         width = ceil_div(columns, lanes) * lanes
-        packed = emit.alloc(k_size * width, self.dtype, "bp")
+        packed, at = panel.packed, panel.at
         locate = p.b_address if p.b_along_k else None
         turned = k_size // lanes * lanes if locate is not None else 0
         if locate is not None:
@@ -258,20 +289,21 @@ class _Tiles:
                 places = [self.body.memory(f) for f in found if f is not None]
                 turned_rows = transpose_block(emit, self.dtype, lanes, lanes, places[0][0], [at for _, at in places])
                 for r, row in enumerate(turned_rows):
-                    emit.store(packed, row, tirx.Ramp((k * lanes + r) * width + v * lanes, 1, lanes))
+                    emit.store(packed, row, tirx.Ramp(at + (k * lanes + r) * width + v * lanes, 1, lanes))
         with emit.loop(k_size - turned if whole else 0, SERIAL, "k") as k:
             for v in range(whole):
                 with emit.loop(lanes, VECTOR, "ji") as ji, self.body.point():
                     emit.store(
-                        packed, p.b(block.lead, block.k_from + k + turned, j + (v * lanes + ji)), (k + turned) * width + (v * lanes + ji)
+                        packed,
+                        p.b(block.lead, block.k_from + k + turned, j + (v * lanes + ji)),
+                        at + (k + turned) * width + (v * lanes + ji),
                     )
         if rest:
             with emit.loop(k_size, SERIAL, "k") as k:
                 with emit.loop(rest, SERIAL, "ji") as ji, self.body.point():
-                    emit.store(packed, p.b(block.lead, block.k_from + k, j + (whole * lanes + ji)), k * width + (whole * lanes + ji))
+                    emit.store(packed, p.b(block.lead, block.k_from + k, j + (whole * lanes + ji)), at + k * width + (whole * lanes + ji))
                 with emit.loop(lanes - rest, SERIAL, "ji") as ji:
-                    emit.store(packed, self.zero, k * width + (whole * lanes + rest + ji))
-        return packed
+                    emit.store(packed, self.zero, at + k * width + (whole * lanes + rest + ji))
 
     # ------------------------------------------------------------------------------ tiles
 
@@ -297,7 +329,7 @@ class _Tiles:
             line = emit.alloc(width, self.dtype, "b")
             for span in spans:
                 if panel is not None and not panel.fill:
-                    emit.store(line, self._vector(panel.packed, k * width + span[0], span[1]), self._at(*span))
+                    emit.store(line, self._vector(panel.packed, panel.at + k * width + span[0], span[1]), self._at(*span))
                     continue
                 with self._over(span) as c, self.body.point():
                     emit.store(line, p.b(lead, block.k_from + k, j + c), c)
