@@ -15,6 +15,8 @@ The same inputs give the same bytes: kernels are named after their content, and 
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -35,6 +37,10 @@ from .plan import Lowered, plan_graphs
 from .pool import BuildError, Pool
 from .store import Store
 
+# Of the hash in a kernel's name: enough that no two kernels ever share one.
+_DIGITS = 32
+# What TVM looks for, in this order; CXX and CC come first.
+_LINKERS = ("g++", "gcc", "clang++", "clang", "c++", "cc")
 _ENTRY = msgspec.json.Decoder(Made | Refused)
 
 
@@ -61,11 +67,10 @@ class Built:
 
 @dataclass
 class Counts:
-    """What a build did, for people and benchmarks: distinct kernels, and wall seconds of the phases."""
+    """What a build did, for people and benchmarks: distinct kernels, and wall seconds spent on kernels and on linking."""
 
     kernels: int = 0
     compiled: int = 0
-    plan_s: float = 0.0
     kernels_s: float = 0.0
     link_s: float = 0.0
 
@@ -114,6 +119,7 @@ class Builder:
         missing = [i for i, library in enumerate(found) if library is None]
         self._done, self._total = len(parts) - len(missing), len(parts)
         if missing:
+            _check_linker()
             self._report(self._done, self._total, f"planning kernels of {', '.join(parts[i].where for i in missing)}")
             with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as scratch:
                 self._compile([parts[i] for i in missing], Path(scratch))
@@ -144,21 +150,19 @@ class Builder:
     # ------------------------------------------------------------------------------ kernels
 
     def _compile(self, parts: Sequence[Part], scratch: Path) -> None:
-        begin = time.perf_counter()
         graphs = [graph for part in parts for graph in part.graphs]
         lowered = iter(plan_graphs(graphs, lambda groups: self._make(groups, scratch)))
         plans = [[next(lowered) for _ in part.graphs] for part in parts]
-        middle = time.perf_counter()
-        self.counts.plan_s += middle - begin - self.counts.kernels_s
+        begin = time.perf_counter()
         jobs = [self._link_job(part, plan) for part, plan in zip(parts, plans, strict=True)]
         self._pool.run(jobs, self._count)
-        self.counts.link_s += time.perf_counter() - middle
+        self.counts.link_s += time.perf_counter() - begin
 
     def _make(self, groups: Sequence[Group], scratch: Path) -> list[tuple[str, Kernel] | NotOneKernel]:
         """The kernels of groups: from the cache, or compiled now."""
         begin = time.perf_counter()
         renamed = [rename(group) for group in groups]
-        symbols = [f"{name_of(group)}_{key_of('kernel', self.cpu, r.text)}" for group, r in zip(groups, renamed, strict=True)]
+        symbols = [f"{name_of(group)}_{key_of('kernel', self.cpu, r.text)[:_DIGITS]}" for group, r in zip(groups, renamed, strict=True)]
         wanted: dict[str, MakeKernel] = {}
         for symbol, group in zip(symbols, renamed, strict=True):
             if symbol not in self._kernels and symbol not in wanted and not self._recall(symbol, scratch):
@@ -210,6 +214,12 @@ class Builder:
         used = dict.fromkeys(step.name for plan in plans for step in plan.steps)
         objects = tuple((symbol, str(self._objects[symbol])) for symbol in used)
         return LinkStage(module_text([plan.graph for plan in plans]), calls, objects, self.cpu, str(part.out))
+
+
+def _check_linker() -> None:
+    """Said before the work, not after it."""
+    if not (os.environ.get("CXX") or os.environ.get("CC") or any(map(shutil.which, _LINKERS))):
+        raise BuildError("there is no C++ compiler on the PATH to link stages with", hint="install g++, or name one in CXX")
 
 
 def _effort(job: MakeKernel) -> tuple[bool, int]:

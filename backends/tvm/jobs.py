@@ -51,6 +51,8 @@ def do(job: Job) -> Answer:
     except RuntimeError as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return Failed(f"TVM: {lines[-1]}", "g++ must be on the PATH; `--dump-ir` shows the kernels")
+    except OSError as error:
+        return Failed(f"{error}", "is there room in the folder for temporary files, and a compiler to link with?")
     except Exception as error:
         return Failed(f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,32 @@ def test_equal_kernels_are_compiled_once(kept: Path, tmp_path: Path) -> None:
         for kind in kinds:
             expected = getattr(torch, kind)(expected)
         assert torch.allclose(found, expected, rtol=1e-6)
+
+
+def test_what_cannot_be_one_kernel_is_known_the_next_time(kept: Path, tmp_path: Path) -> None:
+    """Two products in one kernel are refused and split; the refusal is an entry like any other."""
+    x, y = value("x", "f32[20,20]"), value("y", "f32[20,20]")
+    first = make("matmul", [x, y], ["a"], "").with_attrs(kernel="k")
+    second = make("matmul", [*first.outs, y], ["b"], "").with_attrs(kernel="k")
+    graph = Graph("s0.F", (x, y), second.outs, (first, second))
+    (built,), counts = build_counted(tmp_path / "a", graph)
+    assert (counts.kernels, counts.compiled) == (2, 2)  # the pair, and one product twice
+    args = [torch.rand(20, 20), torch.rand(20, 20)]
+    (found,) = TvmProgram(built.path, [graph]).call("s0.F", args)
+    assert torch.allclose(found, args[0] @ args[1] @ args[1], rtol=1e-5)
+    _, counts = build_counted(tmp_path / "b", replace(graph, name="s1.F"))
+    assert (counts.kernels, counts.compiled) == (2, 0)
+
+
+def test_without_a_linker_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
+        build_graphs([chain("s0.F", "exp")], tmp_path / "a.so")
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    with pytest.raises(BuildError, match="nothing"):
+        build_graphs([chain("s0.F", "exp")], tmp_path / "a.so")
 
 
 def whole_module(graphs: Sequence[Graph], out: Path) -> Path:
