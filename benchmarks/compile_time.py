@@ -74,14 +74,13 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
     marks += [built, time.perf_counter()]
     counts = builder.counts
     took = [b - a for a, b in pairwise(marks)]
-    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {
         **dict(zip(PHASES[:3], took, strict=False)),
         "lowering": took[3] - counts.kernels_s - counts.link_s,
         "kernels": counts.kernels_s,
         "link": counts.link_s,
         "bundle": took[4],
-        "processor": sum(use.ru_utime + use.ru_stime for use in spent),
+        "processor": processor_seconds(),
         "found": f"{counts.compiled} of {counts.kernels} kernels compiled" if counts.kernels else "libraries found",
     }
 
@@ -98,13 +97,20 @@ def torch_once(shape_text: str) -> dict[str, Any]:
     forward = torch.compile(lambda x, y: loss_of(model(x), y))
     tokens = torch.randint(shape.vocab, (2, shape.microbatch_samples, shape.positions))
 
-    def step() -> float:
-        begin = time.perf_counter()
+    def step() -> tuple[float, float]:
+        begin, spent = time.perf_counter(), processor_seconds()
         forward(tokens[0], tokens[1]).backward()
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, processor_seconds() - spent
 
     first = step()
-    return {"torch.compile": first - min(step() for _ in range(2))}
+    later = min(step() for _ in range(2))
+    return {"torch.compile": first[0] - later[0], "torch.compile processor": first[1] - later[1]}
+
+
+def processor_seconds() -> float:
+    """Of this process and those it has seen end."""
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in spent)
 
 
 def child(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
@@ -163,9 +169,8 @@ def report(result: dict[str, Any]) -> None:
         print(f"{state}: {rows[0]['found']}, totals {totals} s")
     if "torch.compile" in result:
         cold = statistics.median(row["total"] for row in result["states"]["cold"])
-        print(
-            f"torch.compile, one process, first step less a later one: {result['torch.compile']:.1f} s ({result['torch.compile'] / cold:.1f} times)"
-        )
+        seconds, processor = result["torch.compile"], result["torch.compile processor"]
+        print(f"torch.compile, first step less a later one: {seconds:.1f} s ({seconds / cold:.1f} times ours), processor {processor:.1f} s")
 
 
 def main() -> int:

@@ -37,6 +37,8 @@ from .plan import Lowered, plan_graphs
 from .pool import BuildError, Pool
 from .store import Store
 
+# Kernels to expect where nothing is in the cache: enough for a second worker to start at once.
+_FIRST_TIME = 4
 # Of the hash in a kernel's name: enough that no two kernels ever share one.
 _DIGITS = 32
 # What TVM looks for, in this order; CXX and CC come first.
@@ -102,7 +104,8 @@ class Builder:
             key = key_of("target", target, mark)
             kept = self.store.get(key) if mark else None
             if kept is None:
-                (answer,) = self._pool.run([NameTarget(target)])
+                # With these sources nothing was ever compiled here, so much is about to be.
+                (answer,) = self._pool.run([NameTarget(target)], expected=_FIRST_TIME)
                 assert isinstance(answer, Named)
                 kept = answer.cpu.encode()
                 if mark:

@@ -122,12 +122,13 @@ class Pool:
         while self._workers:
             self._workers.pop().kill()
 
-    def run(self, jobs: Sequence[Job], on_done: Callable[[Job], None] | None = None) -> list[Answer]:
-        """An answer for every job. Jobs are begun in order; the first failure ends the pool, and is raised."""
+    def run(self, jobs: Sequence[Job], on_done: Callable[[Job], None] | None = None, expected: int = 0) -> list[Answer]:
+        """An answer for every job. Jobs are begun in order; the first failure ends the pool, and is raised. `expected` more jobs are about
+        to come: workers for them start now."""
         report = on_done or (lambda job: None)
         here = not self._workers and "tvm" in sys.modules and (self.most == 1 or len(jobs) <= _PER_WORKER)
         try:
-            return self._run_here(jobs, report) if here or not jobs else self._run_apart(jobs, report)
+            return self._run_here(jobs, report) if here or not jobs else self._run_apart(jobs, report, len(jobs) + expected)
         except BaseException:
             self.close()
             raise
@@ -143,10 +144,10 @@ class Pool:
             report(job)
         return answers
 
-    def _run_apart(self, jobs: Sequence[Job], report: Callable[[Job], None]) -> list[Answer]:
+    def _run_apart(self, jobs: Sequence[Job], report: Callable[[Job], None], expected: int) -> list[Answer]:
         answers: dict[int, Answer] = {}
         waiting = deque(enumerate(jobs))
-        wanted = min(self.most, -(-len(jobs) // _PER_WORKER))
+        wanted = min(self.most, -(-expected // _PER_WORKER))
         while len(self._workers) < wanted:
             self._workers.append(_Worker(self._command))
         with selectors.DefaultSelector() as ready:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import tvm
+from tvm import relax
 from tvm_cases import make_args, tensors_of, value
 from tvm_ffi import structural_equal
 
@@ -33,6 +34,7 @@ from penstock.backends.tvm.load import TvmProgram
 from penstock.backends.tvm.lower import make_kernel, plan_kernels, relax_module
 from penstock.backends.tvm.messages import Made, MakeKernel
 from penstock.backends.tvm.pipeline import PIPELINE
+from penstock.backends.tvm.plan import Lowered
 from penstock.backends.tvm.pool import BuildError, Pool
 from penstock.backends.tvm.store import Store
 from penstock.backends.tvm.target import machine_of, tvm_target
@@ -181,6 +183,37 @@ def test_linked_kernels_give_the_bits_of_a_module_built_whole(which: str, tmp_pa
         results = [program.call(graph.name, given) for program, given in zip((ours, whole), args, strict=True)]
         for a, b in zip([*results[0], *args[0]], [*results[1], *args[1]], strict=True):
             assert torch.equal(a, b)
+
+
+def storages(lowered: Sequence[Lowered], declared: bool) -> list[str]:
+    """The blocks of memory that Relax plans, and what is put into each, without the names of kernels."""
+    module = relax_module(lowered, declared=declared)
+    with tvm_target(machine_of("host").name):
+        text = relax.get_pipeline("default_build")(module).script()
+    return [line.strip() for line in text.splitlines() if "alloc_storage" in line or "alloc_tensor" in line]
+
+
+def test_memory_is_planned_without_the_code_as_with_it(tmp_path: Path) -> None:
+    machine, graphs = machine_of("host"), planned(tmp_path, "gpt")[:2]
+    lowered = [plan_kernels(graph, machine) for graph in graphs]
+    named = [
+        replace(p, steps=tuple(replace(s, name=f"k{hashlib.md5(rename(s.group).text.encode()).hexdigest()}") for s in p.steps))
+        for p in lowered
+    ]
+    whole = storages(lowered, declared=False)
+    assert storages(named, declared=True) == whole
+    kernels_results = sum(len(step.kernel.outs) for plan in lowered for step in plan.steps)
+    blocks = sum("alloc_storage" in line for line in whole)
+    assert 0 < blocks < kernels_results, "memory is used again"
+
+
+def test_progress_counts_kernels_and_libraries(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    build_graphs([chain("s0.F", "exp", "tanh", "sqrt", "exp")], tmp_path / "a.so", CompileOptions(progress=lambda *x: seen.append(x)))
+    assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4]
+    assert {total for _, total, _ in seen[1:]} == {4}
+    assert sorted(what for _, _, what in seen[1:-1]) == ["kernel exp", "kernel sqrt", "kernel tanh"]
+    assert "compiled 3 of 3 kernels" in seen[-1][2]
 
 
 # ------------------------------------------------------------------------------------------------ the cache
