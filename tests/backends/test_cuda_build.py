@@ -25,8 +25,6 @@ from penstock.ir.ops import make
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 
 _CUDA_MACHINE = 190
-# Lowered by `decompose` before it comes here.
-COMPOSITE = {"attention"}
 
 
 def device_code(library: Path) -> Iterator[tuple[int, list[str]]]:
@@ -120,7 +118,7 @@ def test_a_stage_for_a_gpu_is_refused_where_there_is_none(tmp_path: Path) -> Non
 def test_every_sample_of_every_row_compiles(architecture: str, part: int, tmp_path: Path) -> None:
     if architecture not in cuda_build.known_architectures():
         pytest.skip(f"{cuda_build.nvcc_version()} makes no code for {architecture}")
-    graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(s for s in SAMPLES[part::8] if s.kind not in COMPOSITE)]
+    graphs = [s.graph(f"s0.g{i}") for i, s in enumerate(SAMPLES[part::8])]
     built = cuda_build.build_graphs(graphs, tmp_path / "stage.so", CompileOptions(architecture))
     (image,) = device_code(built.path)
     assert len(image[1]) > len(graphs) // 2

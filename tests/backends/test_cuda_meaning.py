@@ -33,9 +33,6 @@ from penstock.ir.types import FLOATS, parse_type
 from penstock.models import write_cnn, write_gpt
 from penstock.runtime.store import as_array
 
-# Lowered by `decompose` before they come here.
-COMPOSITE = {"attention", "attention_grad"}
-
 
 def build_serial(graphs: Sequence[Graph], folder: Path, *, forwards: bool = True, drop_barriers: bool = False) -> TvmProgram:
     """GPU kernels of graphs as a program for this machine."""
@@ -58,7 +55,7 @@ def check(samples: Sequence[Sample], folder: Path) -> list[str]:
 
 
 def test_every_row_has_a_kernel_for_gpus() -> None:
-    assert {name for name, row in OPS.items() if row.family != "state"} - COMPOSITE == KINDS - COMPOSITE
+    assert {name for name, row in OPS.items() if row.family != "state"} == KINDS
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

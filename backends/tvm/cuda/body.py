@@ -47,36 +47,37 @@ class DeviceBody(Body):
     def computed(self, op: Op) -> Op:
         return replace(op, ins=tuple(map(self._wide, op.ins)), outs=tuple(map(self._wide, op.outs)))
 
-    def _own(self, value: Value) -> Value:
+    def own(self, value: Value) -> Value:
+        """The value of the graph behind one of the wide type."""
         return self._narrow.get(value, value)
 
     # ------------------------------------------------------------------------------ the same for values of either type
 
     def operand(self, value: Value) -> Buffer:
-        return super().operand(self._own(value))
+        return super().operand(self.own(value))
 
     def result(self, value: Value) -> Buffer:
-        return super().result(self._own(value))
+        return super().result(self.own(value))
 
     def slot(self, slot: Slot, value: Value) -> Buffer:
-        return super().slot(slot, self._own(value))
+        return super().slot(slot, self.own(value))
 
     def is_stored(self, value: Value) -> bool:
-        return super().is_stored(self._own(value))
+        return super().is_stored(self.own(value))
 
     def know(self, value: Value, index: Index, expr: Expr) -> None:
-        super().know(self._own(value), index, expr)
+        super().know(self.own(value), index, expr)
 
     def at(self, value: Value, index: Index) -> Expr:
-        return super().at(self._own(value), index)
+        return super().at(self.own(value), index)
 
     def finish(self, known: Mapping[Value, tuple[Expr, Index]]) -> None:
         with self.one_thread():
-            super().finish({self._own(value): pair for value, pair in known.items()})
+            super().finish({self.own(value): pair for value, pair in known.items()})
 
     def store_apart(self, value: Value, expr: Expr, index: Index) -> None:
         with self.one_thread():
-            super().store_apart(self._own(value), expr, index)
+            super().store_apart(self.own(value), expr, index)
 
     @contextmanager
     def one_thread(self) -> Iterator[None]:
@@ -88,4 +89,4 @@ class DeviceBody(Body):
                 yield
 
     def address(self, value: Value, index: Index) -> tuple[Value, Expr] | None:
-        return super().address(self._own(value), index)
+        return super().address(self.own(value), index)

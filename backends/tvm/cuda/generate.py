@@ -25,6 +25,7 @@ from ..kernels.emit import Buffer, Expr, cast, literal
 from ..kernels.product import ceil_div
 from ..kernels.sums import add
 from ..target import Machine
+from .attention import emit_attention, emit_attention_grad
 from .body import DeviceBody
 from .library import library_call
 from .loops import THREADS, DeviceLoops, bind_index, reduce_lines
@@ -269,6 +270,8 @@ def emit_cross_entropy(body: DeviceBody, op: Op) -> None:
 # ---------------------------------------------------------------------------------------- the table
 
 MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
+    "attention": emit_attention,
+    "attention_grad": emit_attention_grad,
     "matmul": gemm.emit_matmul,
     "conv": windows.emit_conv,
     "conv_grad_input": windows.emit_conv_grad_input,
