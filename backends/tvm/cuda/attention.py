@@ -17,12 +17,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 from tvm import tirx
 
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs
+from penstock.ir.types import numpy_dtype
 
-from ..kernels.attention_tiles import lowest
 from ..kernels.body import NotOneKernel
 from ..kernels.elements import Index, broadcast_index, linear, unravel, zero
 from ..kernels.emit import Buffer, Expr, literal
@@ -44,7 +45,7 @@ class _Scores:
         assert isinstance(a["scale"], float)
         self.dtype, self.scale, self.causal = q.type.dtype, literal(a["scale"], q.type.dtype), bool(a["causal"])
         # Of the element type in the graph, not of the one it is computed in.
-        self.lowest = literal(lowest(body.own(q).type.dtype), self.dtype)
+        self.lowest = literal(float(ml_dtypes.finfo(numpy_dtype(body.own(q).type.dtype)).min), self.dtype)  # type: ignore[no-untyped-call]
 
     def dot(self, a: Callable[[Expr], Expr], b: Callable[[Expr], Expr], size: int) -> Expr:
         """A sum of products, by one thread."""
