@@ -135,6 +135,8 @@ def test_the_graphs_of_a_training(name: str, library: str, tmp_path: Path) -> No
     plan = api.plan(model, Cluster.listed("sm_90"), training, cuda_libraries=library)
     graphs = [g for g in plan.module.graphs.values() if g.name.startswith("s0.")]
     assert {g.name for g in graphs} == {"s0.F", "s0.B", "s0.U"}
+    inference = api.plan(model, Cluster.listed("sm_90"), None, cuda_libraries=library).module.graphs["s0.F"]
+    graphs.append(replace(inference, name="s1.F"))
     called = sum(op.attrs.get("library") == "torch" for g in graphs for op in g.ops)
     assert (called > 0) == (library == "torch")
     assert any(note.origin == "libraries" for note in plan.module.notes) == (library == "torch")
