@@ -14,8 +14,8 @@ from samples import Sample, samples_of
 from penstock.backends.interface import CompileOptions, StageProgram
 from penstock.backends.tvm.cuda.build import build_graphs
 from penstock.backends.tvm.cuda.generate import KINDS
-from penstock.backends.tvm.cuda.library import CALLS
 from penstock.backends.tvm.cuda.load import CudaProgram, find_device
+from penstock.backends.tvm.cuda.torch_calls import CALLS
 from penstock.ir.graph import Graph
 from penstock.ir.types import FLOATS
 from penstock.runtime.store import as_array

@@ -18,7 +18,7 @@ from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Graph
 
 from ..load import TvmProgram
-from . import library as library_calls
+from . import torch_calls
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ class CudaProgram(TvmProgram):
         from tvm.runtime.vm import VirtualMachine
 
         load_cuda_runtime()
-        library_calls.register()
+        torch_calls.register()
         return VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cuda(self.device.index))
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
