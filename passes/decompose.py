@@ -9,7 +9,7 @@ its results' names. A rule must be exact up to rounding.
 
 `keep` names composites that stay whole; attention does by default, because it and its gradient are one kernel each. It is decomposed all the
 same where that does not pay: with up to `_FEW` queries in a call (decoding, say), for which packing the keys costs more than looking at them
-once, and if a device of the cluster is not a CPU, because there is no such kernel for others.
+once. Where GPUs have to do without libraries, pipelines keep nothing: products of ours read keys once for many queries, attention of ours does not.
 """
 
 from __future__ import annotations
@@ -110,8 +110,6 @@ DECOMPOSE: dict[str, Rule] = {"attention": _attention, "batch_norm": _batch_norm
 def decompose(module: Module, options: DecomposeOptions) -> Module:
     """Replace composite operations by primitives."""
     namer = Namer.of(*module.graphs.values())
-    if module.cluster is not None and any(device.kind != "cpu" for device in module.cluster.devices):
-        options = DecomposeOptions(())
     graphs = {name: _decomposed(graph, namer, options) for name, graph in module.graphs.items()}
     if all(graphs[name] is graph for name, graph in module.graphs.items()):
         return module

@@ -52,7 +52,7 @@ def training_pipeline(
     return _calls(
         [
             ("simplify", {}),  # first, so that nothing dead or constant is differentiated
-            ("decompose", {}),  # composites without a gradient rule or kernel of their own, before gradients are taken
+            *_decompose(library),  # composites without a gradient rule or kernel of their own, before gradients are taken
             *_precision(compute),  # before gradients are taken, so that they have the types of what they are gradients of
             ("autodiff", {"microbatches": microbatches}),  # on the whole model: gradients of values used by several stages are summed once
             ("optimizer", optimizer),  # after the gradients exist that it consumes
@@ -75,7 +75,7 @@ def inference_pipeline(partition: dict[str, Attr], microbatches: int, compute: s
     return _calls(
         [
             ("simplify", {}),  # constants first
-            ("decompose", {}),  # composites without a kernel of their own
+            *_decompose(library),  # composites without a kernel of their own
             *_precision(compute),  # when no composite is left that has no kernel
             ("partition", partition),  # forward cost only
             ("split", {}),  # annotations become one graph per stage
@@ -91,6 +91,10 @@ def inference_pipeline(partition: dict[str, Attr], microbatches: int, compute: s
 
 def _precision(compute: str) -> list[Entry]:
     return [("precision", {"compute": compute})] if compute != "f32" else []
+
+
+def _decompose(library: str) -> list[Entry]:
+    return [("decompose", {"keep": ()} if library == "none" else {})]
 
 
 def _libraries(use: str) -> list[Entry]:

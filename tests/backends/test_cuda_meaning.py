@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import tvm
 from judge import to_tensor, wrong_results
 from samples import Sample, samples_of
 from serial_threads import count_barriers, serial_module
 from tvm import tirx
-from tvm_cases import compare, make_args
+from tvm_cases import compare, difference, make_args, random_array
 
 from penstock import api
+from penstock.backends.interface import StageProgram
+from penstock.backends.numpy_backend import NumpyProgram
 from penstock.backends.tvm.cuda.generate import KINDS
 from penstock.backends.tvm.cuda.target import device_machine
 from penstock.backends.tvm.cuda.torch_calls import CALLS, register
@@ -25,9 +28,11 @@ from penstock.backends.tvm.load import TvmProgram
 from penstock.backends.tvm.lower import LibraryCall, plan_kernels, relax_module
 from penstock.backends.tvm.pipeline import PIPELINE
 from penstock.backends.tvm.target import machine_of, tvm_target
-from penstock.frontends.training import AdamW, Training
+from penstock.frontends.training import Momentum, Training
 from penstock.ir.cluster import Cluster
-from penstock.ir.graph import Graph, Value
+from penstock.ir.graph import Graph, Value, signature
+from penstock.ir.interp import initial_arrays
+from penstock.ir.numpy_ops import TYPED
 from penstock.ir.ops import OPS, make
 from penstock.ir.types import FLOATS, parse_type
 from penstock.models import write_cnn, write_gpt
@@ -146,7 +151,7 @@ def test_the_graphs_of_a_training(name: str, library: str, tmp_path: Path) -> No
     else:
         path = write_cnn(tmp_path / "cnn.onnx")
     model = api.from_onnx(path, dims={"batch": 2})
-    training = Training(loss="cross_entropy", optimizer=AdamW(lr=1e-3), microbatches=2)
+    training = Training(loss="cross_entropy", optimizer=Momentum(lr=0.1), microbatches=2)
     plan = api.plan(model, Cluster.listed("sm_90"), training, cuda_libraries=library)
     graphs = [g for g in plan.module.graphs.values() if g.name.startswith("s0.")]
     assert {g.name for g in graphs} == {"s0.F", "s0.B", "s0.U"}
@@ -156,5 +161,30 @@ def test_the_graphs_of_a_training(name: str, library: str, tmp_path: Path) -> No
     assert (called > 0) == (library == "torch")
     assert any(note.origin == "libraries" for note in plan.module.notes) == (library == "torch")
     program = build_serial(graphs, tmp_path)
+    assert not compare(program, graphs[-1], make_args(graphs[-1], np.random.default_rng(3)))
+    # Two steps: what the backward graph gets is what the forward graph saved, on both sides.
+    first, second = (initial_state(plan) for _ in range(2))
+    rng, interpreter = np.random.default_rng(4), NumpyProgram(graphs)
+    for _ in range(2):
+        fed = {v.name: random_array(rng, v.type) for v in plan.module.inputs}
+        found, expected = one_step(program, graphs[:3], fed, first), one_step(interpreter, graphs[:3], fed, second)
+        assert not difference(found, expected)
+    differences = {name: difference(first[name], second[name]) for name in first}
+    assert not {name: wrong for name, wrong in differences.items() if wrong}
+
+
+def initial_state(plan: api.Plan) -> dict[str, torch.Tensor]:
+    arrays = initial_arrays(plan.module, plan.model.imported.weights, list(plan.module.vars), TYPED)
+    return {name: torch.tensor(array) for name, array in arrays.items()}
+
+
+def one_step(program: StageProgram, graphs: Sequence[Graph], fed: dict[str, np.ndarray], state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Forward, backward and update; gives the loss."""
+    held = {name: torch.tensor(array) for name, array in fed.items()}
+    losses = []
     for graph in graphs:
-        assert not compare(program, graph, make_args(graph, np.random.default_rng(3)))
+        sig = signature(graph)
+        results = program.call(graph.name, [*(held[v.name] for v in sig.ins), *(state[slot.var] for slot in sig.slots)])
+        held |= dict(zip((v.name for v in graph.results), results, strict=True))
+        losses += results[:1]
+    return losses[0]
