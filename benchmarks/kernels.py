@@ -92,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     _settle(arguments.core)
     import kernel_memory  # noqa: F401  (adds its rows)
+    import kernel_order  # noqa: F401  (adds its rows)
     import kernel_updates  # noqa: F401  (likewise)
     from kernel_rows import select
 

@@ -40,7 +40,7 @@ _PACKING = ("matmul", "conv", "conv_grad_input")
 _OPEN = {
     *("matmul", "conv", "conv_grad_input", "conv_grad_weight"),
     *("softmax", "softmax_grad", "log_softmax", "log_softmax_grad", "layer_norm", "layer_norm_grad", "layer_norm_grad_weight"),
-    *("sum", "mean", "max", "mse"),
+    *("sum", "mean", "max", "mse", "cumsum"),
     *("gather", "cross_entropy_grad", "attention"),
 }
 # Of these only the first result can, the others are finished earlier.

@@ -665,7 +665,13 @@ for _largest in (True, False):
     sample("topk", "T[3,40]", dtypes=("f64", *HALF, *INTS), draws=ties, k=40, largest=_largest)
     sample("topk", "T[4,70]", dtypes=("f32", "f64"), draws=nasty, k=70, largest=_largest)
     sample("topk", "T[3,50]", dtypes=INTS, draws=wrapping, k=45, largest=_largest)
+    # Ranks, a tournament and digits, chosen by how much of how long a row is wanted.
+    for _k in (5, 200):
+        sample("topk", "T[2,200]", dtypes=("f64", "i64", "i32", "i8", "u8"), draws=ties, k=_k, largest=_largest)
+        sample("topk", "T[2,200]", dtypes=INTS, draws=wrapping, k=_k, largest=_largest)
+        sample("topk", "T[2,200]", dtypes=("f32", "f64"), draws=nasty, k=_k, largest=_largest)
 sample("topk", "f32[2,3000]", draws=nasty, k=40)
+sample("topk", "f32[500,2,3]", k=300, axis=0)
 refuse("topk", "f32[3,4]", k=5, because="k must lie in 0..4")
 refuse("topk", "f32[3,4]", k=-1, because="k must lie in 0..4")
 refuse("topk", "f32[3,4]", k=1, axis=2, because="axis 2 is outside")

@@ -117,6 +117,18 @@ def test_a_gradient_is_added_to_its_variable_by_the_convolution_itself(groups: i
     assert not agrees(graph, tmp_path)
 
 
+@pytest.mark.parametrize(("axis", "reverse"), [(1, False), (1, True), (0, False)])
+def test_a_running_sum_with_what_is_around_it_is_one_kernel(axis: int, reverse: bool, tmp_path: Path) -> None:
+    w = Writer()
+    x, y = value("x", "f32[37,45]"), value("y", "f32[45]")
+    total = w("cumsum", x, axis=axis, reverse=reverse)
+    z = w("mul", w("add", total, y), x)
+    w.state("accum", "w.grad", z)
+    graph = fused(w.graph((x, y), (z,), (total,)))
+    assert kernels_of(graph) == 1
+    assert not agrees(graph, tmp_path)
+
+
 def test_what_only_a_sum_reads_is_not_stored(tmp_path: Path) -> None:
     """Gradients of scales: products summed over images and space. The control is read by others, too, and has to be stored."""
     w = Writer()

@@ -9,10 +9,10 @@ Others, a tournament: a row is cut in blocks of about the square root of its siz
 largest of the blocks, the first block that has it, the first place of it there; the element is taken out, and its block looks for its
 next. All four are passes of vectors over a block, so k elements of n cost n + 4 k sqrt(n) steps.
 
-The key of a float is its bits as an integer, the lower ones turned round where the sign is set; of f16 and bf16 those of the f32 they
-widen to. An element that is out has the lowest key, and is told from others with that key by a mark.
+Most of a row: keys are sorted by their digits of 8 bits, lowest first, each pass counting places beforehand and keeping the order of equal digits.
 
-Limit: sorting a whole long row this way costs n sqrt(n).
+The key of a float is its bits as an integer, the lower ones turned round where the sign is set; of f16 and bf16 those of the f32 they
+widen to. In a tournament, an element that is out has the lowest key, and is told from others with that key by a mark.
 """
 
 from __future__ import annotations
@@ -93,6 +93,57 @@ class _ShortRow:
             with emit.loop(self.lanes, VECTOR, "l") as lane:
                 hit = before(other, tirx.BufferLoad(self.keys, [lane + begin]), j, lane)
                 emit.store(count, tirx.BufferLoad(count, [lane]) + tirx.Select(hit, literal(1, "i32"), literal(0, "i32")), lane)
+
+
+_DIGIT = 8
+_DIGITS = 1 << _DIGIT
+
+
+def _emit_sorted(body: Body, size: int, dtype: str, key: Callable[[Expr], Expr], wanted: Callable[[Expr, Expr], None]) -> None:
+    """Sort a whole row: `wanted` gets the place of an element in the row, and in the order."""
+    emit, lanes = body.emit, body.lanes
+    key_dtype, bits = ("i64", 64) if dtype in ("f64", "i64") else ("i32", 32)
+    passes = bits // _DIGIT
+    keys = [emit.alloc(size, key_dtype, "keys") for _ in range(2)]
+    places = [emit.alloc(size, "i32", "places") for _ in range(2)]
+    counts = emit.alloc(passes * _DIGITS, "i32", "counts")
+    turned = literal((1 << (bits - 1)) - 1, key_dtype)
+    for c, _ in emit.spans(size, lanes):
+        with body.point():
+            # The largest first: as an unsigned number, the complement of the key above its lowest.
+            emit.store(keys[0], key(c) ^ turned, c)
+    for c, _ in emit.spans(passes * _DIGITS, lanes):
+        emit.store(counts, literal(0, "i32"), c)
+
+    def digit(value: Expr, number: int) -> Expr:
+        part = (value >> literal(number * _DIGIT, key_dtype)) & literal(_DIGITS - 1, key_dtype)
+        return emit.bind(cast(part, "i32") + number * _DIGITS, "digit")
+
+    with emit.loop(size, SERIAL, "i") as i:
+        value = emit.bind(tirx.BufferLoad(keys[0], [i]), "key")
+        for number in range(passes):
+            at = digit(value, number)
+            emit.store(counts, tirx.BufferLoad(counts, [at]) + 1, at)
+    with emit.loop(passes, SERIAL, "p") as p:
+        total = emit.alloc(1, "i32", "total")
+        emit.store(total, literal(0, "i32"), zero())
+        with emit.loop(_DIGITS, SERIAL, "d") as d:
+            count = emit.bind(tirx.BufferLoad(counts, [p * _DIGITS + d]), "count")
+            emit.store(counts, tirx.BufferLoad(total, [zero()]), p * _DIGITS + d)
+            emit.store(total, tirx.BufferLoad(total, [zero()]) + count, zero())
+    for number in range(passes):
+        source, target = number % 2, 1 - number % 2
+        with emit.loop(size, SERIAL, "i") as i, body.point():
+            value = emit.bind(tirx.BufferLoad(keys[source], [i]), "key")
+            place = emit.bind(tirx.BufferLoad(places[source], [i]), "place") if number else i
+            at = digit(value, number)
+            to = emit.bind(tirx.BufferLoad(counts, [at]), "to")
+            emit.store(counts, to + 1, at)
+            if number == passes - 1:
+                wanted(place, to)
+            else:
+                emit.store(keys[target], value, to)
+                emit.store(places[target], place, to)
 
 
 class _Row:
@@ -185,6 +236,15 @@ def emit_topk(body: Body, op: Op) -> None:
                 with emit.when(rank < count):
                     index = at(rank)
                     body.finish({values: (body.at(x, at(i)), index), indices: (cast(i, "i64"), index)})
+            return
+        if 3 * count >= dims[axis]:
+
+            def wanted(place: Expr, rank: Expr) -> None:
+                with emit.when(rank < count):
+                    index = at(rank)
+                    body.finish({values: (body.at(x, at(place)), index), indices: (cast(place, "i64"), index)})
+
+            _emit_sorted(body, dims[axis], x.type.dtype, lambda c: order_key(body, body.at(x, at(c)), largest), wanted)
             return
         row = _Row(body, dims[axis], x.type.dtype)
         row.fill(lambda c: order_key(body, body.at(x, at(c)), largest))
