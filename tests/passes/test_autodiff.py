@@ -234,8 +234,8 @@ def test_gradient_of_the_largest_values(axis, largest):
 
 
 # Judged by the cases above: torch has no gradient for statistics and rounds gradients to half precision, and its second derivatives are
-# not what a transposed convolution needs.
-_OTHERWISE = {"batch_norm", "layer_norm", "cast", "conv_grad_input"}
+# not what a transposed convolution needs; statistics of attention have no gradient.
+_OTHERWISE = {"batch_norm", "layer_norm", "cast", "conv_grad_input", "attention"}
 
 
 def sampled(kind):
