@@ -13,6 +13,7 @@ from penstock.ir.ops import OPS
 from penstock.ir.text import parse_module
 from penstock.ir.verify import check
 from penstock.passes.decompose import DECOMPOSE, DecomposeOptions, decompose
+from penstock.passes.pipelines import inference_pipeline
 
 ALL = DecomposeOptions(keep=())
 
@@ -133,7 +134,10 @@ def test_attention_that_is_not_worth_a_kernel_is_decomposed_although_kept():
     assert is_decomposed(attention("false", rows=1))
     module = attention("true", rows=5)
     assert not is_decomposed(module.but(cluster=Cluster.local(2)))
-    assert is_decomposed(module.but(cluster=Cluster.listed("cpu,sm_90")))
+    # Kernels for GPUs have it whole, too; pipelines without libraries keep nothing.
+    assert not is_decomposed(module.but(cluster=Cluster.listed("cpu,sm_90")))
+    kept = {use: inference_pipeline({}, 1, library=use)[1].options.keep for use in ("", "torch", "none")}
+    assert kept == {"": ("attention",), "torch": ("attention",), "none": ()}
 
 
 def test_statistics_that_are_used_stay():
