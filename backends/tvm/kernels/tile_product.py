@@ -28,8 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 from tvm import tirx
 
+from penstock.ir.graph import slot_of
+from penstock.ir.types import ITEM_BYTES
+
 from .body import Body, parallel_if
-from .elements import Index, unravel
+from .elements import Index, linear, unravel
 from .emit import SERIAL, Buffer, Expr, literal
 from .transpose import pieces, transpose_block
 
@@ -46,7 +49,7 @@ _BLOCK = 2 * _SIDE
 _LONGEST_K = 4096
 _K_BLOCK = 2048
 # A packed block of A stays in a second cache of 2 MiB beside a strip of B.
-_A_BYTES = 3 << 19
+_A_BYTES = 1 << 20
 # Strips of B are packed together, so that rows of B are read as streams of a kilobyte, if all of them stay in that cache.
 _STREAM_STRIPS = 16
 _B_BYTES = 3 << 18
@@ -109,6 +112,7 @@ class _TileProduct:
         most = _A_BYTES // (2 * _ceil(self.k_size, _STEP) * _STEP) // _BLOCK * _BLOCK
         self.row_block = p.m if p.m <= most else max(most, _BLOCK)
         self.column_tiles = _ceil(p.n, _SIDE)
+        self.near = self._neighbours()
         # Otherwise B is contiguous along k, and its pairs lie in memory.
         self.b_by_pairs = p.b_along_j or not p.b_along_k
 
@@ -230,6 +234,10 @@ class _TileProduct:
             else:
                 self._do("tilezero", self._tile(2 * r + c))
         with emit.loop(part.steps, SERIAL, "s") as s:
+            if part.last:
+                each = _ceil(rows, part.steps)
+                for u in range(each):
+                    self._ask_for(p.place(part.lead, start + row + tirx.min(s * each + u, rows - 1), j), columns)
             for c in range(across):
                 self._load(_B_TILES + c, b, at + (s * across + c) * _WORDS)
             for r in range(down):
@@ -248,6 +256,28 @@ class _TileProduct:
             for c, _ in pieces(emit, columns, _SIDE):
                 with self.body.point():
                     self.body.finish({p.out: (tirx.BufferLoad(tile, [r * _BLOCK + c]), p.place(part.lead, start + row + r, j + c))})
+
+    def _neighbours(self) -> list[tuple[Buffer, str]]:
+        """Memory that is read or written where the product's result is: it lies in short rows far apart."""
+        body, out = self.body, self.p.out
+        found: dict[Buffer, str] = {}
+        for op in body.group.ops:
+            slot = slot_of(op) if op.kind == "accum" else None
+            for v in op.ins:
+                if v.type.shape != out.type.shape:
+                    continue
+                if slot is not None:
+                    found[body.slot(slot, v)] = v.type.dtype
+                elif body.is_stored(v):
+                    found[body.operand(v)] = v.type.dtype
+        found |= {body.result(v): v.type.dtype for v in body.group.outs if v.type.shape == out.type.shape}
+        return list(found.items())
+
+    def _ask_for(self, place: Index, columns: int) -> None:
+        """A hint, while sums are being added up, for one row of what will be read and written with them."""
+        for buffer, dtype in self.near:
+            for c in range(0, columns * ITEM_BYTES[dtype], _LINE):
+                self.emit.prefetch(buffer, linear(place, self.p.out.type.dims) + c // ITEM_BYTES[dtype])
 
     # ------------------------------------------------------------------------------ instructions
 
