@@ -61,7 +61,7 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
     cluster = replace(cluster, devices=tuple(replace(device, threads=1) for device in cluster.devices))
     optimizer = ps.AdamW(lr=shape.lr, weight_decay=shape.weight_decay)
     training = ps.Training(loss="cross_entropy", optimizer=optimizer, microbatches=shape.microbatches)
-    plan = ps.plan(model, cluster, training, schedule=schedule)
+    plan = ps.plan(model, cluster, training, schedule=schedule, precision=shape.precision)
     marks.append(time.perf_counter())
     with tempfile.TemporaryDirectory() as scratch, Builder(CompileOptions(jobs=jobs)) as builder:
         parts = {
@@ -202,7 +202,7 @@ def _arguments() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, spec in Shape.__dataclass_fields__.items():
-        kind = float if isinstance(spec.default, float) else int
+        kind = type(spec.default)
         parser.add_argument("--" + name.replace("_", "-"), type=kind, default=spec.default, help=f"default: {spec.default}")
     parser.add_argument("--schedule", default="2bw", help="default: 2bw")
     parser.add_argument("--rounds", type=int, default=1, help="compiles of each kind (default: 1)")

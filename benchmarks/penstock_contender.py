@@ -26,7 +26,7 @@ def compile_model(shape: Shape, model_file: str, schedule: str, bundle: Path) ->
     optimizer = ps.AdamW(lr=shape.lr, weight_decay=shape.weight_decay)
     training = ps.Training(loss="cross_entropy", optimizer=optimizer, microbatches=shape.microbatches)
     begin = time.perf_counter()
-    plan = ps.plan(ps.from_onnx(model_file), cluster, training, schedule=schedule)
+    plan = ps.plan(ps.from_onnx(model_file), cluster, training, schedule=schedule, precision=shape.precision)
     ps.compile(plan, bundle)
     predicted = " + ".join(f"{row['peak'] / 2**20:.0f}" for row in plan.as_dict()["memory"].values())
     return {"compiled in s": round(time.perf_counter() - begin, 1), "predicted peak of tensors, MiB": predicted}

@@ -1,7 +1,7 @@
 """The same GPT in plain torch: two pipeline ranks under Schedule1F1B over gloo, or one process with two threads.
 
 Written in the form that is fastest for torch on a CPU: fused attention (scaled_dot_product_attention), fused AdamW, gradients dropped
-rather than zeroed, float32. The head is not tied to the embedding. First weights are those of the ONNX file that Penstock compiles.
+rather than zeroed, float32 or autocast to bfloat16. The head is not tied to the embedding. First weights are those of the ONNX file that Penstock compiles.
 
     python torch_contender.py SHAPE_JSON MODEL.onnx pipeline WARMUP RANK PORT SPLIT         SPLIT: blocks on rank 0
     python torch_contender.py SHAPE_JSON MODEL.onnx whole|accumulated WARMUP THREADS        a batch at once, or in microbatches
@@ -47,8 +47,13 @@ class Part(nn.Module):
         self.blocks = nn.Sequential(*(Block(shape) for _ in range(first, last)))
         self.norm = nn.LayerNorm(shape.width) if last == shape.layers else None
         self.head = nn.Linear(shape.width, shape.vocab, bias=False) if last == shape.layers else None
+        self.is_low = shape.precision == "bf16"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_low):
+            return self.run(x)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
         if self.embedding is not None and self.position is not None:
             x = self.embedding(x) + self.position.weight[: x.shape[1]]
         x = self.blocks(x)
@@ -58,7 +63,7 @@ class Part(nn.Module):
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def copy_weights(part: Part, first: int, path: Path) -> None:

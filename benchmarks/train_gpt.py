@@ -3,7 +3,7 @@
     python benchmarks/train_gpt.py                                    GPT-2 small, all contenders in memory at once
     python benchmarks/train_gpt.py --layers 2 --width 128 --heads 4 --vocab 4096 --positions 64          a minute in all
 
-Contenders (all float32, AdamW, untied head, the same first weights and the same batches, two cores):
+Contenders (all float32, or bfloat16 with --precision bf16: torch by autocast; AdamW, untied head, the same first weights and the same batches, two cores):
     penstock-2bw     two processes of one thread, one per core, schedule 2bw
     penstock-1f1b    the same with schedule 1f1b
     torch-1f1b       two processes of one thread, one per core, torch.distributed.pipelining.Schedule1F1B over gloo
@@ -69,8 +69,11 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, spec in Shape.__dataclass_fields__.items():
-        kind = float if isinstance(spec.default, float) else int
-        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=spec.default, help=f"default: {spec.default}")
+        choices = ("f32", "bf16") if name == "precision" else None
+        kind = type(spec.default)
+        parser.add_argument(
+            "--" + name.replace("_", "-"), type=kind, choices=choices, default=spec.default, help=f"default: {spec.default}"
+        )
     parser.add_argument("--steps", type=int, default=3, help="optimiser steps in a turn (default: 3)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default: 7)")
     parser.add_argument("--contenders", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help=f"of {', '.join(NAMES)}")
@@ -244,7 +247,7 @@ def _machine(cores: Sequence[int], shape: Shape, arguments: argparse.Namespace) 
     return {
         "processor": f"{cpu} ({' '.join(vectors)}), cores {', '.join(map(str, cores))} of {os.cpu_count()}, {memory:.0f} GiB memory",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}, {libraries}",
-        "model": sizes,
+        "model": f"{sizes}, {shape.precision}",
         "data": data,
         "turns": f"{arguments.rounds} rounds of {arguments.steps} steps each after {WARMUP} step of warm-up",
         "load before": _load(),

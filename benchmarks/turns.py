@@ -30,6 +30,8 @@ class Shape:
     lr: float = 3e-4
     weight_decay: float = 0.01
     seed: int = 0
+    # bf16: Penstock with --precision bf16, torch with autocast.
+    precision: str = "f32"
 
     @property
     def tokens_per_step(self) -> int:

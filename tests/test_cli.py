@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from safetensors.numpy import load_file
 
 from penstock.cli import main
 from penstock.ir.text import parse_module, print_module
@@ -318,6 +319,37 @@ def test_an_output_that_cannot_be_written_is_noticed_before_the_work(
 def test_a_seed_out_of_range_is_refused(command: str, seed: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(command, "bundle", f"--seed={seed}") == 2
     assert "expected a whole number from 0" in capsys.readouterr().err
+
+
+def test_a_bundle_in_bf16_trains_and_keeps_f32_masters(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compile", built / "gpt.onnx", "--devices", "2", "--dim", "batch=2", "--loss", "cross_entropy", "--backend", "numpy"]
+    assert call(*words, "--schedule", "2bw", "--microbatches", "2", "--precision", "bf16", "-o", tmp_path / "low") == 0
+    capsys.readouterr()
+    assert call("inspect", tmp_path / "low") == 0
+    edges = [line for line in capsys.readouterr().out.splitlines() if line.startswith("edge ")]
+    assert edges
+    assert all(": bf16[" not in line and " bf16[" in line for line in edges)
+    assert call("verify", tmp_path / "low", "--steps", "2") == 0
+    said = capsys.readouterr()
+    assert "unit roundoff" in said.err
+    # Control: held to the tolerance of f32, the same losses do not pass.
+    assert call("verify", tmp_path / "low", "--steps", "2", "--tolerance", "1e-7") == 5
+    assert call("run", tmp_path / "low", "--steps", "2", "--checkpoint", tmp_path / "ckpt") == 0
+    files = (tmp_path / "ckpt" / "step-000002").glob("*.safetensors")
+    kept = {name: array.dtype for file in files for name, array in load_file(file).items()}
+    assert {"wte.weight", "lm_head.weight", "h.0.ln_1.bias"} < set(kept)
+    assert {dtype for name, dtype in kept.items() if name != "causal"} == {np.dtype(np.float32)}
+
+
+def test_f16_is_refused_for_training_and_infers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_mlp(tmp_path / "m.onnx", [4, 8, 3], batch=2)
+    assert call("compile", tmp_path / "m.onnx", "--loss", "cross_entropy", "--precision", "f16", "-o", tmp_path / "b") == 2
+    assert "loss scaling" in capsys.readouterr().err
+    assert call("compile", tmp_path / "m.onnx", "--precision", "f16", "--backend", "numpy", "-o", tmp_path / "b") == 0
+    assert call("verify", tmp_path / "b") == 0
+    np.savez(tmp_path / "x.npz", x=np.ones((2, 4), np.float32))
+    assert call("infer", tmp_path / "b", "--input", tmp_path / "x.npz", "--output", tmp_path / "y.npz") == 0
+    assert np.load(tmp_path / "y.npz")["y"].dtype == np.float32
 
 
 def test_a_forward_bundle_infers(tmp_path: Path) -> None:
