@@ -296,6 +296,9 @@ def emit_avg_pool_grad(body: Body, op: Op) -> None:
     attrs = complete_attrs(op)
     window = window_of(attrs, ints(attrs["window"]))
     geometry = _geometry(window)
+    if windows.covers_all(op):
+        windows.emit_global_pool_grad(body, op)
+        return
     if not _is_direct(op, geometry):
         windows.emit_avg_pool_grad(body, op)
         return

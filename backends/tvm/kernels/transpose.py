@@ -59,6 +59,15 @@ def _widened(emit: Emitter, dtype: str, lanes: int, source: Buffer, starts: Sequ
     return copy, [tirx.IntImm("int32", row * lanes) for row in range(len(starts))]
 
 
+def separate_pairs(emit: Emitter, lanes: int, source: tuple[Buffer, Expr], targets: Sequence[tuple[Buffer, Expr]]) -> None:
+    """Of two vectors in a row, the elements at even places to the first target, those at odd places to the second."""
+    buffer, start = source
+    both = [tirx.BufferLoad(buffer, [tirx.Ramp(start + k * lanes, 1, lanes)]) for k in (0, 1)]
+    for odd, (target, place) in enumerate(targets):
+        indices: list[Any] = [tirx.IntImm("int32", 2 * k + odd) for k in range(lanes)]
+        emit.add(tirx.BufferStore(target, tirx.Shuffle(both, indices), [tirx.Ramp(place, 1, lanes)]))
+
+
 def pieces(emit: Emitter, extent: int, lanes: int) -> Iterator[tuple[Expr, Expr]]:
     """Cover 0 .. extent-1 with vectors and, behind the last whole one, halves, quarters ... of one: yields (index, lane) like Emitter.spans."""
     whole = extent // lanes

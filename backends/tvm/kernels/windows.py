@@ -24,12 +24,12 @@ from penstock.ir.ops import Window, complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS
 
 from .body import Body, NotOneKernel, parallel_if
-from .elements import Index, linear, unravel
+from .elements import Index, linear, unravel, zero
 from .elementwise import emit_nest
 from .emit import HALVES, SERIAL, Expr, literal
 from .gemm import Product, ceil_div, emit_product
 from .sums import LOWEST
-from .transpose import pieces
+from .transpose import pieces, separate_pairs
 
 
 def inside_of(positions: Index, sizes: tuple[int, ...]) -> tuple[Index, list[Expr]]:
@@ -229,6 +229,30 @@ def emit_avg_pool_grad(body: Body, op: Op) -> None:
     emit_nest(body, dx.type.dims, dx.type.rank - 1, point)
 
 
+def covers_all(op: Op) -> bool:
+    """Whether pooling has one window, and all elements lie in it."""
+    dy, dx = op.ins[0].type.dims[2:], op.outs[0].type.dims[2:]
+    window = window_of(complete_attrs(op), ints(op.attrs["window"]))
+    reach = all(k - low >= n for k, low, n in zip(window.kernel, window.low, dx, strict=True))
+    return prod(dy) == 1 and reach and all(d == 1 for d in window.dilations)
+
+
+def emit_global_pool_grad(body: Body, op: Op) -> None:
+    """Every element of a plane has the same share."""
+    dy, dx = op.ins[0], op.outs[0]
+    attrs = complete_attrs(op)
+    count = prod(ints(attrs["window"])) if attrs["include_pad"] else prod(dx.type.dims[2:])
+    share = literal(1 / count, dx.type.dtype)
+    zeros = tuple(zero() for _ in dx.type.dims[2:])
+
+    def point(index: Index) -> None:
+        with body.point():
+            body.finish({dx: (body.at(dy, (*index[:2], *zeros)) * share, index)})
+
+    alone = len(body.group.ops) == 1
+    emit_nest(body, dx.type.dims, 2 if alone else dx.type.rank - 1, point)
+
+
 def emit_max_pool_grad(body: Body, op: Op) -> None:
     """Window by window: the first element equal to the window's maximum gets the gradient. Threads share planes.
 
@@ -252,21 +276,28 @@ def emit_max_pool_grad(body: Body, op: Op) -> None:
         lead = tuple(i if isinstance(i, tirx.IntImm) else emit.bind(i, "p") for i in unravel(p, planes))
         # Sums of 16-bit floats are taken in f32 and rounded once.
         target, origin = (emit.alloc(plane, dtype, "sums"), literal(0, "i32")) if dtype in HALVES else (stored, p * plane)
-        for i, _ in emit.spans(plane, lanes):
-            emit.store(target, literal(0, dtype), origin + i)
         copy = emit.alloc(lines * split * width, dtype, "xp")
         found = emit.alloc(outs[-1], "i32", "found")
-        for i, _ in emit.spans(lines * split * width, lanes):
-            emit.store(copy, literal(0, dtype), i)
+        # What stands in the border is never looked at.
         with emit.loop(lines, SERIAL, "h") as h:
             at = tuple(emit.bind(i, "h") if not isinstance(i, tirx.IntImm) else i for i in unravel(h, sizes[:-1]))
+            # Zeros line by line: a plane at once becomes a call that writes past the caches.
+            for v, _ in pieces(emit, sizes[-1], lanes):
+                emit.store(target, literal(0, dtype), origin + h * sizes[-1] + v)
+            done = 0
+            if split == 2 and body.is_stored(x) and dtype not in HALVES:
+                done = sizes[-1] // (2 * lanes) * lanes
+                source = emit.bind(linear((*lead, *at, zero()), x.type.dims), "line")
+                with emit.loop(done // lanes, SERIAL, "v") as v:
+                    places = [(h * 2 + (begin + low) % 2) * width + (begin + low) // 2 + v * lanes for begin in (0, 1)]
+                    separate_pairs(emit, lanes, (body.operand(x), source + v * (2 * lanes)), [(copy, place) for place in places])
             for remainder in range(split):
                 begin = (remainder - low) % split
                 count = ceil_div(sizes[-1] - begin, split)
-                for v, _ in pieces(emit, max(count, 0), lanes):
+                for v, _ in pieces(emit, max(count - done, 0), lanes):
                     with body.point():
-                        value = body.at(x, (*lead, *at, v * split + begin))
-                        emit.store(copy, value, (h * split + remainder) * width + (begin + low) // split + v)
+                        value = body.at(x, (*lead, *at, (v + done) * split + begin))
+                        emit.store(copy, value, (h * split + remainder) * width + (begin + low) // split + v + done)
         with emit.loop(prod(outs[:-1]), SERIAL, "o") as o, body.point():
             out = tuple(emit.bind(i, "o") if not isinstance(i, tirx.IntImm) else i for i in unravel(o, outs[:-1]))
             for v, _ in emit.spans(outs[-1], lanes):
