@@ -221,6 +221,8 @@ def torch_contender(spec: Spec, file: Path, feeds: Arrays, compile_limit: float 
         step = train
     if not compile_limit:
         return Contender("torch", step)
+    # A cache of its own: what an interrupted run left in the usual one may be broken.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(file.parent / "inductor")
     contender = Contender("torch.compile", step)
     begin = time.perf_counter()
     with time_limit(compile_limit):

@@ -29,6 +29,9 @@ from .transpose import pieces
 
 # Elements of a block of positions: they stay in the second-level cache while all outputs are computed.
 _BLOCK = 98304
+# What may follow a convolution in unrolled code: one instruction for each, as many as norm, residual and relu with the sum saved.
+_CHEAP = ("add", "sub", "mul", "relu", "relu_grad", "reshape")
+_LIGHT = 7
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class _Points:
         self.rows = ceil_div(p.filters, ceil_div(p.filters, self.most))
         self.block = max(min(_BLOCK // p.channels // self.width, ceil_div(p.positions, self.width)), 1) * self.width
         # Little to do behind the sums: do it on the registers, in unrolled code.
-        self.light = len(body.group.ops) <= 2
+        self.light = len(body.group.ops) <= 2 or (len(body.group.ops) <= _LIGHT and all(op.kind in _CHEAP for op in body.group.ops[1:]))
 
     def _fill(self, packed: Buffer) -> None:
         p, emit = self.p, self.emit
