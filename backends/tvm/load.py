@@ -68,10 +68,15 @@ class TvmProgram:
         self.device = device or torch.device("cpu")
         set_threads(threads)
         self._machine: Any = self._open(library)
+        # Only now: it loads TVM's runtime.
+        from tvm_ffi import get_global_func
+
         self._functions = {g.name: self._machine[function_name(g.name)] for g in graphs}
         self._packs = {g.name: self._machine[pack_name(function_name(g.name))] for g in graphs if has_packed(g)}
         self._signatures: dict[str, Signature] = {g.name: signature(g) for g in graphs}
         self._tensor, self._taken = torch.Tensor, torch.utils.dlpack.from_dlpack
+        # Iterating over results in TVM's own array costs as much as a small kernel.
+        self._item: Any = get_global_func("ffi.ArrayGetItem")
         self._held: dict[str, tuple[list[int], list[torch.Tensor]]] = {}
 
     def _open(self, library: Path) -> Any:
@@ -100,7 +105,8 @@ class TvmProgram:
             args = [*args, *self._packed(graph, args[len(sig.ins) :])]
         tensor, taken = self._tensor, self._taken
         # Results come back as torch tensors if any argument was one.
-        return [x if isinstance(x, tensor) else taken(x) for x in self._functions[graph](*args)]
+        found, item = self._functions[graph](*args), self._item
+        return [x if isinstance(x, tensor) else taken(x) for x in (item(found, i) for i in range(len(sig.results)))]
 
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
         """Pack now what the graph's kernels want packed; calls with the same tensors need not do it again."""

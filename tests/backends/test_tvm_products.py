@@ -71,8 +71,19 @@ FEW = [
     for n, k in ((128, 24), (301, 37), (145, 7), (4113, 9))
     if m < 16 or n < 4000
 ] + [(13, 2200, 26), (16, 129, 1), (3, 128, 768)]  # fmt: skip
-# The first tile packs: with rows left over and without, a last panel of one vector, of several, ragged; long sums, several blocks of rows.
-MANY = [(18, 64, 20), (20, 128, 33), (96, 200, 17), (97, 131, 53), (31, 447, 5), (17, 70, 4500), (64, 64, 3), (2100, 24, 40), (700, 100, 9)]
+# Rows shared by threads for want of panels, with and without rows left over. The first tile packs: with rows left over and without, a last panel of one vector, of several, ragged; long sums, several blocks of rows.
+MANY = [
+    (18, 64, 20),
+    (20, 128, 33),
+    (96, 200, 17),
+    (97, 131, 53),
+    (31, 447, 5),
+    (17, 70, 4500),
+    (64, 64, 3),
+    (2100, 24, 40),
+    (700, 100, 9),
+    (520, 150, 11),
+]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -46,8 +46,13 @@ _PACKED_TOGETHER = 8
 # Steps along k in one turn of the inner loop. Four are no faster, and take twice as long to compile.
 _UNROLLED = 2
 _LINE_BYTES = 64
+# Parallel loops should have so many turns, and a turn this many rows at least.
+_TASKS = 4
+_TASK_ROWS = 128
 # Up to so many steps along k, a tile asks beforehand for the lines it will be stored to.
 _SHORT_K = 256
+# ... if the result is larger than this, half of the second cache.
+_NEAR_BYTES = 1 << 20
 
 Access = Callable[[Index, Expr, Expr], Expr]
 Address = Callable[[Index, Expr, Expr], tuple[Value, Expr] | None]
@@ -129,11 +134,12 @@ class _Tiles:
         self.pack_b = not single or not p.b_along_j
         # B is packed by the first row tile of each panel, which waits for B anyway.
         self.pack_first = self.pack_b and p.b_along_j
-        self.row_block = p.m
-        most = max(_A_BYTES // (ITEM_BYTES[self.dtype] * max(self.k_size, 1)), self.rows)
-        if self.pack_a and p.m > most:
-            blocks = ceil_div(p.m, max(most // self.rows * self.rows, self.rows))
-            self.row_block = ceil_div(ceil_div(p.m, blocks), self.rows) * self.rows
+        most = max(_A_BYTES // (ITEM_BYTES[self.dtype] * max(self.k_size, 1)) // self.rows * self.rows, self.rows)
+        blocks = ceil_div(p.m, most) if self.pack_a else 1
+        if prod(p.batch) == 1 and ceil_div(p.n, self.width) < _TASKS and p.m >= _TASKS * _TASK_ROWS:
+            # Too few panels for threads to share.
+            blocks = max(blocks, _TASKS)
+        self.row_block = self._row_share(blocks) if blocks > 1 else p.m
         # The packed tiles of A are copied in vectors that reach past a row of the tile into the next, which is written later.
         self.reach = 1 << (self.rows - 1).bit_length() if p.a_along_i and self.rows > 1 else self.rows
         self.zero = literal(0, self.dtype)
@@ -142,6 +148,11 @@ class _Tiles:
         self.line = max(_LINE_BYTES // ITEM_BYTES[p.out.type.dtype], 1)
         # Little to do behind the product: do it on the registers, in unrolled code. Else a copy of the tile is gone through in loops.
         self.light = len(body.group.ops) <= 2
+
+    def _row_share(self, blocks: int) -> int:
+        """Rows of a block, at least so many blocks; best none are left over, which would need code of their own."""
+        most = max(self.p.m // blocks // self.rows * self.rows, self.rows)
+        return next((rows for rows in range(most, most // 2, -self.rows) if self.p.m % rows == 0), most)
 
     def run(self) -> None:
         p, emit = self.p, self.emit
@@ -180,8 +191,11 @@ class _Tiles:
         return block.k_from * self._padded(self.p.n) + j * block.k_size
 
     def _row_blocks(self, lead: Index, whole: int, rest: int, kind: object) -> None:
-        with self.emit.loop(whole, SERIAL, "im") as im, self.body.point():
-            self._row_block(lead, im * self.row_block if whole > 1 else literal(0, "i32"), self.row_block, kind)
+        # Threads share the blocks of rows if there are enough, with all that is packed for them, else the panels of each.
+        shared = whole >= _TASKS
+        with self.emit.loop(whole, kind if shared else SERIAL, "im") as im, self.body.point():
+            start = im * self.row_block if whole > 1 else literal(0, "i32")
+            self._row_block(lead, start, self.row_block, SERIAL if shared else kind)
         if rest:
             with self.body.point():
                 self._row_block(lead, literal(whole * self.row_block, "i32"), rest, kind)
@@ -389,7 +403,8 @@ class _Tiles:
     def _hinted(self, block: _Block) -> list[Buffer]:
         """What a tile is stored to, if the inner loop is too short for these lines to be there in time without hints."""
         p, body = self.p, self.body
-        if self.k_size > _SHORT_K or block.first is not None or any(op.kind in BIJECTIONS for op in body.group.ops):
+        near = p.out.type.size * ITEM_BYTES[p.out.type.dtype] <= _NEAR_BYTES
+        if near or self.k_size > _SHORT_K or block.first is not None or any(op.kind in BIJECTIONS for op in body.group.ops):
             return []
         slots = [slot_of(op) for op in body.group.ops if op.kind == "accum" and op.ins[0] == p.out]
         return [
