@@ -192,8 +192,16 @@ def test_inspect_measures(backend: str, bundle: Path, module: Module, tmp_path: 
         # An IR file is measured with the compiler.
         target = tmp_path / "module.ir"
         target.write_text((bundle / "module.ir").read_text())
+    assert main(["inspect", str(target), "--measure", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for plain, row in zip(found, kernel_rows(module), strict=True):
+        # By what this machine can do, and not by what the plan says of the device.
+        assert plain["roofline_s"] == pytest.approx(max(row.flops / plain["flops_per_s"], row.moved / plain["bytes_per_s"]))
+        assert plain["flops_per_s"] != row.rates.flops
+        assert plain["measured_s"] > 0
     assert main(["inspect", str(target), "--measure"]) == 0
     shown = capsys.readouterr()
+    assert shown.out.count("(measured: ") == 2
     assert shown.out.count("measured ms") == 2
     assert f"back end {backend}" in shown.err
     lines = [line for line in shown.out.splitlines() if line.endswith("%")]

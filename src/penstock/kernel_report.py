@@ -7,7 +7,7 @@ what others read of it are results, and variables stay variables.
 
     operations of a graph = operations in kernels + operations computed where they are read (or constant tables) + reads of variables
     bytes of a kernel     = what it reads from memory, seen through layout changes, + what it stores; nothing in between
-    roofline              = max(flops / rate, bytes / bandwidth)
+    roofline              = max(flops / rate, bytes / bandwidth), by the rates of the plan; of measured rows, by those measured
     share                 = calls * time of the whole stage's, per batch: forward and backward run once per microbatch, the update once
 
 Measured times come from kernel_timing.py.
@@ -34,6 +34,20 @@ _LAYOUTS = ("reshape", "transpose", "broadcast", "slice")
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What a device can do in a second: floating-point operations, bytes to and from memory."""
+
+    flops: float
+    bandwidth: float
+
+    def roofline(self, flops: float, moved: float) -> float:
+        return max(flops / self.flops, moved / self.bandwidth)
+
+    def __str__(self) -> str:
+        return f"{self.flops / 1e9:.4g} GFLOP/s, {self.bandwidth / 1e9:.3g} GB/s"
+
+
+@dataclass(frozen=True)
 class KernelRow:
     """Kernels of one stage graph that are alike: `names` in the graph, `body` is the first of them as a graph of its own."""
 
@@ -47,6 +61,7 @@ class KernelRow:
     roofline_s: float
     per: str
     calls_per_batch: int
+    rates: Rates
     measured_s: float | None = None
 
     @property
@@ -129,8 +144,8 @@ def _rows_of(graph: Graph, stage: int, device: Device, per: str, times: int) -> 
             alike[key] = replace(row, names=(*row.names, name), calls_per_batch=row.calls_per_batch + times)
             continue
         flops, moved = sum(cost_of(op).flops for op in body.ops), bytes_moved(body, ops)
-        roofline = max(flops / device.flops, moved / device.bandwidth)
-        alike[key] = KernelRow(stage, graph.name, (name,), ops, body, flops, moved, roofline, per, times)
+        rates = Rates(device.flops, device.bandwidth)
+        alike[key] = KernelRow(stage, graph.name, (name,), ops, body, flops, moved, rates.roofline(flops, moved), per, times, rates)
     return list(alike.values())
 
 
@@ -264,9 +279,13 @@ def format_report(rows: Sequence[KernelRow], module: Module, width: int | None =
         own = sorted((row for row in rows if row.stage == stage.index), key=lambda row: -row.batch_s)
         device = _device_of(module, stage.place)
         total = sum(row.batch_s for row in own)
-        what = "measured" if any(row.measured_s is not None for row in own) else "roofline"
-        rates = f"{device.flops / 1e9:g} GFLOP/s, {device.bandwidth / 1e9:g} GB/s"
-        lines += [f"stage {stage.index} on {device.name} ({rates}): {total * 1e3:.3f} ms per batch, {what}", _table(own, total, width), ""]
+        what, origin = ("measured", "measured") if any(row.measured_s is not None for row in own) else ("roofline", "planned")
+        rates = own[0].rates if own else Rates(device.flops, device.bandwidth)
+        lines += [
+            f"stage {stage.index} on {device.name} ({origin}: {rates}): {total * 1e3:.3f} ms per batch, {what}",
+            _table(own, total, width),
+            "",
+        ]
         for kind in ("F", "B", "U"):
             graph = module.stage_graph(stage.index, kind)
             if graph is not None:
@@ -304,6 +323,8 @@ def _plain(row: KernelRow) -> dict[str, Any]:
         "operations": [{"kind": op.kind, "ins": [str(v.type) for v in op.ins], "outs": [str(v.type) for v in op.outs]} for op in row.ops],
         "flops": row.flops,
         "bytes": row.moved,
+        "flops_per_s": row.rates.flops,
+        "bytes_per_s": row.rates.bandwidth,
         "roofline_s": row.roofline_s,
         "measured_s": row.measured_s,
     }

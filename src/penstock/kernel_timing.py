@@ -4,6 +4,9 @@ In: rows of the report on kernels. Out: the rows with the median time of a call.
 machine changes little; several threads, or a GPU, are timed by the clock, because their processor time is not the time that a call takes. What
 fits into a cache is found there: the sum over a stage is at most what the stage takes, up to noise.
 
+The roofline of measured rows is that of this machine, not of the device in the plan: the rate of a large matrix product, and of a sum of two long
+lists, compiled and measured in the same way. A kernel whose operands fit into a cache can be faster than that.
+
 Operands are legal by construction: floats in [0.1, 1), indices in range.
 """
 
@@ -19,36 +22,59 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.backends.interface import CompileOptions, Progress, StageProgram, backend_of
 from penstock.ir.graph import Graph, Module, Value, signature, slot_of
+from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, TensorType
-from penstock.kernel_report import KernelRow
+from penstock.kernel_report import KernelRow, Rates
 
 if TYPE_CHECKING:
     import torch
 
 # A measurement ends after so many calls or so many seconds, whichever is later, but never goes past the last number of calls.
 _CALLS, _SECONDS, _MOST_CALLS = 5, 0.05, 500
+# Of the yardsticks: too large for caches, small enough for a glance.
+_SIDE, _LENGTH = 1024, 1 << 24
 
 
 def measure_rows(
     rows: Sequence[KernelRow], module: Module, backend: str, threads: int, progress: Progress | None = None
 ) -> list[KernelRow]:
-    """The rows with measured times."""
+    """The rows with measured times, and with rooflines by measured rates."""
     report = progress or (lambda done, total, what: None)
     maker = backend_of(backend)
     graphs = {f"s{row.stage}.{i}": replace(row.body, name=f"s{row.stage}.{i}") for i, row in enumerate(rows)}
-    apart = module.but(graphs=graphs)
     stages = sorted({row.stage for row in rows})
+    yardsticks = {f"s{stage}.{name}": graph for stage in stages for name, graph in _yardsticks().items()}
+    apart = module.but(graphs=graphs | {name: replace(graph, name=name) for name, graph in yardsticks.items()})
     measured: dict[int, float] = {}
+    rates: dict[int, Rates] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as folder:
         files = maker.compile_stages(apart, stages, Path(folder), CompileOptions(progress=progress))
         for stage in stages:
             program = maker.load_stage(apart, stage, [Path(folder) / name for name in files[stage]], threads)
+            clock = _clock_of(program, threads)
+            report(len(measured), len(rows), "what this machine can do")
+            seconds = {name: _median_call(program, apart.graphs[f"s{stage}.{name}"], module, clock) for name in _yardsticks()}
+            rates[stage] = Rates(2.0 * _SIDE**3 / seconds["product"], 3.0 * 4 * _LENGTH / seconds["stream"])
             for i, row in enumerate(rows):
                 if row.stage == stage:
                     report(len(measured), len(rows), row.label)
-                    measured[i] = _median_call(program, graphs[f"s{stage}.{i}"], module, _clock_of(program, threads))
+                    measured[i] = _median_call(program, graphs[f"s{stage}.{i}"], module, clock)
     report(len(rows), len(rows), "measured")
-    return [replace(row, measured_s=measured[i]) for i, row in enumerate(rows)]
+    return [
+        replace(row, measured_s=measured[i], roofline_s=rates[row.stage].roofline(row.flops, row.moved), rates=rates[row.stage])
+        for i, row in enumerate(rows)
+    ]
+
+
+def _yardsticks() -> dict[str, Graph]:
+    """Kernels that do nothing but multiply, and nothing but move."""
+    square, long = TensorType("f32", (_SIDE, _SIDE)), TensorType("f32", (_LENGTH,))
+    graphs = {}
+    for name, kind, operand in (("product", "matmul", square), ("stream", "add", long)):
+        ins = (Value("a", operand), Value("b", operand))
+        op = make(kind, ins, ["c"], "")
+        graphs[name] = Graph(name, ins, op.outs, (op,))
+    return graphs
 
 
 def _clock_of(program: StageProgram, threads: int) -> Callable[[], float]:
