@@ -17,6 +17,7 @@ from penstock.backends.interface import CompileOptions, backend_of
 from penstock.backends.tvm.build import BuildError
 from penstock.backends.tvm.cuda import build as cuda_build
 from penstock.backends.tvm.cuda.compiler import DRIVER_SYMBOLS
+from penstock.backends.tvm.cuda.load import load_cuda_runtime
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph, Module, Stage
@@ -122,3 +123,10 @@ def test_every_sample_of_every_row_compiles(architecture: str, part: int, tmp_pa
     built = cuda_build.build_graphs(graphs, tmp_path / "stage.so", CompileOptions(architecture))
     (image,) = device_code(built.path)
     assert len(image[1]) > len(graphs) // 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+def test_a_missing_driver_is_said() -> None:
+    with pytest.raises(UsageError, match="TVM's CUDA runtime cannot be loaded") as caught:
+        load_cuda_runtime()
+    assert "NVIDIA driver" in caught.value.hint
