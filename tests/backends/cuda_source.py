@@ -70,7 +70,7 @@ extern "C" void launch(void (*f)(void**), void** arguments, int blocks, int thre
   }
 }
 """
-_SIGNATURE = re.compile(r'extern "C" __global__ void __launch_bounds__\(\d+\) (\w+)\(([^()]*)\) \{')
+_SIGNATURE = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\(\d+\) )?(\w+)\(([^()]*)\) \{')
 
 
 class SourceProgram:
