@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.ir.errors import VerifyError
-from penstock.ir.graph import Module
+from penstock.ir.graph import Graph, Module
+from penstock.ir.ops import OPS
 
 from ..interface import DEFAULTS, CompileOptions, StageProgram, device_of, stage_graphs, target_of
 
@@ -40,7 +41,7 @@ class TvmBackend:
         rest = [stage for stage in stages if stage not in names]
         if rest:
             with Builder(options) as builder:
-                names |= {stage: f"s{stage}.{builder.cpu}.so" for stage in rest}
+                names |= {stage: f"s{stage}.{_needed(builder.cpu, graphs[stage])}.so" for stage in rest}
                 builder.build([Part(graphs[stage], out_dir / names[stage]) for stage in rest])
         return {stage: (names[stage],) for stage in stages}
 
@@ -57,3 +58,9 @@ class TvmBackend:
             chosen = find_device(device.target, own.index(device.name), stage)
             return CudaProgram(library, stage_graphs(module, stage), chosen, threads)
         return TvmProgram(library, stage_graphs(module, stage), threads)
+
+
+def _needed(cpu: str, graphs: Sequence[Graph]) -> str:
+    """The CPU that a stage runs on, for the name of its library: features behind it are of use in products of bf16 only."""
+    low = any(v.type.dtype == "bf16" for g in graphs for op in g.ops if OPS[op.kind].family == "contract" for v in op.outs)
+    return cpu if low else cpu.partition("+")[0]

@@ -21,7 +21,7 @@ from samples import HALF, SAMPLES, Sample, fill, is_open, samples_of
 from tvm_cases import TOLERANCE, OpCase, build, make_args, tensors_of, value
 
 from penstock.backends.interface import CompileOptions
-from penstock.backends.tvm import load
+from penstock.backends.tvm import _needed, load
 from penstock.backends.tvm.build import build_graphs
 from penstock.backends.tvm.load import TvmProgram
 from penstock.backends.tvm.target import machine_of
@@ -196,6 +196,12 @@ def test_tile_registers_are_used_where_there_are_some(tmp_path: Path) -> None:
     assert machine_of("host").has_tiles
     assert not machine_of("portable").has_tiles
     assert "amx" in machine_of("host").name
+
+
+def test_only_stages_with_products_of_bf16_ask_for_tile_registers() -> None:
+    cpu = "rocketlake+amx-tile+amx-bf16"
+    assert _needed(cpu, [TILED[0]]) == cpu
+    assert _needed(cpu, [SUM, *CONVERSIONS]) == "rocketlake"
 
 
 def test_a_library_for_tile_registers_is_refused_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
