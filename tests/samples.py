@@ -664,11 +664,10 @@ for _largest in (True, False):
         sample("topk", _pattern, k=_k, axis=_axis, largest=_largest)
     sample("topk", "T[3,40]", dtypes=("f64", *HALF, *INTS), draws=ties, k=40, largest=_largest)
     sample("topk", "T[4,70]", dtypes=("f32", "f64"), draws=nasty, k=70, largest=_largest)
-    sample("topk", "T[3,50]", dtypes=INTS, draws=wrapping, k=45, largest=_largest)
     # Ranks, a tournament and digits, chosen by how much of how long a row is wanted.
+    sample("topk", "T[3,50]", dtypes=("i64", "u8"), draws=wrapping, k=45, largest=_largest)
     for _k in (5, 200):
-        sample("topk", "T[2,200]", dtypes=("f64", "i64", "i32", "i8", "u8"), draws=ties, k=_k, largest=_largest)
-        sample("topk", "T[2,200]", dtypes=INTS, draws=wrapping, k=_k, largest=_largest)
+        sample("topk", "T[2,200]", dtypes=("i64", "i32", "i8"), draws=wrapping, k=_k, largest=_largest)
         sample("topk", "T[2,200]", dtypes=("f32", "f64"), draws=nasty, k=_k, largest=_largest)
 sample("topk", "f32[2,3000]", draws=nasty, k=40)
 sample("topk", "f32[500,2,3]", k=300, axis=0)
