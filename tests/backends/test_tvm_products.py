@@ -99,7 +99,9 @@ def test_products_of_batches_and_doubles(tmp_path: Path) -> None:
 
 
 def test_products_added_to_variables(tmp_path: Path) -> None:
+    # The last is larger than what stays in cache, so that its lines are asked for beforehand.
     graphs = [gradient(f"s0.g{form}{m}", form, m, n, 21) for form in FORMS for m, n in ((3, 140), (40, 131), (770, 30))]
+    graphs += [gradient(f"s0.large{form}", form, 661, 405, 24) for form in ("NN", "TN")]
     assert not wrong(graphs, tmp_path)
 
 

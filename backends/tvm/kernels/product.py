@@ -11,7 +11,8 @@ nothing but the order of a packing loop), and a function that places element (ba
 What limits: per step along k a tile needs a row of the panel, nj elements, from the second cache, and mi elements of A from the first, which
 are in time for a tile of 6x4 vectors. Copying a panel takes as long as twelve rows of A keep a tile busy, so where B lies along j the first tile
 of a panel reads B itself and leaves the panel behind: it would wait for memory either way. A packed block of A is at most 1 MiB, half of the second cache.
-Short sums store more than they compute: up to 256 steps the lines of the result are asked for during the steps; from 512 on that costs more than it gives.
+Short sums store more than they compute: up to 256 steps the lines of the result are asked for during the steps; from 512 on that costs more
+than it gives, unless the result is added to a variable, which is read there (up to 1024).
 Products of few rows have loops of their own, in product_few.py.
 Ragged sizes: the last rows get a tile of just that many rows; the last panel is padded with zeros to whole vectors, and its columns are
 finished one by one from a copy of the tile, because indexing accumulators by a variable would force them out of registers.
@@ -49,8 +50,8 @@ _LINE_BYTES = 64
 # Parallel loops should have so many turns, and a turn this many rows at least.
 _TASKS = 4
 _TASK_ROWS = 128
-# Up to so many steps along k, a tile asks beforehand for the lines it will be stored to.
-_SHORT_K = 256
+# Up to so many steps along k, a tile asks beforehand for the lines it will be stored to, or added to.
+_SHORT_K, _SHORT_K_ADDED = 256, 1024
 # ... if the result is larger than this, half of the second cache.
 _NEAR_BYTES = 1 << 20
 
@@ -404,9 +405,10 @@ class _Tiles:
         """What a tile is stored to, if the inner loop is too short for these lines to be there in time without hints."""
         p, body = self.p, self.body
         near = p.out.type.size * ITEM_BYTES[p.out.type.dtype] <= _NEAR_BYTES
-        if near or self.k_size > _SHORT_K or block.first is not None or any(op.kind in BIJECTIONS for op in body.group.ops):
-            return []
         slots = [slot_of(op) for op in body.group.ops if op.kind == "accum" and op.ins[0] == p.out]
+        short = self.k_size <= (_SHORT_K_ADDED if slots else _SHORT_K)
+        if near or not short or block.first is not None or any(op.kind in BIJECTIONS for op in body.group.ops):
+            return []
         return [
             *(body.slot(slot, p.out) for slot in slots if slot is not None),
             *(body.result(v) for v in body.group.outs if v.type == p.out.type),
