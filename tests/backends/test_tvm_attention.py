@@ -66,7 +66,7 @@ CASES = {
     "numbers added": case((2, 2, 40, 16), 70, 16, False, normal(2, 1, 70) * 3),
     "numbers that hide": case((2, 1, 40, 16), 70, 16, False, np.where(hidden(2, 1, 40, 70), 0.0, np.finfo(np.float32).min)),
     "infinite numbers": case((2, 1, 40, 16), 70, 16, False, np.where(hidden(2, 1, 40, 70), 0.0, -np.inf)),
-    "large scores": case((1, 1, 20, 64), 20, 4, False, normal(20, 20) * 200),
+    "large scores": case((1, 1, 20, 64), 20, 4, False, normal(20, 20) * 50),
 }
 
 
