@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from tvm_cases import build, compare
 
 from penstock.backends.tvm.kernels import attention, attention_grad
+from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.target import machine_of
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.interp import run_graph
 from penstock.ir.numpy_ops import apply_op
@@ -165,6 +167,9 @@ def test_a_transformer_block_needs_no_copies(tmp_path: Path) -> None:
     graph = fuse(Module("m", graphs={"s0.F": transformer_block()}), FuseOptions()).graphs["s0.F"]
     kernels = {str(op.attrs["kernel"]) for op in graph.ops}
     assert {k for k in kernels if not k.startswith("inline")} == {"k0", "k1"}
+    # And no group is refused, which would take it apart.
+    lowered = plan_kernels(graph, machine_of("host"))
+    assert len(lowered.steps) == 2
     arrays = [normal(2, 70, 96), normal(2, 70, 32)]
     assert not compare(build([graph], tmp_path), graph, arrays)
 

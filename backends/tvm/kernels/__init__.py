@@ -74,6 +74,10 @@ def _emit_of_nothing(body: Body, op: Op) -> None:
         elementwise.emit_nest(body, full[0].type.dims, 0, lambda index: body.finish(dict.fromkeys(full, (element, index))))
 
 
+# Operations whose results are stored one by one.
+IN_PARTS = ("attention_grad",)
+
+
 def generate(group: Group, machine: Machine) -> Kernel:
     """The kernel of a group; NotOneKernel when it needs several."""
     if machine.is_device:
@@ -100,6 +104,9 @@ def _packing_function(group: Group, machine: Machine) -> object:
 def emit_group(body: Body, generators: Mapping[str, Callable[[Any, Op], None]]) -> None:
     """The loops of a group, by the generator of its main operation."""
     main = [op for op in body.group.ops if op.kind in MAIN]
+    if main and main[0].kind in IN_PARTS:
+        # The parts of a concatenation are stored where they are computed.
+        main = [op for op in main if op.kind != "concat"]
     sums = [op for op in main if op.kind in SUMS]
     if len(main) > 1 and any(v.type.size == 0 for op in main for v in op.ins):
         raise NotOneKernel("what has no elements has no loops to share")

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from penstock.ir.graph import Op, Value
+from penstock.ir.types import ITEM_BYTES
 
 from .attention_tiles import LOG2E, Sizes, Tiles, lowest, scale_of, sizes_of, smaller
 from .body import Body, NotOneKernel, parallel_if
@@ -36,6 +37,7 @@ from .product import ceil_div
 # Queries and keys of a block; both are rounded to whole tiles of rows, keys to whole panels as well.
 _QUERIES = 96
 _KEYS = 192
+_LINE_BYTES = 64
 
 
 def emit_attention_grad(body: Body, op: Op) -> None:
@@ -96,7 +98,8 @@ class _Head:
                 block = step + begin
                 first = emit.bind(block * self.block_rows, "first")
                 count = self.block_tiles
-                self._block(first, count if s.tiles % count == 0 else smaller(s.tiles - block * count, count), first_key)
+                tiles_here = count if s.tiles % count == 0 else smaller(s.tiles - block * count, count)
+                self._block(first, tiles_here, first_key, tirx.EQ(block, blocks - 1))
             keys = self.block_keys if s.keys % self.block_keys == 0 else smaller(s.keys - first_key, self.block_keys)
             self._finish(1, self.dk, self.depth, s.depth, first_key, keys, scale_of(self.op))
             self._finish(2, self.dv, self.value_depth, s.value_depth, first_key, keys, 1.0)
@@ -141,7 +144,8 @@ class _Head:
 
     # ------------------------------------------------------------------------------ one block
 
-    def _block(self, first: Expr, count: int | Expr, first_key: Expr) -> None:
+    def _block(self, first: Expr, count: int | Expr, first_key: Expr, last: Expr) -> None:
+        """Some tiles of queries and a block of keys; `last` holds if no other queries look at these keys."""
         s, emit, tiles = self.s, self.emit, self.tiles
         rows = s.rows
         seen = tiles.visible(first + (count - 1) * rows)
@@ -157,10 +161,15 @@ class _Head:
             # Rows before the tile's first key do not see it.
             skipped = emit.bind(tirx.max(first_key + t * rows - first, 0), "skip") if s.causal else 0
             length = count * rows - skipped
+            with emit.when(last), self.body.point():
+                self._ask_for(1, first_key + t * rows, s.depth)
+                self._ask_for(2, first_key + t * rows, s.value_depth)
             self._keys_part(self.dv, self.value_depth, self.shares, self.dy, t, first, skipped, length)
             self._keys_part(self.dk, self.depth, self.slopes, self.q, t, first, skipped, length)
         with emit.loop(count, SERIAL, "t") as t, self.body.point():
             row = first + t * rows
+            with emit.when(seen <= first_key + self.block_keys), self.body.point():
+                self._ask_for(0, row, s.depth)
             looked = smaller(tiles.visible(row) - first_key, self.block_keys)
             if s.causal:
                 looked = tirx.max(looked, 0)
@@ -227,6 +236,16 @@ class _Head:
         for r, acc in enumerate(accumulators):
             for v in range(vectors):
                 tiles.store(target, place(r, v), tiles.load(acc, literal(v * s.lanes, "i32")))
+
+    def _ask_for(self, which: int, row: Expr, columns: int) -> None:
+        """A hint for the memory of a tile of results, which is written soon: rows of a head are short and far apart, so that the processor
+        does not see them coming."""
+        line = _LINE_BYTES // ITEM_BYTES[self.dtype]
+        for r in range(self.s.rows):
+            for c in range(0, columns, line):
+                place = self.body.part_place(self.op.outs[which], (*self.lead, row + r, literal(c, "i32")))
+                if place is not None:
+                    self.emit.prefetch(*place)
 
     def _finish(self, which: int, source: Buffer, depth: int, columns: int, first: Expr, rows: int | Expr, factor: float) -> None:
         """Store one gradient."""

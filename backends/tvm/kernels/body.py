@@ -339,14 +339,13 @@ class Body:
             self._ask_ahead(value, self.result(value), position, True)
             self.emit.store(self.result(value), expr, position)
 
-    def finish_part(self, value: Value, expr: Expr, index: Index) -> None:
-        """Store one of several results of the main operation that are known at different points, through the layout changes behind it and,
-        where it is concatenated, into its part of the whole."""
-        self._elsewhere.add(value)
+    def part_place(self, value: Value, index: Index) -> tuple[Buffer, Expr] | None:
+        """Where an element of one of several results of the main operation that are known at different points is stored: through the layout
+        changes behind it and, where it is concatenated, in its part of the whole. None: nobody wants it."""
         while value not in self.group.outs:
             behind = [op for op in self.group.ops if value in op.ins]
             if not behind:
-                return  # nobody wants it
+                return None
             op = behind[0]
             if len(behind) > 1 or op.ins.count(value) > 1 or op.kind not in (*BIJECTIONS, "concat"):
                 raise NotOneKernel(f"{op.kind} cannot be done where %{value.name} is stored")
@@ -357,10 +356,15 @@ class Body:
             else:
                 index = forward_index(op, index)
             value = op.outs[0]
-            self._elsewhere.add(value)
         if any(value in op.ins for op in self.group.ops):
             raise NotOneKernel(f"%{value.name} is stored and worked on")
-        self.emit.store(self.result(value), expr, linear(index, value.type.dims))
+        return self.result(value), linear(index, value.type.dims)
+
+    def finish_part(self, value: Value, expr: Expr, index: Index) -> None:
+        """Store an element of such a result."""
+        place = self.part_place(value, index)
+        if place is not None:
+            self.emit.store(place[0], expr, place[1])
 
     def address(self, value: Value, index: Index) -> tuple[Value, Expr] | None:
         """The stored value and the position in it that reading `value` at `index` comes down to; None if it is computed."""
