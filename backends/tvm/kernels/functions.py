@@ -1,8 +1,9 @@
 """Elementary functions as vector expressions. In: a TIR expression. Out: an expression that the vectoriser keeps in vector registers.
 
 LLVM turns exp, tanh, erf and log of a vector into one library call per lane; the f32 versions here are polynomials instead. Errors,
-measured in the tests: exp and sigmoid 2 ulp, log 2 ulp, tanh and erf 5e-7 relative. All of them keep nan, and go to the right limit (0, 1, inf) for
-infinite and very large operands; exp gives denormals. f64 uses the library. Coefficients: Cephes (expf, logf), Eigen (rational tanh, erf).
+measured in the tests: exp 1 ulp, sigmoid and log 2 ulp, tanh and erf 5e-7 relative. All of them keep nan, and go to the right limit
+(0, 1, inf) for infinite and very large operands; exp gives denormals. f64 uses the library. Coefficients: Cephes (logf), Eigen (rational
+tanh, erf), our own fits (exp).
 
 Comparisons are written so that a nan operand falls through to the result: `select(x > limit, limit, x)` keeps it, TIR's min and max do not.
 """
@@ -16,10 +17,12 @@ from tvm import tirx
 
 from .emit import Expr, dtype_name, literal
 
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+# e^r = 1 + r + r^2 * (these), for r up to log(2)/2: relative error 3.1e-9, a least-squares fit with weights made even.
+_EXP = (1.3814532257e-3, 8.3687459217e-3, 4.1668390952e-2, 1.666652039e-1, 4.9999993431e-1)
 # Here the exponent of the power of two becomes 0, and with it the result.
 _EXP_LEAST = -127 * math.log(2)
 _ROUNDER = 1.5 * 2**23 + 127
+_ROUNDER_TWICE = 1.5 * 2**23 + 254
 # 2^r for |r| <= 1/2, fitted for the least relative error (2e-9 before rounding).
 _EXP2 = (1.5345812e-4, 1.3399931e-3, 9.618489e-3, 5.5503286e-2, 2.4022646e-1, 6.9314718e-1, 1.0)
 # Added to a float of moderate size, it leaves the nearest whole number in the last bits.
@@ -94,15 +97,12 @@ class Functions:
     def exp(self, x: Expr) -> Expr:
         if not _is_f32(x):
             return self.bind(tirx.exp(x))
-        x = self._clamp(x, -104.0, 88.8)
-        n = self.bind(tirx.floor(x * _f32(math.log2(math.e)) + _f32(0.5)))
-        r = self.bind(x - n * _f32(0.693359375))
-        r = self.bind(r - n * _f32(-2.12194440e-4))
-        y = self._horner(r, _EXP) * r * r + r + _f32(1)
+        c = self._clamp(x, -104.0, 88.8)
+        bits, r = self._powers_of_two(c, _ROUNDER_TWICE)
         # In two steps, so that results below 2^-126 are denormals and those past the largest float are inf.
-        whole = self.bind(tirx.Cast("int32", n))
-        half = self.bind(whole >> 1)
-        return self.bind(y * _power_of_two(half) * _power_of_two(whole - half))
+        half = self.bind(bits >> 1)
+        y = self._horner(r, (*_EXP, 1.0, 1.0))
+        return self.bind(y * tirx.reinterpret("float32", half << 23) * tirx.reinterpret("float32", (bits - half) << 23))
 
     def exp_down(self, x: Expr) -> Expr:
         """e^x for x up to 88, in fewer steps: 0 where the result is below 2^-126, so -inf gives 0; nan is kept. Wrong for larger x."""
@@ -110,13 +110,17 @@ class Functions:
             return self.exp(x)
         x = self.bind(x)
         c = self.bind(tirx.Select(x < _f32(_EXP_LEAST), _f32(_EXP_LEAST), x))
-        # The sum with 1.5 * 2^23 + 127 is rounded to an integer, whose low bits are the exponent of the power of two.
-        t = self.bind(c * _f32(math.log2(math.e)) + _f32(_ROUNDER))
-        n = self.bind(t - _f32(_ROUNDER))
-        r = self.bind(c - n * _f32(0.693359375))
-        r = self.bind(r - n * _f32(-2.12194440e-4))
+        bits, r = self._powers_of_two(c, _ROUNDER)
         y = self._horner(r, (*_EXP, 1.0, 1.0))
-        return self.bind(y * tirx.reinterpret("float32", tirx.reinterpret("int32", t) << 23))
+        return self.bind(y * tirx.reinterpret("float32", bits << 23))
+
+    def _powers_of_two(self, x: Expr, rounder: float) -> tuple[Expr, Expr]:
+        """n and r with x = n * log(2) + r, |r| <= log(2) / 2; n as the low bits of the sum of x / log(2) and 1.5 * 2^23 plus a bias."""
+        t = self.bind(x * _f32(math.log2(math.e)) + _f32(rounder))
+        n = self.bind(t - _f32(rounder))
+        r = self.bind(x - n * _f32(0.693359375))
+        r = self.bind(r - n * _f32(-2.12194440e-4))
+        return self.bind(tirx.reinterpret("int32", t)), r
 
     def exp2(self, x: Expr) -> Expr:
         """2^x for x up to 127; 0 below -126 in f32. Quicker than exp, and exactly 1 at 0."""
@@ -211,8 +215,3 @@ class Functions:
         if dtype_name(a).startswith("float"):
             return self.bind(tirx.Select(tirx.Or(a < b, tirx.isnan(a)), a, b))
         return self.bind(tirx.Select(a < b, a, b))
-
-
-def _power_of_two(n: Expr) -> Expr:
-    """2^n for an i32 n in the range of normal floats."""
-    return tirx.reinterpret("float32", (n + 127) << 23)
