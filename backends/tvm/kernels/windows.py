@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from math import prod
+from typing import NamedTuple
 
 from tvm import tirx
 
@@ -69,12 +70,25 @@ def _needs_no_guard(w: Window) -> bool:
     return not any(w.low) and not any(w.high)
 
 
+class _Grouped(NamedTuple):
+    """What a convolution and both its gradients have in common; channels are those of one group."""
+
+    kernel: tuple[int, ...]
+    window: Window
+    groups: int
+    per_out: int
+    per_in: int
+
+
+def _grouped(op: Op, weight: Value) -> _Grouped:
+    attrs, (outs, per_in, *kernel) = complete_attrs(op), weight.type.dims
+    groups = int(attrs["groups"])  # type: ignore[arg-type]
+    return _Grouped(tuple(kernel), window_of(attrs, tuple(kernel)), groups, outs // groups, per_in)
+
+
 def emit_conv(body: Body, op: Op) -> None:
     x, w, y = op.ins[0], op.ins[1], op.outs[0]
-    attrs = complete_attrs(op)
-    groups, kernel = int(attrs["groups"]), w.type.dims[2:]  # type: ignore[arg-type]
-    window = window_of(attrs, kernel)
-    per_out, per_in = y.type.dims[1] // groups, w.type.dims[1]
+    kernel, window, groups, per_out, per_in = _grouped(op, w)
     spatial, sizes = y.type.dims[2:], x.type.dims[2:]
 
     def a(lead: Index, i: Expr, k: Expr) -> Expr:
@@ -98,10 +112,7 @@ def emit_conv(body: Body, op: Op) -> None:
 
 def emit_conv_grad_input(body: Body, op: Op) -> None:
     dy, w, dx = op.ins[0], op.ins[1], op.outs[0]
-    attrs = complete_attrs(op)
-    groups, kernel = int(attrs["groups"]), w.type.dims[2:]  # type: ignore[arg-type]
-    window = window_of(attrs, kernel)
-    per_out, per_in = dy.type.dims[1] // groups, w.type.dims[1]
+    kernel, window, groups, per_out, per_in = _grouped(op, w)
     spatial, sizes = dx.type.dims[2:], dy.type.dims[2:]
 
     def a(lead: Index, i: Expr, k: Expr) -> Expr:
@@ -122,10 +133,8 @@ def emit_conv_grad_input(body: Body, op: Op) -> None:
 
 def emit_conv_grad_weight(body: Body, op: Op) -> None:
     x, dy, dw = op.ins[0], op.ins[1], op.outs[0]
-    attrs = complete_attrs(op)
-    groups, kernel = int(attrs["groups"]), dw.type.dims[2:]  # type: ignore[arg-type]
-    window = window_of(attrs, kernel)
-    images, per_out, per_in = dy.type.dims[0], dy.type.dims[1] // groups, dw.type.dims[1]
+    kernel, window, groups, per_out, per_in = _grouped(op, dw)
+    images = dy.type.dims[0]
     spatial, sizes = dy.type.dims[2:], x.type.dims[2:]
 
     def a(lead: Index, i: Expr, k: Expr) -> Expr:
