@@ -4,7 +4,7 @@
     python benchmarks/kernels.py --only 'gemm|conv.*1x1'        rows whose name matches
     python benchmarks/kernels.py --list                         names of all rows
 
-Each row is one operation or small fused group (kernel_rows.py, kernel_updates.py). Ours is compiled like a stage of a model: the graph goes through
+Each row is one operation or small fused group (kernel_rows.py, kernel_updates.py, kernel_memory.py). Ours is compiled like a stage of a model: the graph goes through
 `fuse`, the TVM back end compiles and loads it, and it is called with torch tensors. Torch's is the fastest of the forms it has. After a
 check of both results against float64, the two are called in turn, one call each, the first of a pair alternating. Reported is the median of the
 processor time of the thread, so that others on the core do not count; wall time stands in the JSON as well.
