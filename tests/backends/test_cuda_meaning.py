@@ -64,6 +64,13 @@ def test_every_row_has_a_kernel_for_gpus() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
+def test_samples_of_every_row(kind: str, tmp_path: Path) -> None:
+    samples = samples_of(kind)
+    assert not check(samples[:: max(len(samples) // 8, 1)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_sample_of_a_row(kind: str, tmp_path: Path) -> None:
     assert not check(samples_of(kind), tmp_path)
 
