@@ -22,14 +22,14 @@ import pytest
 import torch
 import tvm
 from tvm import relax
-from tvm_cases import make_args, tensors_of, value
+from tvm_cases import difference, make_args, tensors_of, value
 from tvm_ffi import structural_equal
 
 import penstock as ps
 from penstock.backends.interface import CompileOptions, stage_graphs
 from penstock.backends.tvm import fingerprint, pool, store
 from penstock.backends.tvm.build import Builder, Built, Counts, Part, build_graphs
-from penstock.backends.tvm.group import Group, parse_group, rename
+from penstock.backends.tvm.group import Group, parameters_of, parse_group, rename
 from penstock.backends.tvm.load import TvmProgram
 from penstock.backends.tvm.lower import make_kernel, plan_kernels, relax_module
 from penstock.backends.tvm.messages import Made, MakeKernel
@@ -98,7 +98,7 @@ def test_the_text_of_a_group_gives_its_code_and_nothing_else(which: str, tmp_pat
             assert rename(again).text == renamed.text
             kernel = make_kernel(again, machine)
             assert structural_equal(kernel.function, step.kernel.function)
-            named = renamed.kernel([v.name for v in kernel.ins], [(s.var, s.slot) for s in kernel.slots], [v.name for v in kernel.outs])
+            named = renamed.kernel(parameters_of(kernel))
             assert (named.ins, named.slots, named.outs) == (step.kernel.ins, step.kernel.slots, step.kernel.outs)
             by_text[renamed.text] = kernel.function
     assert len(by_text) > 3
@@ -173,7 +173,8 @@ def whole_module(graphs: Sequence[Graph], out: Path) -> Path:
 
 
 @pytest.mark.parametrize("which", ["gpt", "cnn"])
-def test_linked_kernels_give_the_bits_of_a_module_built_whole(which: str, tmp_path: Path) -> None:
+def test_linked_kernels_give_what_a_module_built_whole_gives(which: str, tmp_path: Path) -> None:
+    """Up to the last bits: beside other functions, LLVM may join other multiplications and additions into one rounding."""
     graphs = planned(tmp_path, which)[:3]
     ours = TvmProgram(build_graphs(graphs, tmp_path / "ours.so").path, graphs)
     whole = TvmProgram(whole_module(graphs, tmp_path / "whole.so"), graphs)
@@ -182,7 +183,7 @@ def test_linked_kernels_give_the_bits_of_a_module_built_whole(which: str, tmp_pa
         args = [tensors_of(sig, arrays, True) for _ in range(2)]
         results = [program.call(graph.name, given) for program, given in zip((ours, whole), args, strict=True)]
         for a, b in zip([*results[0], *args[0]], [*results[1], *args[1]], strict=True):
-            assert torch.equal(a, b)
+            assert not difference(a, b)
 
 
 def storages(lowered: Sequence[Lowered], declared: bool) -> list[str]:
