@@ -101,7 +101,7 @@ def file_problem(path: str) -> str:
         # To open a pipe would wait for its reader.
         return "" if os.access(path, os.W_OK) else "cannot be written to"
     except FileNotFoundError:
-        return directory_problem(os.path.dirname(path))
+        return directory_problem(os.path.dirname(path) or os.curdir)
     except OSError as error:
         return error.strerror or str(error)
 
@@ -115,7 +115,7 @@ def directory_problem(path: str) -> str:
         with tempfile.TemporaryFile(dir=path):
             return ""
     except FileNotFoundError as error:
-        parent = os.path.dirname(path)
+        parent = os.path.dirname(path) or os.curdir
         if parent == path or os.path.lexists(path):
             return f"cannot write into {path}: {error.strerror}"
         return directory_problem(parent)

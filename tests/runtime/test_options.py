@@ -107,6 +107,16 @@ def test_places_that_can_be_written(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["old", "pipe"]
 
 
+def test_places_that_are_relative_to_where_we_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("new", "./new", "a/b/c"):
+        assert file_problem(path) == directory_problem(path) == ""
+    (tmp_path / "file").write_text("kept")
+    assert file_problem("file/x") != ""
+    assert directory_problem("file/x") != ""
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]
+
+
 def test_a_disk_that_fills_up_later(tmp_path):
     metrics = Metrics("/dev/full", 4, 0, 2, progress=False)
     with pytest.raises(PenstockError, match=r"cannot write the metrics: .*No space left"):
