@@ -19,6 +19,7 @@ the usual card of that architecture. Pairs of devices without a link entry get t
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -28,6 +29,7 @@ from .errors import UsageError
 from .graph import Scalar
 
 KINDS = {"cpu": "ram", "cuda": "hbm"}
+_ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
 # Float32 operations and bytes per second by data sheet (A100, A40, L40S, H100): what a plan starts from when the file does not say.
 CUDA_RATES = {"sm_80": (1.95e13, 1.55e12), "sm_86": (3.74e13, 6.96e11), "sm_89": (9.16e13, 8.64e11), "sm_90": (6.7e13, 3.35e12)}
 SAME_HOST = (2e9, 5e-5)
@@ -128,7 +130,7 @@ class Cluster:
     def listed(names: str) -> Cluster:
         """Devices of this machine, by a list such as `cpu,sm_90,sm_90`: CPU devices share its threads, architectures stand for its GPUs in order."""
         words = [word.strip() for word in names.split(",")]
-        bad = [word for word in words if word != "cpu" and not word.startswith("sm_")]
+        bad = [word for word in words if word != "cpu" and not is_architecture(word)]
         if bad:
             raise UsageError(
                 f"unknown device {bad[0]!r}", hint="a number of CPU devices, or a list of `cpu` and CUDA architectures: cpu,sm_90"
@@ -158,6 +160,11 @@ class Cluster:
         for link in self.links:
             lines += ["[[link]]", f'a = "{link.a}"', f'b = "{link.b}"', *_toml_fields(link.fields()), ""]
         return "\n".join(lines)
+
+
+def is_architecture(name: str) -> bool:
+    """Whether a name has the form of NVIDIA's architectures: sm_90, sm_90a, sm_120."""
+    return _ARCHITECTURE.fullmatch(name) is not None
 
 
 def _cuda_device(name: str, target: str) -> Device:
@@ -234,7 +241,7 @@ class _ClusterReader:
         if table.get("kind") in ("cuda", "gpu"):
             table = {**table, "kind": "cuda"}
             target = table.get("arch", table.get("target"))
-            if not isinstance(target, str) or not target.startswith("sm_"):
+            if not isinstance(target, str) or not is_architecture(target):
                 self.problems.append(f'{where}: a cuda device needs an architecture, e.g. arch = "sm_90"')
             flops, bandwidth = CUDA_RATES.get(str(target), CUDA_RATES["sm_80"])
             spec |= {"target": (str, ""), "flops": (float, flops), "bandwidth": (float, bandwidth)}

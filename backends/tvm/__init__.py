@@ -24,7 +24,6 @@ class TvmBackend:
     ) -> dict[int, tuple[str, ...]]:
         """Write the libraries of stages; gives their file names inside `out_dir`."""
         from .build import Builder, Part
-        from .cuda.target import is_cuda
 
         graphs = {stage: stage_graphs(module, stage) for stage in stages}
         for stage in stages:
@@ -33,7 +32,8 @@ class TvmBackend:
         names: dict[int, str] = {}
         targets = {stage: target_of(module, stage, options.target) for stage in stages}
         for stage in stages:
-            if is_cuda(targets[stage]):
+            device = device_of(module, stage)
+            if device is not None and device.kind == "cuda":
                 from .cuda.build import build_graphs as build_for_device
 
                 names[stage] = f"s{stage}.{targets[stage]}.so"

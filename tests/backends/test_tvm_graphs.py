@@ -343,6 +343,8 @@ def test_arguments_are_checked(small: Graph, tmp_path: Path) -> None:
 def test_settings_that_cannot_be(small: Graph, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown target CPU 'z80'"):
         build_graphs([small], tmp_path / "a.so", CompileOptions("z80"))
+    with pytest.raises(UsageError, match="unknown target CPU 'sm_90'"):
+        backend_of("tvm").compile_stages(Module("m", graphs={small.name: small}), [0], tmp_path, CompileOptions("sm_90"))
     with pytest.raises(UsageError, match="threads"):
         backend_of("tvm").load_stage(Module("m"), 0, [tmp_path / "a.so"], threads=0)
     with pytest.raises(PenstockError, match="has no graphs"):

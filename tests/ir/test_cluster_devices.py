@@ -18,8 +18,9 @@ def test_a_list_names_processors_and_architectures() -> None:
         ("cuda:1", "cuda", "sm_80"),
     ]
     assert cluster.device("cuda:0").flops > cluster.device("cuda:1").flops > cluster.device("cpu:0").flops
-    with pytest.raises(UsageError, match="unknown device 'gpu'"):
-        Cluster.listed("cpu,gpu")
+    for word in ("gpu", "sm_", "sm_9", "sm_ninety"):
+        with pytest.raises(UsageError, match=f"unknown device '{word}'"):
+            Cluster.listed(f"cpu,{word}")
 
 
 def test_a_file_gives_the_architecture_of_a_gpu(tmp_path: Path) -> None:
@@ -38,6 +39,7 @@ def test_a_file_gives_the_architecture_of_a_gpu(tmp_path: Path) -> None:
     [
         ('kind = "cuda"', "a cuda device needs an architecture"),
         ('kind = "cuda"\narch = 90', "a cuda device needs an architecture"),
+        ('kind = "cuda"\narch = "sm_9"', "a cuda device needs an architecture"),
         ('kind = "cpu"\narch = "sm_90"', "arch is for cuda devices"),
     ],
 )

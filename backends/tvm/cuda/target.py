@@ -17,11 +17,6 @@ from ..target import Machine
 _ARCHITECTURE = re.compile(r"sm_(\d{2,3})([af]?)")
 
 
-def is_cuda(name: str) -> bool:
-    """Whether a target name stands for a GPU."""
-    return _ARCHITECTURE.fullmatch(name) is not None
-
-
 @lru_cache(maxsize=32)
 def device_machine(name: str) -> Machine:
     """The machine behind an architecture name."""
@@ -39,4 +34,4 @@ def cuda_target(name: str) -> Any:
     return tvm.target.Target(device, host={"kind": "llvm"})
 
 
-__all__ = ["cuda_target", "device_machine", "is_cuda"]
+__all__ = ["cuda_target", "device_machine"]
