@@ -43,15 +43,18 @@ class BuildError(PenstockError):
     """The compiler or the linker failed on a stage."""
 
 
+def environment() -> dict[str, str]:
+    """For a process of our own: whatever way this one found the package, it shall find the same."""
+    home = str(Path(__file__).absolute().parents[3])
+    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 class _Worker:
     """One process and what it is busy with."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        # Whatever way this process found the package, the worker shall find the same.
-        home = str(Path(__file__).absolute().parents[3])
-        paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), process_group=0)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.send, self.receive = self.process.stdin, self.process.stdout

@@ -30,7 +30,7 @@ from ..build import Built, texts_of
 from ..fingerprint import key_of
 from ..jobs import ONE_AT_A_TIME
 from ..lower import dump_kernels, plan_kernels, relax_module
-from ..pool import BuildError
+from ..pool import BuildError, environment
 from ..store import Store
 from .target import device_machine
 
@@ -106,9 +106,9 @@ def compile_apart(module: str, target: str, out: Path, where: str, dump_dir: Pat
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".cuda-") as scratch:
         work = Path(scratch)
         (work / "module.json").write_text(module)
-        command = [sys.executable, "-m", f"{__package__}.compiler", str(work), target]
+        command = [sys.executable, "-P", "-m", f"{__package__}.compiler", str(work), target]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False, env=environment())
         except subprocess.TimeoutExpired as error:
             raise BuildError(f"nvcc did not finish within {_LONGEST:g} s", where=where) from error
         if dump_dir is not None and (work / "kernels.cu").exists():
