@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -373,3 +378,26 @@ def test_a_forward_bundle_infers(tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
     expected = np.concatenate([session.run(None, {"x": x[i : i + 2]})[0] for i in (0, 2, 4)])
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_compile_that_is_ended_leaves_no_files_behind(number: int, code: int, built: Path, tmp_path: Path) -> None:
+    scratch, cache = tmp_path / "scratch", tmp_path / "cache"
+    scratch.mkdir()
+    environment = {**os.environ, "TMPDIR": str(scratch), "XDG_CACHE_HOME": str(cache)}
+    words = ["compile", str(built / "gpt.onnx"), "--dim", "batch=2", "--loss", "cross_entropy", "-o", str(tmp_path / "bundle")]
+    compiler = subprocess.Popen([sys.executable, "-m", "penstock", *words], env=environment, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(scratch.glob("penstock-kernels-*/*.o")):
+            assert compiler.poll() is None, compiler.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        compiler.send_signal(number)
+        compiler.communicate(timeout=60)
+    finally:
+        compiler.kill()
+        compiler.wait()
+    assert compiler.returncode == code
+    assert not list(scratch.iterdir())
+    assert not (tmp_path / "bundle").exists()

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from penstock import __version__
@@ -19,6 +22,24 @@ from penstock.ir.errors import PenstockError, UsageError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit code."""
     words = [_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
+    with _terminated_in_order():
+        return _run(words)
+
+
+@contextmanager
+def _terminated_in_order() -> Iterator[None]:
+    """Being terminated ends a command like an exception, so that its processes and temporary files go with it."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _run(words: list[str]) -> int:
     try:
         arguments = _parser().parse_args(words)
         from penstock import commands
@@ -176,7 +197,11 @@ def _seed(text: str) -> int:
 
 
 def _devices(text: str) -> int | str:
-    return text if "," in text or text == "cpu" or text.startswith("sm_") else _positive(text)
+    if "," in text or text == "cpu" or text.startswith("sm_"):
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number, or a list of `cpu` and CUDA architectures such as cpu,sm_90, got {text!r}")
+    return _positive(text)
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
