@@ -28,9 +28,9 @@ from tvm import tirx
 from penstock.ir.graph import Op, Value
 from penstock.ir.types import ITEM_BYTES
 
-from .attention_tiles import LOG2E, Sizes, Tiles, lowest, scale_of, sizes_of, smaller
-from .body import Body, NotOneKernel, parallel_if
-from .elements import Index, unravel, zero
+from .attention_tiles import LOG2E, Sizes, Tiles, lowest, over_heads, scale_of, smaller
+from .body import Body
+from .elements import Index, zero
 from .emit import SERIAL, Buffer, Expr, compute_dtype, literal
 from .product import ceil_div
 
@@ -41,16 +41,7 @@ _LINE_BYTES = 64
 
 
 def emit_attention_grad(body: Body, op: Op) -> None:
-    q, k, v = op.ins[1:4]
-    if body.loops is not None:
-        raise NotOneKernel(f"{op.kind} has loops for CPUs only")
-    if 0 in q.type.dims[:2]:
-        return
-    sizes = sizes_of(body, op, q, k, v)
-    work = math.prod(sizes.batch) * sizes.queries * sizes.keys * (sizes.depth + sizes.value_depth)
-    with body.emit.loop(math.prod(sizes.batch), parallel_if(body.machine, work // 4), "b") as b, body.point():
-        lead = tuple(body.emit.bind(x, "b") if not isinstance(x, tirx.IntImm) else x for x in unravel(b, sizes.batch))
-        _Head(body, op, sizes, lead).run()
+    over_heads(body, op, op.ins[1:4], 4, lambda sizes, lead: _Head(body, op, sizes, lead).run())
 
 
 class _Head:

@@ -24,8 +24,8 @@ from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs
 from penstock.ir.types import ITEM_BYTES
 
-from .body import Body
-from .elements import Index, broadcast_index, number, zero
+from .body import Body, NotOneKernel, parallel_if
+from .elements import Index, broadcast_index, number, unravel, zero
 from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
 from .gemm import contiguous
 from .product import ceil_div
@@ -79,6 +79,21 @@ def sizes_of(body: Body, op: Op, q: Value, k: Value, v: Value) -> Sizes:
     # Behind the last query no key is visible.
     keys = min(k.type.dims[2], queries) if causal else k.type.dims[2]
     return Sizes(batch, queries, keys, depth, v.type.dims[3], causal, lanes, machine.product_rows, machine.product_vectors)
+
+
+def over_heads(body: Body, op: Op, operands: Sequence[Value], ease: int, head: Callable[[Sizes, Index], None]) -> None:
+    """`head` for every head of every batch entry, shared out among threads; `operands` are q, k and v. A multiplication and an addition take
+    1 / `ease` of what loops count as work."""
+    if body.loops is not None:
+        raise NotOneKernel(f"{op.kind} has loops for CPUs only")
+    q, k, v = operands
+    if 0 in q.type.dims[:2]:
+        return
+    sizes = sizes_of(body, op, q, k, v)
+    work = math.prod(sizes.batch) * sizes.queries * sizes.keys * (sizes.depth + sizes.value_depth)
+    with body.emit.loop(math.prod(sizes.batch), parallel_if(body.machine, work // ease), "b") as b, body.point():
+        lead = tuple(body.emit.bind(x, "b") if not isinstance(x, tirx.IntImm) else x for x in unravel(b, sizes.batch))
+        head(sizes, lead)
 
 
 def scale_of(op: Op) -> float:
