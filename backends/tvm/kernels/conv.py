@@ -2,7 +2,7 @@
 
 In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, padding and groups. Out: the loops of one of
 
-  * a direct correlation (conv_tiles.py): convolutions, and gradients for the input, which are correlations of the output's gradient with the
+  * a direct correlation (correlation.py; conv_tiles.py, or conv_lines.py for few output channels): convolutions, and gradients for the input, which are correlations of the output's gradient with the
     flipped weight. With stride s they fall apart into s phases per dimension, each with the taps that meet its positions:
         dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r] over the taps r for which this divides without remainder,
     and in a phase, h = first mod stride, these taps are every (stride / gcd(stride, dilation))-th;
@@ -20,14 +20,16 @@ from math import gcd, prod
 
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import Window, complete_attrs, ints, window_of
-from penstock.ir.types import FLOATS
+from penstock.ir.types import FLOATS, ITEM_BYTES
 
 from . import windows
 from .body import EFFECTS, Body
 from .conv_depth import emit_depthwise_gradient
+from .conv_lines import emit_lines
 from .conv_points import PointProduct, emit_points
-from .conv_tiles import Correlation, Pair, Phase, emit_correlation
+from .conv_tiles import emit_tiles
 from .conv_weight import WeightGradient, emit_weight_gradient, is_suited
+from .correlation import Correlation, Pair, Phase
 from .elements import Index, unravel, zero
 from .emit import Buffer, Expr, literal
 from .gemm import ceil_div
@@ -106,6 +108,11 @@ def _emit_pointwise(
             op=op,
         ),
     )
+
+
+def emit_correlation(body: Body, c: Correlation) -> None:
+    lanes = max(body.lanes * 4 // ITEM_BYTES[c.dtype], 1)
+    (emit_lines if c.filters * 2 <= lanes else emit_tiles)(body, c, lanes)
 
 
 def emit_conv(body: Body, op: Op) -> None:

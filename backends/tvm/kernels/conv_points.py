@@ -21,7 +21,7 @@ from penstock.ir.graph import Op, Value
 from penstock.ir.types import ITEM_BYTES
 
 from .body import Body, parallel_if
-from .conv_tiles import cover, most_rows
+from .correlation import cover, most_rows
 from .elements import Index
 from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
 from .gemm import ceil_div

@@ -1,6 +1,6 @@
-"""Direct correlation: tiles of output positions by output channels stay in registers while all taps of all channels are added.
+"""Correlation with output channels in lanes: tiles of positions by channels stay in registers while all taps of all channels are added.
 
-In: a Correlation, which is a convolution or the gradient of one for its input (correlate.py makes them). Out: loops
+In: a Correlation. Out: loops
 
     pack weights  [panel][phase, channel, tap][channels out in lanes]
     for image:    copy it with a border of zeros (when windows reach over the edge)
@@ -8,99 +8,25 @@ In: a Correlation, which is a convolution or the gradient of one for its input (
         accumulators [positions, lanes] = sum over (channel, tap) of one source element * one row of packed weights
       transpose the strip, and `Body.finish` on vectors of neighbouring positions
 
-A phase is a regular subset of output positions that use the same taps: the gradient for the input of a convolution with stride s has s of them
-per dimension, a convolution one. All phases of a strip leave their sums in the same buffer, interleaved, so no pass is needed to merge them.
-Few output channels (depthwise, images with three colours) do not fill lanes. Then positions of a row are in lanes, and the source copy keeps
-columns apart by their remainder modulo the stride, so that neighbouring windows read neighbouring elements.
-
+All phases of a strip leave their sums in the same buffer, interleaved, so no pass is needed to merge them.
 Order: images outside when all weights are smaller than what the panels would read of the images, else panels outside.
-Limits: two spatial dimensions (one is two of which the first has size 1), floats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import prod
 
 from tvm import tirx
 
-from penstock.ir.graph import Op, Value
-from penstock.ir.types import ITEM_BYTES
-
 from .body import Body, parallel_if
-from .elements import Index
-from .emit import SERIAL, VECTOR, Buffer, Emitter, Expr, compute_dtype, literal, load
+from .correlation import Correlation, Pair, Phase, Source, cover, most_rows, strip_rows
+from .emit import SERIAL, VECTOR, Buffer, Expr, literal, load
 from .gemm import ceil_div
 from .transpose import pieces, transpose_block
 
-Pair = tuple[int, int]
-# Positions of a strip: with two vectors of channels its sums take a third of a first-level cache.
-_STRIP = 128
-_WIDEST_LINE = 8
 
-
-@dataclass(frozen=True)
-class Phase:
-    """Output positions first, first + step, ... (counts of them); `shift` is where the first window starts in the source with its border.
-    `tap(r, s)` is the index of the weight's element."""
-
-    first: Pair
-    counts: Pair
-    shift: Pair
-    taps: Pair
-    tap: Callable[[Expr, Expr], tuple[Expr, Expr]]
-
-
-@dataclass(frozen=True)
-class Correlation:
-    """out[n, g, o, first + step * p] = sum over c, r, s of source[n, g, c, p * stride + (r, s) * dilation + shift - low] * weight[g, o, c, tap]."""
-
-    out: Value
-    images: int
-    groups: int
-    filters: int
-    channels: int
-    sizes: Pair
-    low: Pair
-    padded: Pair
-    strides: Pair
-    dilations: Pair
-    step: Pair
-    spatial: Pair
-    phases: tuple[Phase, ...]
-    source: Callable[[Expr, Expr, Expr, Expr], Expr]
-    weight: Callable[[Expr, Expr, Expr, Expr, Expr], Expr]
-    place: Callable[[Expr, Expr, Expr, Expr], Index]
-    # The source in memory, if it is there as it is: its flat buffer.
-    plain: Buffer | None
-    # The weight in memory, if it is there as it is: its flat buffer, and whether output channels come first in it, then taps last in any case.
-    stored: Buffer | None
-    filters_first: bool
-    kernel: Pair
-    op: Op
-
-    @property
-    def dtype(self) -> str:
-        return compute_dtype(self.out.type.dtype)
-
-    @property
-    def needs_border(self) -> bool:
-        return self.plain is None or self.low != (0, 0) or self.padded != self.sizes
-
-
-def emit_correlation(body: Body, c: Correlation) -> None:
-    lanes = max(body.lanes * 4 // ITEM_BYTES[c.dtype], 1)
-    if c.filters * 2 <= lanes:
-        _Lines(body, c, lanes).run()
-    else:
-        _Panels(body, c, lanes).run()
-
-
-def most_rows(body: Body, vectors: int) -> int:
-    """Rows of a tile so that its sums, a row of vectors and one factor fit the registers."""
-    registers = 32 if body.machine.rows >= 12 else 16
-    return min((registers - 1 - vectors) // vectors, 14)
+def emit_tiles(body: Body, c: Correlation, lanes: int) -> None:
+    _Panels(body, c, lanes).run()
 
 
 def _tile_of(counts: Pair, most: int) -> Pair:
@@ -109,83 +35,6 @@ def _tile_of(counts: Pair, most: int) -> Pair:
     if columns > most:
         return 1, ceil_div(columns, ceil_div(columns, most))
     return max(min(most // max(columns, 1), rows), 1), columns
-
-
-def strip_rows(spatial: Pair, step: int, lanes: int) -> int:
-    """Rows of a strip: a whole number of steps, with as few positions as possible behind the last whole vector."""
-    rows, columns = spatial
-    best, best_score = step, (2.0, 0)
-    for count in range(step, max(rows, step) + step, step):
-        positions = min(count, rows) * columns
-        if count > step and positions > 2 * _STRIP:
-            break
-        whole, rest = divmod(rows, count)
-        cost = (whole * ceil_div(count * columns, lanes) + ceil_div(rest * columns, lanes)) * lanes / (rows * columns)
-        score = (round(cost, 2), -count)
-        if score < best_score:
-            best, best_score = count, score
-    return min(best, rows)
-
-
-class _Source:
-    """Reads of the source with its border: from a copy, or from where it is."""
-
-    def __init__(self, body: Body, c: Correlation) -> None:
-        self.body, self.c, self.emit = body, c, body.emit
-        self.buffer: Buffer | None = None
-        self.whole_batch = False
-        self.split = 1
-        self.width = c.padded[1]
-
-    def split_columns(self, extra: int) -> None:
-        """Keep columns apart by their remainder modulo the stride, with some more behind the end for whole vectors."""
-        self.split = self.c.strides[1]
-        self.width = ceil_div(self.c.padded[1], self.split) + extra
-
-    @property
-    def plane(self) -> int:
-        return self.c.padded[0] * self.width * self.split
-
-    def alloc(self, whole_batch: bool) -> None:
-        self.whole_batch = whole_batch
-        c = self.c
-        self.buffer = self.emit.alloc((c.images if whole_batch else 1) * c.groups * c.channels * self.plane, c.dtype, "xp")
-
-    def copy(self, image: Expr) -> None:
-        emit, c, body = self.emit, self.c, self.body
-        lanes = max(body.lanes * 4 // ITEM_BYTES[c.dtype], 1)
-        rows = min(c.sizes[0], c.padded[0] - c.low[0])
-        # With a negative border the source starts later.
-        first = max(-c.low[0], 0), max(-c.low[1], 0)
-        columns = min(c.sizes[1], c.padded[1] - c.low[1])
-        with emit.loop(c.groups * c.channels, SERIAL, "c") as channel:
-            start = emit.bind(((image * (c.groups * c.channels) if self.whole_batch else 0) + channel) * self.plane, "at")
-            for i, _ in emit.spans(self.plane, lanes):
-                emit.store(self.buffer, literal(0, c.dtype), start + i)
-            if rows <= first[0] or columns <= first[1]:
-                return
-            with emit.loop(rows - first[0], SERIAL, "h") as h:
-                h = h + first[0] if first[0] else h
-                line = emit.bind(start + (h + c.low[0]) * (self.width * self.split), "line")
-                for remainder in range(self.split):
-                    # Columns w with (w + low) % split == remainder.
-                    begin = first[1] + (remainder - first[1] - c.low[1]) % self.split
-                    count = ceil_div(columns - begin, self.split)
-                    if count <= 0:
-                        continue
-                    at = line + (remainder * self.width + (begin + c.low[1]) // self.split)
-                    for w, _ in pieces(emit, count, lanes):
-                        with body.point():
-                            emit.store(self.buffer, c.source(image, channel, h, w * self.split + begin), at + w)
-
-    def position(self, image: Expr, channel: Expr, h: Expr, w: Expr, remainder: Expr = 0) -> Expr:
-        """Where an element is that stands at (h, w), the border counted; `w` counts columns with that remainder."""
-        if self.whole_batch or self.buffer is None:
-            channel = image * (self.c.groups * self.c.channels) + channel
-        return channel * self.plane + h * (self.width * self.split) + remainder * self.width + w
-
-    def load(self, position: Expr) -> Expr:
-        return load(self.c.plain if self.buffer is None else self.buffer, position)
 
 
 class _Panels:
@@ -199,7 +48,7 @@ class _Panels:
         self.panels = ceil_div(c.filters, self.width)
         self.tap_count = sum(prod(p.taps) for p in c.phases)
         self.panel_size = c.channels * self.tap_count * self.width
-        self.source = _Source(body, c)
+        self.source = Source(body, c)
         self.strip = strip_rows(c.spatial, c.step[0], lanes)
 
     def run(self) -> None:
@@ -447,150 +296,3 @@ class _Panels:
         if rest:
             with self.body.point():
                 block(literal(whole * lanes, "i32"), rest)
-
-
-def cover(emit: Emitter, extent: int, size: int, name: str) -> Iterator[tuple[Expr, int]]:
-    """Cover an extent in parts of one size and a smaller last one: yields the first element and the size."""
-    whole, rest = divmod(extent, size)
-    if whole:
-        with emit.loop(whole, SERIAL, name) as i:
-            yield (i * size if whole > 1 else literal(0, "i32")), size
-    if rest:
-        yield literal(whole * size, "i32"), rest
-
-
-class _Lines:
-    """Few output channels: positions of a row in lanes."""
-
-    def __init__(self, body: Body, c: Correlation, lanes: int) -> None:
-        self.body, self.c, self.emit = body, c, body.emit
-        widest = max(p.counts[1] for p in c.phases)
-        while lanes > 4 and widest <= lanes // 2:
-            lanes //= 2
-        self.lanes = lanes
-        budget = body.machine.rows * body.machine.vectors
-        self.vectors = min(ceil_div(widest, lanes), max(budget // c.filters, 1), _WIDEST_LINE)
-        # Several rows at once when a tile would leave registers unused: taps then share loads of weights.
-        self.height = max(min(budget // (c.filters * self.vectors), 4), 1)
-        self.width = ceil_div(widest, lanes) * lanes
-        self.source = _Source(body, c)
-        self.source.split_columns(lanes * self.vectors)
-
-    def _starts(self) -> list[int]:
-        """Where the weights of each phase begin."""
-        c, starts = self.c, [0]
-        for phase in c.phases:
-            starts.append(starts[-1] + c.groups * c.channels * prod(phase.taps) * c.filters)
-        return starts[:-1]
-
-    def _fill(self, packed: Buffer) -> None:
-        c, emit = self.c, self.emit
-        for start, phase in zip(self._starts(), c.phases, strict=True):
-            taps = prod(phase.taps)
-            if not taps:
-                continue
-            with (
-                emit.loop(c.groups, SERIAL, "g") as g,
-                emit.loop(c.channels, SERIAL, "c") as channel,
-                emit.loop(phase.taps[0], SERIAL, "r") as r,
-                emit.loop(phase.taps[1], SERIAL, "s") as s,
-                emit.loop(c.filters, SERIAL, "o") as o,
-                self.body.point(),
-            ):
-                at = ((g * c.channels + channel) * taps + r * phase.taps[1] + s) * c.filters + o
-                emit.store(packed, c.weight(g, o, channel, *phase.tap(r, s)), start + at)
-
-    def run(self) -> None:
-        c, emit = self.c, self.emit
-        work = c.out.type.size * c.channels * sum(prod(p.taps) for p in c.phases)
-        kind = parallel_if(self.body.machine, work // 8)
-        size = c.groups * c.filters * c.channels * sum(prod(p.taps) for p in c.phases)
-        packed = self.body.packed_ahead(c.op, size, c.dtype, self._fill)
-        if packed is None:
-            packed = emit.alloc(size, c.dtype, "wp")
-            self._fill(packed)
-        starts = self._starts()
-        with emit.loop(c.images, kind, "n") as n, self.body.point():
-            self.source.alloc(False)
-            self.source.copy(n)
-            with emit.loop(c.groups, SERIAL, "g") as g, self.body.point():
-                for unit, rows in cover(emit, c.spatial[0], c.step[0] * self.height, "h"):
-                    with self.body.point():
-                        top = tirx.floordiv(unit, c.step[0]) if not isinstance(unit, tirx.IntImm) else unit // c.step[0]
-                        self._strip(n, g, packed, starts, top, unit, rows)
-
-    def _strip(self, image: Expr, group: Expr, packed: Buffer, starts: list[int], unit: Expr, row: Expr, rows: int) -> None:
-        c, emit, lanes = self.c, self.emit, self.lanes
-        wide = self.width * c.step[1] + lanes * self.vectors * c.step[1]
-        sums = emit.alloc(c.filters * rows * wide, c.dtype, "sums")
-        for phase, start in zip(c.phases, starts, strict=True):
-            height = max(ceil_div(rows - phase.first[0], c.step[0]), 0)
-            if height == 0 or phase.counts[1] == 0:
-                continue
-            columns = ceil_div(phase.counts[1], lanes)
-            for v, vectors in cover(emit, columns, min(self.vectors, columns), "v"):
-                for h, th in cover(emit, height, self.height, "h"):
-                    with self.body.point():
-                        self._tile(image, group, packed, start, phase, unit, h, v * lanes, th, vectors, sums, rows, wide)
-        with emit.loop(c.filters, SERIAL, "o") as o, emit.loop(rows, SERIAL, "h") as h:
-            channel = emit.bind(group * c.filters + o, "o")
-            line = emit.bind((o * rows + h) * wide, "line")
-            for w, _ in pieces(emit, c.spatial[1], lanes):
-                with self.body.point():
-                    self.body.finish({c.out: (tirx.BufferLoad(sums, [line + w]), c.place(image, channel, row + h, w))})
-
-    def _tile(
-        self,
-        image: Expr,
-        group: Expr,
-        packed: Buffer,
-        start: int,
-        phase: Phase,
-        unit: Expr,
-        h: Expr,
-        w: Expr,
-        th: int,
-        vectors: int,
-        sums: Buffer,
-        rows: int,
-        wide: int,
-    ) -> None:
-        c, emit, lanes = self.c, self.emit, self.lanes
-        cells = [(o, i) for o in range(c.filters) for i in range(th)]
-        accs = {cell: emit.alloc(vectors * lanes, c.dtype, "acc") for cell in cells}
-        for acc in accs.values():
-            for v in range(vectors):
-                with emit.loop(lanes, VECTOR, "l") as lane:
-                    emit.store(acc, literal(0, c.dtype), lane + v * lanes)
-        if prod(phase.taps):
-            with (
-                emit.loop(c.channels, SERIAL, "c") as channel,
-                emit.loop(phase.taps[0], SERIAL, "r") as r,
-                emit.loop(phase.taps[1], SERIAL, "s") as s,
-                self.body.point(),
-            ):
-                whole = group * c.channels + channel
-                at = start + ((whole * phase.taps[0] + r) * phase.taps[1] + s) * c.filters
-                column = s * c.dilations[1] + phase.shift[1]
-                remainder = tirx.floormod(column, c.strides[1]) if c.strides[1] > 1 else 0
-                left = w + (tirx.floordiv(column, c.strides[1]) if c.strides[1] > 1 else column)
-                factors = [emit.bind(tirx.BufferLoad(packed, [at + o]), "a") for o in range(c.filters)]
-                for i in range(th):
-                    top = (unit + h + i) * c.strides[0] + phase.shift[0] + r * c.dilations[0]
-                    line = emit.bind(self.source.position(image, whole, top, left, remainder), "line")
-                    for v in range(vectors):
-                        with emit.loop(lanes, VECTOR, "l") as lane, self.body.point():
-                            x = emit.bind(self.source.load(line + (lane + v * lanes)), "x")
-                            k = lane + v * lanes
-                            for o in range(c.filters):
-                                acc = accs[o, i]
-                                emit.store(acc, tirx.BufferLoad(acc, [k]) + x * factors[o], k)
-        for (o, i), acc in accs.items():
-            line = (o * rows + (h + i) * c.step[0] + phase.first[0]) * wide + w * c.step[1] + phase.first[1]
-            for v in range(vectors):
-                if c.step[1] == 1:
-                    with emit.loop(lanes, VECTOR, "l") as lane:
-                        emit.store(sums, tirx.BufferLoad(acc, [lane + v * lanes]), line + (lane + v * lanes))
-                else:
-                    for lane in range(lanes):
-                        emit.store(sums, tirx.BufferLoad(acc, [lane + v * lanes]), line + (lane + v * lanes) * c.step[1])

@@ -11,7 +11,7 @@ Which one: the cheaper by multiply-adds, counting lanes that stay empty, and ele
 Order: a panel of lanes after the other. When the packed panel is small for all images, a tile stays in registers over all of them; else
 images are outside, tiles are added up in memory, and the result is finished after the last image.
 
-Limits: as for conv_tiles; both sides in memory; not both sides with few channels (conv_depth.py), no kernel with more columns than a tile has rows.
+Limits: as for correlation.py; both sides in memory; not both sides with few channels (conv_depth.py), no kernel with more columns than a tile has rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.ir.graph import Value
 from penstock.ir.types import ITEM_BYTES
 
 from .body import Body, parallel_if
-from .conv_tiles import Pair, cover, most_rows
+from .correlation import Pair, cover, most_rows
 from .elements import Index
 from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal, load
 from .gemm import ceil_div

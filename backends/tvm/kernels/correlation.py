@@ -1,0 +1,169 @@
+"""Correlations: what convolutions and the gradients for their inputs have in common, whichever way they are computed.
+
+In: a Correlation, made by conv.py of an operation. Out: `Source`, which reads what is correlated with a border of zeros around it, and how
+positions are cut into strips and tiles. conv_tiles.py has output channels in lanes, conv_lines.py positions of a row.
+
+A phase is a regular subset of output positions that use the same taps: the gradient for the input of a convolution with stride s has s of them
+per dimension, a convolution one.
+Limits: two spatial dimensions (one is two of which the first has size 1), floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from penstock.ir.graph import Op, Value
+from penstock.ir.types import ITEM_BYTES
+
+from .body import Body
+from .elements import Index
+from .emit import SERIAL, Buffer, Emitter, Expr, compute_dtype, literal, load
+from .gemm import ceil_div
+from .transpose import pieces
+
+Pair = tuple[int, int]
+# Positions of a strip: with two vectors of channels its sums take a third of a first-level cache.
+_STRIP = 128
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Output positions first, first + step, ... (counts of them); `shift` is where the first window starts in the source with its border.
+    `tap(r, s)` is the index of the weight's element."""
+
+    first: Pair
+    counts: Pair
+    shift: Pair
+    taps: Pair
+    tap: Callable[[Expr, Expr], tuple[Expr, Expr]]
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """out[n, g, o, first + step * p] = sum over c, r, s of source[n, g, c, p * stride + (r, s) * dilation + shift - low] * weight[g, o, c, tap]."""
+
+    out: Value
+    images: int
+    groups: int
+    filters: int
+    channels: int
+    sizes: Pair
+    low: Pair
+    padded: Pair
+    strides: Pair
+    dilations: Pair
+    step: Pair
+    spatial: Pair
+    phases: tuple[Phase, ...]
+    source: Callable[[Expr, Expr, Expr, Expr], Expr]
+    weight: Callable[[Expr, Expr, Expr, Expr, Expr], Expr]
+    place: Callable[[Expr, Expr, Expr, Expr], Index]
+    # The source in memory, if it is there as it is: its flat buffer.
+    plain: Buffer | None
+    # The weight in memory, if it is there as it is: its flat buffer, and whether output channels come first in it, then taps last in any case.
+    stored: Buffer | None
+    filters_first: bool
+    kernel: Pair
+    op: Op
+
+    @property
+    def dtype(self) -> str:
+        return compute_dtype(self.out.type.dtype)
+
+    @property
+    def needs_border(self) -> bool:
+        return self.plain is None or self.low != (0, 0) or self.padded != self.sizes
+
+
+def most_rows(body: Body, vectors: int) -> int:
+    """Rows of a tile so that its sums, a row of vectors and one factor fit the registers."""
+    registers = 32 if body.machine.rows >= 12 else 16
+    return min((registers - 1 - vectors) // vectors, 14)
+
+
+def strip_rows(spatial: Pair, step: int, lanes: int) -> int:
+    """Rows of a strip: a whole number of steps, with as few positions as possible behind the last whole vector."""
+    rows, columns = spatial
+    best, best_score = step, (2.0, 0)
+    for count in range(step, max(rows, step) + step, step):
+        positions = min(count, rows) * columns
+        if count > step and positions > 2 * _STRIP:
+            break
+        whole, rest = divmod(rows, count)
+        cost = (whole * ceil_div(count * columns, lanes) + ceil_div(rest * columns, lanes)) * lanes / (rows * columns)
+        score = (round(cost, 2), -count)
+        if score < best_score:
+            best, best_score = count, score
+    return min(best, rows)
+
+
+class Source:
+    """Reads of the source with its border: from a copy, or from where it is."""
+
+    def __init__(self, body: Body, c: Correlation) -> None:
+        self.body, self.c, self.emit = body, c, body.emit
+        self.buffer: Buffer | None = None
+        self.whole_batch = False
+        self.split = 1
+        self.width = c.padded[1]
+
+    def split_columns(self, extra: int) -> None:
+        """Keep columns apart by their remainder modulo the stride, with some more behind the end for whole vectors."""
+        self.split = self.c.strides[1]
+        self.width = ceil_div(self.c.padded[1], self.split) + extra
+
+    @property
+    def plane(self) -> int:
+        return self.c.padded[0] * self.width * self.split
+
+    def alloc(self, whole_batch: bool) -> None:
+        self.whole_batch = whole_batch
+        c = self.c
+        self.buffer = self.emit.alloc((c.images if whole_batch else 1) * c.groups * c.channels * self.plane, c.dtype, "xp")
+
+    def copy(self, image: Expr) -> None:
+        emit, c, body = self.emit, self.c, self.body
+        lanes = max(body.lanes * 4 // ITEM_BYTES[c.dtype], 1)
+        rows = min(c.sizes[0], c.padded[0] - c.low[0])
+        # With a negative border the source starts later.
+        first = max(-c.low[0], 0), max(-c.low[1], 0)
+        columns = min(c.sizes[1], c.padded[1] - c.low[1])
+        with emit.loop(c.groups * c.channels, SERIAL, "c") as channel:
+            start = emit.bind(((image * (c.groups * c.channels) if self.whole_batch else 0) + channel) * self.plane, "at")
+            for i, _ in emit.spans(self.plane, lanes):
+                emit.store(self.buffer, literal(0, c.dtype), start + i)
+            if rows <= first[0] or columns <= first[1]:
+                return
+            with emit.loop(rows - first[0], SERIAL, "h") as h:
+                h = h + first[0] if first[0] else h
+                line = emit.bind(start + (h + c.low[0]) * (self.width * self.split), "line")
+                for remainder in range(self.split):
+                    # Columns w with (w + low) % split == remainder.
+                    begin = first[1] + (remainder - first[1] - c.low[1]) % self.split
+                    count = ceil_div(columns - begin, self.split)
+                    if count <= 0:
+                        continue
+                    at = line + (remainder * self.width + (begin + c.low[1]) // self.split)
+                    for w, _ in pieces(emit, count, lanes):
+                        with body.point():
+                            emit.store(self.buffer, c.source(image, channel, h, w * self.split + begin), at + w)
+
+    def position(self, image: Expr, channel: Expr, h: Expr, w: Expr, remainder: Expr = 0) -> Expr:
+        """Where an element is that stands at (h, w), the border counted; `w` counts columns with that remainder."""
+        if self.whole_batch or self.buffer is None:
+            channel = image * (self.c.groups * self.c.channels) + channel
+        return channel * self.plane + h * (self.width * self.split) + remainder * self.width + w
+
+    def load(self, position: Expr) -> Expr:
+        return load(self.c.plain if self.buffer is None else self.buffer, position)
+
+
+def cover(emit: Emitter, extent: int, size: int, name: str) -> Iterator[tuple[Expr, int]]:
+    """Cover an extent in parts of one size and a smaller last one: yields the first element and the size."""
+    whole, rest = divmod(extent, size)
+    if whole:
+        with emit.loop(whole, SERIAL, name) as i:
+            yield (i * size if whole > 1 else literal(0, "i32")), size
+    if rest:
+        yield literal(whole * size, "i32"), rest
