@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from main_graph import main_of
 
 from penstock import api
 from penstock.frontends.training import AdamW, Training, attach_loss, load_training
@@ -14,7 +15,6 @@ from penstock.ir.errors import UsageError
 from penstock.ir.graph import PARAM, STATE, Module, Op, Var, rewrite
 from penstock.ir.interp import F64, TYPED, DictStore, initial_arrays, run_graph, run_recurrence
 from penstock.ir.ops import make
-from penstock.ir.text import parse_module
 from penstock.ir.types import UNIT_ROUNDOFF
 from penstock.models import write_cnn, write_gpt
 from penstock.passes.manager import run_passes
@@ -181,12 +181,7 @@ def test_casts_that_undo_each_other_are_gone(gpt: api.Model) -> None:
 
 
 def test_constants_that_16_bits_do_not_hold_keep_their_value() -> None:
-    text = """module @m {
-  input %x : f32[2,3]
-  output %y
-  var @w : f32[3,4] param
-  graph @main(%x : f32[2,3]) {
-    %w : f32[3,4] = read(@w)
+    body = """%w : f32[3,4] = read(@w)
     %h : f32[2,4] = matmul(%x, %w)
     %tenth : f32[] = const(value=0.1, dtype=f32)
     %half : f32[] = const(value=0.5, dtype=f32)
@@ -194,12 +189,9 @@ def test_constants_that_16_bits_do_not_hold_keep_their_value() -> None:
     %a : f32[2,4] = mul(%h, %tenth)
     %b : f32[2,4] = mul(%a, %half)
     %c : f32[2,4] = add(%b, %lowest)
-    %y : f32[2,4] = softmax(%c)
-    return %y
-  }
-}
-"""
-    module = precision(parse_module(text, "m.ir"), PrecisionOptions("bf16"))
+    %y : f32[2,4] = softmax(%c)"""
+    module = main_of("%x : f32[2,3]", body, "%y", ["input %x : f32[2,3]", "output %y", "var @w : f32[3,4] param"])
+    module = precision(module, PrecisionOptions("bf16"))
     by_name = {op.outs[0].name: op for op in module.graphs["main"].ops if op.outs}
     assert [v.type.dtype for v in by_name["a.f32"].ins] == ["f32", "f32"]
     assert [v.type.dtype for v in by_name["b"].ins] == ["bf16", "bf16"]

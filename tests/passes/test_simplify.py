@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from main_graph import main_of
 
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.interp import DictStore, run_graph
@@ -19,8 +20,7 @@ from penstock.passes.simplify import SimplifyOptions, simplify
 
 
 def module_of(body, ins="%x : f32[2,3], %y : f32[2,3]", outs="%out"):
-    lines = "\n".join(f"    {line.strip()}" for line in body.strip().splitlines())
-    return parse_module(f"module @m {{\n  var @w : f32[2,3] param\n  graph @main({ins}) {{\n{lines}\n    return {outs}\n  }}\n}}\n")
+    return main_of(ins, body, outs, "var @w : f32[2,3] param")
 
 
 def simplified(body, **given):
@@ -197,12 +197,9 @@ def test_operations_with_different_annotations_are_not_merged():
     assert kinds(simplified(body)) == ["exp", "exp", "mul"]
 
 
-SPLIT = """module @m {
-  input %x : f32[4,6]
-  output %loss
-  var @w : f32[6,9] param
-  graph @main(%x : f32[4,6]) {
-    %w : f32[6,9] = read(@w)
+SPLIT = main_of(
+    "%x : f32[4,6]",
+    """%w : f32[6,9] = read(@w)
     %h : f32[4,9] = matmul(%x, %w)
     %one : f32[] = const(value=1.0, dtype=f32)
     %h1 : f32[4,9] = mul(%h, %one) ; /identity
@@ -211,11 +208,10 @@ SPLIT = """module @m {
     %v : f32[4,3] = slice(%h1, start=[0,6], stop=[4,9], step=[1,1])
     %qk : f32[4,3] = mul(%q, %k)
     %qkv : f32[4,3] = mul(%qk, %v)
-    %loss : f32[] = sum(%qkv, axes=[0,1])
-    return %loss
-  }
-}
-"""
+    %loss : f32[] = sum(%qkv, axes=[0,1])""",
+    "%loss",
+    ["input %x : f32[4,6]", "output %loss", "var @w : f32[6,9] param"],
+)
 
 
 def run_both(module, x, w):
@@ -227,7 +223,7 @@ def run_both(module, x, w):
 
 
 def test_gradients_of_neighbouring_slices_become_one_concat():
-    module = autodiff(parse_module(SPLIT), AutodiffOptions())
+    module = autodiff(SPLIT, AutodiffOptions())
     found = simplify(module, SimplifyOptions())
     backward = [op.kind for op in found.graphs["B"].ops]
     assert "pad" not in backward
@@ -241,7 +237,7 @@ def test_gradients_of_neighbouring_slices_become_one_concat():
 
 def test_backward_follows_forward_operations_that_are_gone():
     """%h1 is merged into %h: what B does for it belongs to %h now, and both graphs still fit."""
-    module = autodiff(parse_module(SPLIT), AutodiffOptions())
+    module = autodiff(SPLIT, AutodiffOptions())
     assert any(op.attrs.get("of") == "h1" for op in module.graphs["B"].ops)
     found = simplify(module, SimplifyOptions())
     check(found, ("typed", "differentiated"))
