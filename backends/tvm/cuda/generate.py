@@ -17,7 +17,8 @@ from penstock.ir.graph import Op, Value, slot_of
 from penstock.ir.ops import complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS
 
-from ..kernels import elementwise, emit_group, gemm, reduce, rows, select, windows
+from .. import kernels
+from ..kernels import elementwise, emit_group, rows, select, windows
 from ..kernels.body import Group, Kernel, NotOneKernel
 from ..kernels.elements import INDEXED, POINTWISE, Index, axis_of, linear, table_row, unravel, zero
 from ..kernels.elementwise import emit_nest
@@ -269,35 +270,21 @@ def emit_cross_entropy(body: DeviceBody, op: Op) -> None:
 
 # ---------------------------------------------------------------------------------------- the table
 
+# What is not named here has the generator for CPUs, with the loops of DeviceLoops.
 MAIN: dict[str, Callable[[DeviceBody, Op], None]] = {
+    **kernels.MAIN,
     "attention": emit_attention,
     "attention_grad": emit_attention_grad,
-    "matmul": gemm.emit_matmul,
     "conv": windows.emit_conv,
     "conv_grad_input": windows.emit_conv_grad_input,
     "conv_grad_weight": windows.emit_conv_grad_weight,
-    "max_pool": windows.emit_pool,
     "max_pool_grad": emit_max_pool_grad,
-    "avg_pool": windows.emit_pool,
     "avg_pool_grad": windows.emit_avg_pool_grad,
-    "softmax": rows.emit_softmax,
-    "log_softmax": rows.emit_softmax,
-    "softmax_grad": rows.emit_softmax_grad,
-    "log_softmax_grad": rows.emit_softmax_grad,
-    "layer_norm": rows.emit_layer_norm,
-    "layer_norm_grad": rows.emit_layer_norm_grad,
     "cross_entropy": emit_cross_entropy,
-    "argmax": rows.emit_argmax,
-    "sum": reduce.emit_reduction,
-    "mean": reduce.emit_reduction,
-    "max": reduce.emit_reduction,
-    "mse": reduce.emit_reduction,
-    "layer_norm_grad_weight": reduce.emit_reduction,
     "gather_grad": emit_gather_grad,
     "scatter": emit_scatter,
     "cumsum": emit_cumsum,
     "topk": emit_topk,
-    "concat": lambda body, op: elementwise.emit_concat(body),
 }
 
 

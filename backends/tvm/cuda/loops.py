@@ -26,7 +26,7 @@ from ..kernels.elements import Index, unravel, zero
 from ..kernels.elementwise import run_index
 from ..kernels.emit import Buffer, Expr, literal
 from ..kernels.product import Product, ceil_div
-from ..kernels.reduce import index_over
+from ..kernels.reduce import Sweep
 from ..kernels.rows import Rows
 from ..kernels.sums import Combine
 from .body import DeviceBody
@@ -77,29 +77,18 @@ class DeviceLoops:
                 lead = bind_index(body, unravel(position // run if run > 1 else position, outer))
                 point((*lead, *run_index(shape[merged:], emit.bind(position % run, "j") if run > 1 else zero())))
 
-    def reduce(
-        self,
-        body: Body,
-        shape: tuple[int, ...],
-        axes: Sequence[int],
-        dtype: str,
-        steps: Steps,
-        element: Callable[[Index], Sequence[Expr]],
-        result: Callable[[Index, Sequence[Expr]], None],
-    ) -> None:
-        kept = [d for d in range(len(shape)) if d not in axes]
-        wide = [d for d in range(len(shape)) if shape[d] > 1]
-        kept_shape, axes_shape = [shape[d] for d in kept], [shape[d] for d in axes]
-        count, length = prod(kept_shape), prod(axes_shape)
+    def reduce(self, sweep: Sweep) -> None:
+        kept, axes = sweep.kept, sweep.axes
+        wide = [d for d in range(len(sweep.shape)) if sweep.shape[d] > 1]
         columns = bool(kept and wide) and wide[-1] in kept
 
         def at(o: Expr, r: Expr) -> Sequence[Expr]:
-            return element(index_over(shape, [(kept, unravel(o, kept_shape)), (axes, unravel(r, axes_shape))]))
+            return sweep.element(sweep.place((kept, unravel(o, sweep.dims(kept))), (axes, unravel(r, sweep.dims(axes)))))
 
         def finish(o: Expr, totals: Sequence[Expr]) -> None:
-            result(bind_index(body, unravel(o, kept_shape)), totals)
+            sweep.result(sweep.bound(o, kept), totals)
 
-        reduce_lines(body, count, length, columns, dtype, steps, at, finish)
+        reduce_lines(sweep.body, sweep.size(kept), sweep.size(axes), columns, sweep.dtype, sweep.steps, at, finish)
 
     def product(self, body: Body, product: Product) -> None:
         emit_tiles(_device(body), product)

@@ -33,6 +33,8 @@ def widen(value: Expr) -> Expr:
 class ThreadEmitter(Emitter):
     """An Emitter whose loops run inside threads. Vector and parallel loops of generators written for CPUs become plain loops."""
 
+    _scope = "local"
+
     @contextmanager
     def loop(self, extent: int, kind: Any = SERIAL, name: str = "i") -> Iterator[Expr]:
         with super().loop(extent, SERIAL, name) as index:
@@ -73,7 +75,7 @@ class ThreadEmitter(Emitter):
     def alloc(self, size: int, dtype: str, name: str) -> Buffer:
         """Memory of one thread: registers, if it is indexed with constants after unrolling."""
         assert len(self._blocks) > 1, "memory of threads is allocated in launches"
-        return self._allocate(size, dtype, name, "local")
+        return self._allocate(size, dtype, name, self._scope)
 
     def shared(self, size: int, dtype: str, name: str) -> Buffer:
         """Memory of one block."""
@@ -85,33 +87,13 @@ class ThreadEmitter(Emitter):
         return self._allocate(size, dtype, name, "global")
 
     def bind(self, value: Expr, name: str = "t") -> Expr:
-        if isinstance(value, tirx.IntImm | tirx.FloatImm | tirx.Var):
-            return value
-        dtype = dtype_name(value)
-        if dtype.startswith("bool"):
-            flag = self.bind(tirx.Select(value, tirx.IntImm("int32", 1), tirx.IntImm("int32", 0)), name)
-            return tirx.NE(flag, tirx.IntImm("int32", 0))
-        if dtype in _NARROW_NAMES:
-            return self.bind(widen(value), name)
-        if hasattr(value, "source") and value.source in self._names:
-            return value
-        if dtype.startswith("int"):
-            variable = tirx.Var(self.fresh(name), dtype)
-            self.add(tirx.Bind(variable, value))
-            return variable
-        return self.keep(value, name)
+        return super().bind(widen(value), name)
 
     def keep(self, value: Expr, name: str = "t") -> Expr:
         """Like `bind`, but never put back into expressions by the simplifier: a division that is guarded by what divides stays so."""
         if isinstance(value, tirx.IntImm | tirx.FloatImm | tirx.Var) or dtype_name(value).startswith("bool"):
             return self.bind(value, name)
-        value = widen(value)
-        dtype = dtype_name(value)
-        buffer = tirx.decl_buffer((1,), dtype, name=self.fresh(name), scope="local")
-        self._names.add(buffer)
-        self.add(tirx.AllocBuffer(buffer))
-        self.add(tirx.BufferStore(buffer, value, [tirx.IntImm("int32", 0)]))
-        return tirx.BufferLoad(buffer, [tirx.IntImm("int32", 0)])
+        return self._in_array(widen(value), name)
 
     def store(self, buffer: Buffer, value: Expr, index: Expr) -> None:
         """Store, rounding to the element type of the buffer."""

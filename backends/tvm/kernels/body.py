@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from tvm import tirx
 
@@ -25,6 +25,11 @@ from ..target import Machine
 from .elements import INDEXED, POINTWISE, Index, axis_of, element, forward_index, has_element_rule, linear
 from .emit import MEMORY_DTYPES, TVM_DTYPES, Buffer, Emitter, Expr, literal, load
 from .functions import Functions
+
+if TYPE_CHECKING:
+    from .product import Product
+    from .reduce import Sweep
+    from .rows import Rows
 
 BIJECTIONS = ("reshape", "transpose")
 # Loops along memory ask for what they will read and write so many elements ahead, in values that are not small: the processor's own
@@ -45,20 +50,11 @@ class Loops(Protocol):
 
     def nest(self, body: Body, shape: tuple[int, ...], merged: int, point: Callable[[Index], None]) -> None: ...
 
-    def reduce(
-        self,
-        body: Body,
-        shape: tuple[int, ...],
-        axes: Sequence[int],
-        dtype: str,
-        steps: Sequence[Any],
-        element: Callable[[Index], Sequence[Expr]],
-        result: Callable[[Index, Sequence[Expr]], None],
-    ) -> None: ...
+    def reduce(self, sweep: Sweep) -> None: ...
 
-    def product(self, body: Body, product: Any) -> None: ...
+    def product(self, body: Body, product: Product) -> None: ...
 
-    def rows(self, body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> Any: ...
+    def rows(self, body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> Rows: ...
 
 
 class Body:

@@ -89,6 +89,9 @@ def dtype_name(value: Expr) -> str:
 class Emitter:
     """Collects statements into nested blocks."""
 
+    # TVM's name for the memory that bound values are in.
+    _scope = "global"
+
     def __init__(self) -> None:
         self._blocks: list[list[Any]] = [[]]
         self._count = 0
@@ -180,7 +183,11 @@ class Emitter:
             variable = tirx.Var(self.fresh(name), dtype)
             self.add(tirx.Bind(variable, value))
             return variable
-        buffer = tirx.decl_buffer((self._width,), dtype, name=self.fresh(name))
+        return self._in_array(value, name)
+
+    def _in_array(self, value: Expr, name: str) -> Expr:
+        dtype = dtype_name(value)
+        buffer = tirx.decl_buffer((self._width,), dtype, name=self.fresh(name), scope=self._scope)
         (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
         self._names.add(buffer)
         self.add(tirx.BufferStore(buffer, value, [self.lane()]))

@@ -96,7 +96,7 @@ def index_over(shape: tuple[int, ...], groups: Sequence[tuple[Sequence[int], Seq
 def run_sweep(sweep: Sweep) -> None:
     body = sweep.body
     if body.loops is not None:
-        body.loops.reduce(body, sweep.shape, sweep.axes, sweep.dtype, sweep.steps, sweep.element, sweep.result)
+        body.loops.reduce(sweep)
         return
     wide = [d for d in range(len(sweep.shape)) if sweep.shape[d] > 1]
     if sweep.kept and wide and wide[-1] not in sweep.axes:

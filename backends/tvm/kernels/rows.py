@@ -178,8 +178,7 @@ class Rows:
 def rows_of(body: Body, shape: tuple[int, ...], first: int, last: int, values: Sequence[Value]) -> Rows:
     """The rows of a tensor, with the loops of the device that the kernel is for."""
     if body.loops is not None:
-        rows: Rows = body.loops.rows(body, shape, first, last, values)
-        return rows
+        return body.loops.rows(body, shape, first, last, values)
     return Rows(body, shape, first, last, values)
 
 
