@@ -11,7 +11,7 @@ import pytest
 from penstock.ir.graph import Module
 from penstock.ir.text import parse_module
 
-# Makes samples.py and torch_meaning.py importable: test folders are no packages.
+# Makes samples, main_graph.py and torch_meaning.py importable: test folders are no packages.
 sys.path.insert(0, str(Path(__file__).parent))
 
 

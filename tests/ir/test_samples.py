@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
-from samples import DTYPES, REFUSED, SAMPLES, Refused, Sample, fill, is_open, refuse, samples_of, unsampled
+import samples
+from samples import FAMILIES, REFUSED, SAMPLES, Refused, Sample, fill, is_open, refuse, samples_of, unsampled
 
 from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.ops import OPS, complete_attrs, infer_op
-from penstock.ir.types import numpy_dtype, parse_type
+from penstock.ir.types import DTYPES, numpy_dtype, parse_type
 from penstock.ir.verify import check
 
 PURE = [name for name, row in OPS.items() if row.family != "state"]
@@ -21,6 +23,11 @@ def test_every_row_is_sampled_and_refuses_something() -> None:
     assert not unsampled(PURE)
     assert {s.kind for s in SAMPLES} == set(PURE), "samples of a row that is gone"
     assert {r.kind for r in REFUSED} == set(PURE)
+
+
+def test_every_file_of_samples_is_read() -> None:
+    files = {path.stem for path in Path(samples.__file__).parent.glob("*.py")} - {"__init__", "data", "related", "table"}
+    assert files == {family.__name__.rpartition(".")[2] for family in FAMILIES}
 
 
 def test_control_a_row_without_samples_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,9 +94,9 @@ def test_the_verifier_says_where_a_refused_operation_stands() -> None:
 
 
 def test_control_an_operation_that_works_is_not_taken_for_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("samples.REFUSED", [])
+    monkeypatch.setattr("samples.table.REFUSED", [])
     refuse("neg", "f32[3]", because="never")
-    from samples import REFUSED as added
+    from samples.table import REFUSED as added
 
     with pytest.raises(pytest.fail.Exception, match="was not refused but gives f32"):
         _refusal(added[0])

@@ -1,0 +1,75 @@
+"""What operands hold: each function draws an array of a type from a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from penstock.ir.types import FLOATS, INTS, TensorType, numpy_dtype
+
+HALF = ("f16", "bf16")
+SINGLE = ("f32",)
+NUMBERS = (*FLOATS, *INTS)
+
+Array = np.ndarray
+Draw = Callable[[np.random.Generator, TensorType], Array]
+
+
+def normal(rng: np.random.Generator, t: TensorType) -> Array:
+    """What most operations take: normal floats, small integers with repetitions, bools."""
+    if t.dtype == "bool":
+        drawn = rng.random(t.dims) > 0.5
+    elif t.dtype in FLOATS:
+        drawn = rng.standard_normal(t.dims)
+    else:
+        drawn = rng.integers(0 if t.dtype == "u8" else -4, 5, t.dims)
+    return np.asarray(drawn).astype(numpy_dtype(t.dtype))
+
+
+def positive(rng: np.random.Generator, t: TensorType) -> Array:
+    """At least 0.1, or 1 for integers."""
+    if t.dtype in FLOATS:
+        return np.asarray(np.abs(rng.standard_normal(t.dims)) + 0.1).astype(numpy_dtype(t.dtype))
+    return np.asarray(rng.integers(1, 6, t.dims)).astype(numpy_dtype(t.dtype))
+
+
+def fraction(rng: np.random.Generator, t: TensorType) -> Array:
+    """Between 0.1 and 0.9: what 1 - beta^t may be."""
+    return np.asarray(rng.uniform(0.1, 0.9, t.dims)).astype(numpy_dtype(t.dtype))
+
+
+def ties(rng: np.random.Generator, t: TensorType) -> Array:
+    """Few different values."""
+    return np.asarray(rng.integers(0, 3, t.dims)).astype(numpy_dtype(t.dtype))
+
+
+def nasty(rng: np.random.Generator, t: TensorType) -> Array:
+    """Ties, infinities, both zeros and some nan."""
+    values = np.array([0.0, -0.0, 1.0, -2.5, 1.0, np.inf, -np.inf, 3.0, -1e-3, np.nan])
+    return rng.choice(values, t.dims).astype(numpy_dtype(t.dtype))
+
+
+def huge(rng: np.random.Generator, t: TensorType) -> Array:
+    """Where exponentials overflow unless the largest is taken off first."""
+    return np.asarray(rng.standard_normal(t.dims) * 300).astype(numpy_dtype(t.dtype))
+
+
+def wrapping(rng: np.random.Generator, t: TensorType) -> Array:
+    """The ends of an integer type, and what divides them badly."""
+    limits = np.iinfo(numpy_dtype(t.dtype))
+    return rng.choice(np.array([limits.min, limits.max, 0, 1, 7] + ([-1, -7] if limits.min else [3])), t.dims).astype(numpy_dtype(t.dtype))
+
+
+def index(size: int) -> Draw:
+    """Positions in a dimension, also counted from the end."""
+
+    def draw(rng: np.random.Generator, t: TensorType) -> Array:
+        low = 0 if t.dtype == "u8" else -size
+        return np.asarray(rng.integers(low, size, t.dims)).astype(numpy_dtype(t.dtype))
+
+    return draw
+
+
+def label(size: int) -> Draw:
+    return lambda rng, t: np.asarray(rng.integers(0, size, t.dims)).astype(numpy_dtype(t.dtype))
