@@ -25,6 +25,16 @@ def value(name: str, text: str) -> Value:
     return Value(name, parse_type(text))
 
 
+def chain(name: str, *kinds: str, type: str = "f32[4,20]", prefix: str = "", **attrs: object) -> Graph:
+    """Operations one behind the other, each a kernel of its own."""
+    x = value(f"{prefix}x", type)
+    ops: list[Op] = []
+    for i, kind in enumerate(kinds):
+        given = ops[-1].outs if ops else (x,)
+        ops.append(make(kind, given, [f"{prefix}{i}"], f"line {i}", **(attrs if kind == "softmax" else {})))  # type: ignore[arg-type]
+    return Graph(name, (x,), ops[-1].outs, tuple(ops))
+
+
 @dataclass(frozen=True)
 class OpCase:
     """One operation on operands of given types."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+# Makes autodiff_cases.py importable: test folders are no packages.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 class Wrong(Exception):
