@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -50,6 +51,7 @@ def wait_until(what: Callable[[], object]) -> None:
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[pool._Worker]]:
     """All workers that the test starts, on a machine of two cores; none may be left at its end."""
     monkeypatch.setattr(pool, "usable_cores", lambda: 2)
+    importlib.import_module("tvm")  # where it is loaded, few jobs are done in this process
     started: list[pool._Worker] = []
     begin = pool._Worker.__init__
 
