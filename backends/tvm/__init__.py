@@ -61,6 +61,6 @@ class TvmBackend:
 
 
 def _needed(cpu: str, graphs: Sequence[Graph]) -> str:
-    """The CPU that a stage runs on, for the name of its library: features behind it are of use in products of bf16 only."""
-    low = any(v.type.dtype == "bf16" for g in graphs for op in g.ops if OPS[op.kind].family == "contract" for v in op.outs)
-    return cpu if low else cpu.partition("+")[0]
+    """The CPU that a stage runs on, for the name of its library: features behind it are of use in products of floats of up to 32 bits only."""
+    tiles = any(v.type.dtype in ("bf16", "f32") for g in graphs for op in g.ops if OPS[op.kind].family == "contract" for v in op.outs)
+    return cpu if tiles else cpu.partition("+")[0]

@@ -198,7 +198,7 @@ def test_tile_registers_are_used_where_there_are_some(tmp_path: Path) -> None:
     assert "amx" in machine_of("host").name
 
 
-def test_only_stages_with_products_of_bf16_ask_for_tile_registers() -> None:
+def test_only_stages_with_products_ask_for_tile_registers() -> None:
     cpu = "rocketlake+amx-tile+amx-bf16"
     assert _needed(cpu, [TILED[0]]) == cpu
     assert _needed(cpu, [SUM, *CONVERSIONS]) == "rocketlake"
