@@ -6,6 +6,9 @@ and are killed when the pool closes, whatever the reason: an error, an interrupt
 
 In this process: when it has TVM loaded already and there is little to do. There are never more workers than cores that this process may use.
 
+A worker that says nothing for far longer than a job takes is hung: that ends the pool with an error which names the job. Not watched: jobs in
+this process, and how long a worker that has answered takes to read its next job.
+
 Invariant: when `close` returns, no process that the pool started is left. Workers are not in the terminal's foreground group, so that an
 interrupt reaches this process alone, which then ends them. A worker whose parent was killed reads the end of its input and ends by itself.
 """
@@ -13,11 +16,13 @@ interrupt reaches this process alone, which then ends them. A worker whose paren
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,12 +34,17 @@ from penstock.ir.cluster import usable_cores
 from penstock.ir.errors import PenstockError, UsageError
 
 from .fingerprint import source_fingerprint
-from .messages import Answer, Failed, Hello, Job, title
+from .messages import Answer, Failed, Hello, Job, LinkStage, title
 
 # Fewer jobs than this are not worth another process, which takes as long to start as several kernels take to compile.
 _PER_WORKER = 4
 # How long a process that closed its output may take to say how it ended.
 _LAST_WORDS_S = 5.0
+# How long a worker may take to start, for a kernel, and for a library: kernels take seconds, large stages a minute, busy machines several times
+# as long.
+_STARTS_S, _COMPILES_S, _LINKS_S = 900.0, 900.0, 3600.0
+# What a pipe holds.
+_PIPE = 1 << 16
 _COMMAND = (sys.executable, "-P", "-m", f"{__package__}.worker")
 _ANSWERS = msgspec.json.Decoder(Answer)
 
@@ -61,28 +71,43 @@ class _Worker:
         self.number = -1
         self.job: Job | None = None
         self.ready = False
+        self.since = time.monotonic()
+        self._said = b""
 
     def begin(self, number: int, job: Job) -> None:
-        self.number, self.job = number, job
+        self.number, self.job, self.since = number, job, time.monotonic()
         try:
             self.send.write(msgspec.json.encode(job) + b"\n")
             self.send.flush()
         except BrokenPipeError:
             raise self.lost() from None
 
-    def greet(self) -> None:
-        """Read the first line: the worker must run the very sources that the keys of the cache are made from."""
-        line = self.receive.readline()
-        if not line:
+    def left(self) -> float:
+        """Seconds until it counts as hung; infinite for one that has nothing to do."""
+        if not self.ready:
+            return self.since + _STARTS_S - time.monotonic()
+        if self.job is None:
+            return math.inf
+        return self.since + (_LINKS_S if isinstance(self.job, LinkStage) else _COMPILES_S) - time.monotonic()
+
+    def hear(self) -> bytes | None:
+        """The line that it says, without waiting: None while there is only a part of it. There is never more than one on its way."""
+        heard = os.read(self.receive.fileno(), _PIPE)
+        if not heard:
             raise self.lost()
+        self._said += heard
+        if not self._said.endswith(b"\n"):
+            return None
+        line, self._said = self._said, b""
+        return line
+
+    def greet(self, line: bytes) -> None:
+        """The first line: the worker must run the very sources that the keys of the cache are made from."""
         if msgspec.json.decode(line, type=Hello).fingerprint != source_fingerprint():
             raise BuildError("the sources of the compiler changed while it ran", hint="run the command again")
         self.ready = True
 
-    def finish(self) -> tuple[int, Job, Answer]:
-        line = self.receive.readline()
-        if not line.endswith(b"\n"):
-            raise self.lost()
+    def finish(self, line: bytes) -> tuple[int, Job, Answer]:
         assert self.job is not None
         job, self.job = self.job, None
         return self.number, job, _ANSWERS.decode(line)
@@ -94,11 +119,20 @@ class _Worker:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         except subprocess.TimeoutExpired:
             how = "closed its output"
-        doing = f" on {title(self.job)}" if self.job is not None else " as it started"
-        return BuildError(f"a compiler process {how}{doing}", hint="was memory short? `--jobs 1` compiles in one process")
+        return BuildError(f"a compiler process {how}{self._doing()}", hint="was memory short? `--jobs 1` compiles in one process")
+
+    def hung(self) -> BuildError:
+        """The error for a worker that says nothing any more."""
+        took = time.monotonic() - self.since
+        return BuildError(f"a compiler process said nothing for {took:.0f} s{self._doing()}, and was ended", hint="run the command again")
+
+    def _doing(self) -> str:
+        return f" on {title(self.job)}" if self.job is not None else " as it started"
 
     def kill(self) -> None:
-        self.process.kill()
+        """End it, with the linker that it may have started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.receive.close()
         with contextlib.suppress(BrokenPipeError):  # what was not sent yet needs not be
@@ -159,16 +193,24 @@ class Pool:
                 if worker.ready and waiting:
                     worker.begin(*waiting.popleft())
             while len(answers) < len(jobs):
-                for event, _ in ready.select():
-                    worker = event.data
+                patience = min(worker.left() for worker in self._workers)
+                heard = [event.data for event, _ in ready.select(max(patience, 0) if patience < math.inf else None)]
+                for worker in heard:
+                    line = worker.hear()
+                    if line is None:
+                        continue
                     if not worker.ready:
-                        worker.greet()
+                        worker.greet(line)
                     else:
-                        number, job, answer = worker.finish()
+                        number, job, answer = worker.finish(line)
                         answers[number] = _checked(job, answer)
                         report(job)
                     if waiting:
                         worker.begin(*waiting.popleft())
+                for worker in self._workers:
+                    # Who was heard just now may only have waited for this process.
+                    if worker not in heard and worker.left() <= 0:
+                        raise worker.hung()
         return [answers[i] for i in range(len(jobs))]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from tvm_cases import chain
 from penstock.backends.tvm import fingerprint, pool
 from penstock.backends.tvm.build import build_graphs
 from penstock.backends.tvm.group import Group, rename
-from penstock.backends.tvm.messages import Made, MakeKernel
+from penstock.backends.tvm.messages import Made, MakeKernel, Refused
 from penstock.backends.tvm.pool import BuildError, Pool
 from penstock.backends.tvm.store import Store
 from penstock.ir.errors import UsageError
@@ -110,6 +111,47 @@ def test_a_worker_that_dies_is_one_clear_error(
     with Pool(command=command) as crew, pytest.raises(BuildError, match=says):
         crew.run([job("exp", tmp_path)] * 12)
     assert len(workers) == 3
+
+
+@pytest.mark.parametrize(
+    ("patience", "does", "says"),
+    [
+        ("_COMPILES_S", "sys.stdin.readline(); time.sleep(600)", "on kernel exp, and was ended"),
+        ("_COMPILES_S", "sys.stdin.readline(); os.write(1, b'{'); time.sleep(600)", "on kernel exp, and was ended"),
+        ("_STARTS_S", "", "as it started, and was ended"),
+    ],
+)
+def test_a_worker_that_hangs_is_ended(
+    patience: str, does: str, says: str, workers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os,time;" + (SAY_HELLO + does if does else "time.sleep(600)")
+    monkeypatch.setattr(pool, patience, 0.3)
+    with Pool(command=[sys.executable, "-c", code, fingerprint.source_fingerprint()]) as crew, pytest.raises(BuildError, match=says):
+        crew.run([job("exp", tmp_path)] * 12)
+    assert len(workers) == 2
+
+
+def test_control_patience_is_for_each_job(workers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers take longer for all jobs than they may for one."""
+    answer = json.dumps({"type": "Refused", "reason": "slowly"})
+    code = f"import time; {SAY_HELLO}\nfor line in sys.stdin: time.sleep(0.4); print({answer!r}, flush=True)"
+    monkeypatch.setattr(pool, "_COMPILES_S", 3.0)
+    with Pool(command=[sys.executable, "-c", code, fingerprint.source_fingerprint()]) as crew:
+        answers = crew.run([job("exp", tmp_path)] * 16)
+    assert answers == [Refused("slowly")] * 16
+
+
+def test_what_a_hung_worker_started_is_ended_with_it(workers: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "pid"
+    code = f"import subprocess,time; {SAY_HELLO} open({str(file)!r}, 'a').write(f'{{subprocess.Popen([\"sleep\", \"600\"]).pid}} '); time.sleep(600)"
+    monkeypatch.setattr(pool, "_COMPILES_S", 1.0)
+    with (
+        Pool(command=[sys.executable, "-c", code, fingerprint.source_fingerprint()]) as crew,
+        pytest.raises(BuildError, match="kernel exp"),
+    ):
+        crew.run([job("exp", tmp_path)] * 12)
+    wait_until(lambda: not any(alive(int(word)) for word in file.read_text().split()))
+    assert file.read_text()
 
 
 def test_a_worker_of_other_sources_is_refused(workers: list[Any], tmp_path: Path) -> None:
