@@ -18,6 +18,7 @@ from onnx import TensorProto, helper
 from safetensors.numpy import load_file
 
 from penstock.cli import main
+from penstock.ir.errors import UsageError
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_gpt, write_mlp
 
@@ -317,6 +318,33 @@ def test_an_output_that_cannot_be_written_is_noticed_before_the_work(
     for output in (tmp_path / "x.npz" / "y.npz", tmp_path):
         assert call("infer", tmp_path / "b", "--input", tmp_path / "x.npz", "--output", output) == 2
         assert "cannot write the outputs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [
+        (["compile", "{m}", "-o", "{t}/b", "--dim", "batch=2"], "penstock.api.from_onnx"),
+        (["verify", "{m}", "--dim", "batch=2"], "penstock.checks.verify_model"),
+        (["demo", "-o", "{t}/demo"], "penstock.demo.run_demo"),
+        (["inspect", "{d}/bundle/module.ir", "--measure"], "penstock.kernel_timing.measure_rows"),
+    ],
+)
+def test_a_bad_size_of_the_cache_is_noticed_before_the_work(
+    words: list[str], step: str, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*given: object, **named: object) -> None:
+        raise UsageError("the work began")
+
+    monkeypatch.setattr(step, work)
+    for size, said in (("much", "bad PENSTOCK_CACHE_SIZE 'much'"), ("10 MiB", "the work began")):
+        monkeypatch.setenv("PENSTOCK_CACHE_SIZE", size)
+        assert call(*(w.format(m=built / "gpt.onnx", t=tmp_path, d=built) for w in words)) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_without_the_compiler_nobody_asks_for_the_size_of_the_cache(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE_SIZE", "much")
+    assert call("compile", built / "gpt.onnx", "-o", tmp_path / "b", "--dim", "batch=2", "--backend", "numpy") == 0
 
 
 @pytest.mark.parametrize("seed", ["-1", "x", str(2**63), "1.5"])

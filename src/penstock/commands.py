@@ -37,6 +37,7 @@ def compile_command(arguments: Namespace) -> None:
     from penstock.backends.bundle import check_replaceable
 
     check_replaceable(Path(arguments.out))
+    _check_cache(arguments.backend)
     found = _plan(arguments)
     progress = Progress("compile")
     path = api.compile(
@@ -52,6 +53,14 @@ def compile_command(arguments: Namespace) -> None:
     say(f"wrote {path}")
     if arguments.dump_ir:
         say(f"dumps are in {arguments.dump_ir}")
+
+
+def _check_cache(backend: str) -> None:
+    """The settings of the cache, where the back end has one: now, because compiling reads them when much of the work is done."""
+    if backend == "tvm":
+        from penstock.backends.tvm.store import cache_bound
+
+        cache_bound()
 
 
 def _plan(arguments: Namespace) -> Plan:
@@ -189,6 +198,7 @@ def infer_command(arguments: Namespace) -> None:
 def demo_command(arguments: Namespace) -> int:
     from penstock.demo import run_demo
 
+    _check_cache(arguments.backend)
     return run_demo(Path(arguments.out), steps=arguments.steps, schedule=arguments.schedule, backend=arguments.backend)
 
 
@@ -250,6 +260,7 @@ def _print_kernels(module: Module, arguments: Namespace) -> None:
         from penstock.kernel_timing import measure_rows
 
         backend, threads = _measured_with(arguments.file)
+        _check_cache(backend)
         say(f"measuring {len(rows)} kernels on this machine, one by one, back end {backend}, threads: {threads}")
         rows = measure_rows(rows, module, backend, threads, Progress("kernels"))
     if arguments.json:
@@ -410,9 +421,9 @@ def verify_command(arguments: Namespace) -> int:
         if arguments.dim or arguments.backend:
             raise UsageError("--dim and --backend are for models; a bundle has both built in")
         return verify_bundle(arguments.file, steps=arguments.steps, seed=arguments.seed, tolerance=arguments.tolerance)
-    return verify_model(
-        arguments.file, dims=_dims(arguments.dim), seed=arguments.seed, tolerance=arguments.tolerance, backend=arguments.backend or "tvm"
-    )
+    backend = arguments.backend or "tvm"
+    _check_cache(backend)
+    return verify_model(arguments.file, dims=_dims(arguments.dim), seed=arguments.seed, tolerance=arguments.tolerance, backend=backend)
 
 
 __all__ = [name for name in dir() if name.endswith("_command")] + ["load_module"]
