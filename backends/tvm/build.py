@@ -147,8 +147,7 @@ class Builder:
     def _summary(self, parts: int, missing: int) -> str:
         found = f"found {parts - missing} in the cache" if missing < parts else ""
         made = f"made {missing}, compiled {self.counts.compiled} of {self.counts.kernels} kernels" if missing else ""
-        trouble = f"({self.store.trouble})" if self.store.trouble else ""
-        return " ".join(filter(None, ["libraries:", "; ".join(filter(None, [found, made])), trouble]))
+        return self.store.told(f"libraries: {'; '.join(filter(None, [found, made]))}")
 
     # ------------------------------------------------------------------------------ kernels
 

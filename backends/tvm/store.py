@@ -7,7 +7,7 @@ An entry is one file: the SHA-256 of the content, then the content. It is writte
 or nothing; one whose hash does not fit counts as absent and is written again. A hit sets the file's time; `trim` deletes the files whose
 time is oldest until the rest fits. Deleting an entry that another process reads does no harm: it has the file open.
 
-A folder that cannot be written to is no error: nothing is kept, and `trouble` says why.
+A folder that cannot be written to is no error: nothing is kept, `trouble` says why, and so does the last line of a build (`told`).
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ class Store:
     @staticmethod
     def of_user() -> Store:
         return Store(cache_folder(), cache_bound())
+
+    def told(self, what: str) -> str:
+        """What was done, and what was the matter with the cache, if anything."""
+        return f"{what} ({self.trouble})" if self.trouble else what
 
     def get(self, key: str) -> bytes | None:
         """The content of an entry; None when there is none, or its bytes are not those that were stored."""

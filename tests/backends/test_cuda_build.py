@@ -83,6 +83,18 @@ def test_a_missing_compiler_is_said_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @needs_nvcc
+def test_a_cache_that_cannot_be_written_is_said_and_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    said: list[str] = []
+    for folder, troubled in ((tmp_path / "file" / "cache", True), (tmp_path / "cache", False)):
+        monkeypatch.setenv("PENSTOCK_CACHE", str(folder))
+        built = cuda_build.build_graphs([chain()], tmp_path / "a.so", CompileOptions("sm_90", progress=lambda *x: said.append(x[2])))
+        assert not built.cached
+        assert said[-1].startswith("compiled s0.F")
+        assert ("(the cache cannot be" in said[-1]) == troubled
+
+
+@needs_nvcc
 def test_architectures_that_nvcc_does_not_know_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no code for 'sm_99'"):
         cuda_build.build_graphs([chain()], tmp_path / "stage.so", CompileOptions("sm_99"))

@@ -97,7 +97,7 @@ def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions) ->
             libraries.trim()
     if cached:
         out.write_bytes(content)
-    report(3, 3, f"{'found' if cached else 'compiled'} {where}")
+    report(3, 3, libraries.told(f"{'found' if cached else 'compiled'} {where}"))
     return Built(out, hashlib.sha256(content).hexdigest(), cached)
 
 
