@@ -68,6 +68,9 @@ class Backend(Protocol):
         self, module: Module, stages: Sequence[int], out_dir: Path, options: CompileOptions = DEFAULTS
     ) -> dict[int, tuple[str, ...]]: ...
 
+    def check_host(self, module: Module, stage: int) -> None:
+        """UsageError where this host lacks the device of a stage, which `load_stage` would say, too: for those who compile first."""
+
     def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1) -> StageProgram: ...
 
 

@@ -32,6 +32,9 @@ class NumpyBackend:
     ) -> dict[int, tuple[str, ...]]:
         return dict.fromkeys(stages, ())
 
+    def check_host(self, module: Module, stage: int) -> None:
+        """Everything is interpreted here, whatever device it is for."""
+
     def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1) -> StageProgram:
         return NumpyProgram(stage_graphs(module, stage))
 

@@ -16,8 +16,11 @@ from penstock import kernel_timing
 from penstock.backends.bundle import open_bundle
 from penstock.backends.numpy_backend import NumpyProgram
 from penstock.cli import main
-from penstock.ir.graph import Graph, Module, Op, Slot, Value, signature
+from penstock.ir.cluster import Cluster
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import Graph, Module, Op, Slot, Stage, Value, signature
 from penstock.ir.ops import cost_of, make
+from penstock.ir.text import print_module
 from penstock.ir.types import parse_type
 from penstock.kernel_report import KernelRow, _Bodies, bytes_moved, divide, kernel_rows
 from penstock.kernel_timing import random_arguments
@@ -207,6 +210,24 @@ def test_inspect_measures(backend: str, bundle: Path, module: Module, tmp_path: 
     lines = [line for line in shown.out.splitlines() if line.endswith("%")]
     assert len(lines) == len(kernel_rows(module))
     assert all(float(line.split()[-3]) > 0 for line in lines)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+@pytest.mark.parametrize("devices", ["cpu,sm_90", "cpu,cpu"])
+def test_a_missing_gpu_is_said_before_anything_is_compiled(
+    devices: str, module: Module, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*given: object) -> None:
+        raise UsageError("the work began")
+
+    monkeypatch.setattr("penstock.backends.tvm.TvmBackend.compile_stages", work)
+    cluster = Cluster.listed(devices)
+    stages = tuple(Stage(i, device.name) for i, device in enumerate(cluster.devices))
+    (tmp_path / "m.ir").write_text(print_module(module.but(cluster=cluster, stages=stages)))
+    assert main(["inspect", str(tmp_path / "m.ir"), "--measure"]) == 2
+    said = capsys.readouterr().err
+    assert ("the work began" in said) == ("measuring" in said) == ("sm_90" not in devices)
+    assert ("stage 1: wants cuda sm_90; this host has none" in said) == ("sm_90" in devices)
 
 
 def test_tables_fit_the_terminal_and_json_has_it_all(

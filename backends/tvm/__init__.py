@@ -6,12 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Graph, Module
 from penstock.ir.ops import OPS
 
 from ..interface import DEFAULTS, CompileOptions, StageProgram, device_of, stage_graphs, target_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TvmBackend:
@@ -45,19 +49,31 @@ class TvmBackend:
                 builder.build([Part(graphs[stage], out_dir / names[stage]) for stage in rest])
         return {stage: (names[stage],) for stage in stages}
 
+    def check_host(self, module: Module, stage: int) -> None:
+        _gpu_of(module, stage)
+
     def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1) -> StageProgram:
+        (library,) = files
+        gpu = _gpu_of(module, stage)
+        if gpu is not None:
+            from .cuda.load import CudaProgram
+
+            return CudaProgram(library, stage_graphs(module, stage), gpu, threads)
         from .load import TvmProgram
 
-        (library,) = files
-        device = device_of(module, stage)
-        if device is not None and device.kind == "cuda":
-            from .cuda.load import CudaProgram, find_device
-
-            assert module.cluster is not None
-            own = [d.name for d in module.cluster.devices if d.kind == "cuda" and d.host == device.host]
-            chosen = find_device(device.target, own.index(device.name), stage)
-            return CudaProgram(library, stage_graphs(module, stage), chosen, threads)
         return TvmProgram(library, stage_graphs(module, stage), threads)
+
+
+def _gpu_of(module: Module, stage: int) -> torch.device | None:
+    """The GPU of this host that a stage runs on; None for a stage on a CPU, UsageError where the host has no such GPU."""
+    device = device_of(module, stage)
+    if device is None or device.kind != "cuda":
+        return None
+    from .cuda.load import find_device
+
+    assert module.cluster is not None
+    own = [d.name for d in module.cluster.devices if d.kind == "cuda" and d.host == device.host]
+    return find_device(device.target, own.index(device.name), stage)
 
 
 def _needed(cpu: str, graphs: Sequence[Graph]) -> str:

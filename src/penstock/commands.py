@@ -257,10 +257,11 @@ def _print_kernels(module: Module, arguments: Namespace) -> None:
 
     rows = kernel_report.kernel_rows(module)
     if arguments.measure:
-        from penstock.kernel_timing import measure_rows
+        from penstock.kernel_timing import check_devices, measure_rows
 
         backend, threads = _measured_with(arguments.file)
         _check_cache(backend)
+        check_devices(rows, module, backend)
         say(f"measuring {len(rows)} kernels on this machine, one by one, back end {backend}, threads: {threads}")
         rows = measure_rows(rows, module, backend, threads, Progress("kernels"))
     if arguments.json:

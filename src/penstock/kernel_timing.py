@@ -35,6 +35,13 @@ _CALLS, _SECONDS, _MOST_CALLS = 5, 0.05, 500
 _SIDE, _LENGTH = 1024, 1 << 24
 
 
+def check_devices(rows: Sequence[KernelRow], module: Module, backend: str) -> None:
+    """UsageError where this host lacks the device of a stage that is to be measured: before minutes are spent on compiling."""
+    maker = backend_of(backend)
+    for stage in sorted({row.stage for row in rows}):
+        maker.check_host(module, stage)
+
+
 def measure_rows(
     rows: Sequence[KernelRow], module: Module, backend: str, threads: int, progress: Progress | None = None
 ) -> list[KernelRow]:
