@@ -9,9 +9,13 @@ best rate of a matrix product that it has seen.
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -74,6 +78,20 @@ def register_loop() -> RegisterLoop | None:
         return RegisterLoop()
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None
+
+
+def rate_of_cores(loop: RegisterLoop, cores: Sequence[int]) -> float:
+    """Floating-point operations per second of some cores together, all busy at once: two that are one core's threads share its units."""
+    begin = threading.Barrier(len(cores))
+
+    def on(core: int) -> float:
+        # Of the calling thread alone.
+        os.sched_setaffinity(0, {core})
+        begin.wait()
+        return loop.rate()
+
+    with ThreadPoolExecutor(len(cores)) as threads:
+        return sum(threads.map(on, cores))
 
 
 def memory_rate() -> float:

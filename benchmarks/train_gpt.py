@@ -30,6 +30,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from peak import rate_of_cores, register_loop
 from processes import Contender, ContenderFailed, allowed_cores
 from turns import Shape
 
@@ -52,17 +53,26 @@ def main() -> int:
     facts = _machine(cores, shape, arguments)
     for key, value in facts.items():
         print(f"{key:<12} {value}")
+    loop = register_loop()
+    peak = rate_of_cores(loop, cores) if loop is not None else 0.0
     with tempfile.TemporaryDirectory(prefix="train-gpt-") as folder:
         try:
             result = _measure(shape, cores, Path(folder), arguments)
         except ContenderFailed as failure:
             print(f"error: {failure}", file=sys.stderr)
             return 1
-    facts["load after"] = _load()
-    print(f"{'load after':<12} {facts['load after']}\n")
-    _report(result, shape)
+    late = {"load after": _load()}
+    peak = max(peak, rate_of_cores(loop, cores)) if loop is not None else 0.0
+    late["peak"] = f"{peak / 1e9:.1f} GFLOP/s multiply-adds in registers, float32" if peak else "not measured, there is no g++"
+    late["work"] = f"{shape.flops_per_step / 1e9:.1f} GFLOP per step in matrix products and attention"
+    for key, value in late.items():
+        print(f"{key:<12} {value}")
+    print()
+    _report(result, shape, peak)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"facts": facts, "shape": json.loads(shape.to_json()), **result}, indent=2) + "\n")
+        counted = {"peak_flops": peak, "flops_per_step": shape.flops_per_step}
+        report = {"facts": facts | late, "shape": json.loads(shape.to_json()), **counted, **result}
+        Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 
@@ -191,17 +201,22 @@ def _take_turns(contenders: Sequence[Contender], steps: int, rounds: int) -> tup
 # ------------------------------------------------------------------------------------------------ reporting
 
 
-def _report(result: dict[str, Any], shape: Shape) -> None:
+def share_of_peak(flops: float, seconds: float, peak: float) -> str:
+    return f"{100 * flops / seconds / peak:.0f} %" if peak else "-"
+
+
+def _report(result: dict[str, Any], shape: Shape, peak: float) -> None:
     tokens = shape.tokens_per_step * result["steps_per_turn"]
     rows = result["contenders"]
     speed = {name: tokens / statistics.median(row["turn_s"]) for name, row in rows.items()}
     references = [name for name in ("torch-1f1b", "torch-single") if name in rows]
-    heads = ["contender", "tokens/s", "slowest", "fastest", *(f"vs {r}" for r in references), "peak MiB per process"]
+    heads = ["contender", "tokens/s", "slowest", "fastest", "of peak", *(f"vs {r}" for r in references), "peak MiB per process"]
     lines = []
     for name, row in rows.items():
         peaks = " + ".join(f"{peak / 2**20:.0f}" for peak in row["peak_bytes"].values())
         spread = [f"{tokens / max(row['turn_s']):.1f}", f"{tokens / min(row['turn_s']):.1f}"]
-        lines.append([name, f"{speed[name]:.1f}", *spread, *(f"{speed[name] / speed[r]:.3f}" for r in references), peaks])
+        share = share_of_peak(shape.flops_per_step, shape.tokens_per_step / speed[name], peak)
+        lines.append([name, f"{speed[name]:.1f}", *spread, share, *(f"{speed[name] / speed[r]:.3f}" for r in references), peaks])
     widths = [max(len(str(line[i])) for line in [heads, *lines]) for i in range(len(heads))]
     for line in [heads, *lines]:
         print(

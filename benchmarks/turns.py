@@ -42,6 +42,24 @@ class Shape:
         block = 12 * self.width * self.width + 13 * self.width
         return self.layers * block + (2 * self.vocab + self.positions + 2) * self.width
 
+    @property
+    def products_per_step(self) -> float:
+        """Floating-point operations of matrix products with weights in a step, a multiplication and an addition being two: forwards the four of a
+        block (3, 1, 4 and 4 times width x width) and the head; backwards twice as many, for operands and for weights."""
+        multiply_adds = self.layers * 12 * self.width**2 + self.vocab * self.width
+        return 3 * 2.0 * self.tokens_per_step * multiply_adds
+
+    @property
+    def attention_per_step(self) -> float:
+        """Those of attention: scores and weighted sums forwards, twice as many backwards, of (positions + 1) / 2 positions that one sees on
+        average. Scores that a contender computes again backwards, or computes and hides, are work of its own and do not count."""
+        return 3 * 2.0 * self.tokens_per_step * self.layers * (self.positions + 1) * self.width
+
+    @property
+    def flops_per_step(self) -> float:
+        """What is counted of a step. Left out are norms, softmax, gelu, the loss, embeddings and the optimiser: they are bound by memory."""
+        return self.products_per_step + self.attention_per_step
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 

@@ -1,15 +1,20 @@
-"""The benchmark runs, and its contenders do the same work: they start from equal weights, so equal recurrences give equal losses."""
+"""The benchmark runs, its contenders do the same work (from equal weights, equal recurrences give equal losses), and it counts that work right."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+aten = torch.ops.aten
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "train_gpt.py"
 SMALL = "--layers 2 --width 64 --heads 2 --vocab 256 --positions 32 --steps 3 --rounds 2 --torch-form accumulated-passive"
 
@@ -24,9 +29,10 @@ def test_all_contenders_train_the_same_model(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "vs torch-1f1b" in done.stdout
-    rows = json.loads(report.read_text())["contenders"]
+    found = json.loads(report.read_text())
+    rows = found["contenders"]
     losses = {name: row["losses"] for name, row in rows.items()}
-    assert {len(found) for found in losses.values()} == {7}
+    assert {len(each) for each in losses.values()} == {7}
     for name in ("penstock-1f1b", "torch-1f1b"):
         assert losses[name] == pytest.approx(losses["torch-single"], rel=1e-5)
     # The control: gradients one update late are another recurrence, and the comparison sees it. Batch 0 is of equal weights still.
@@ -34,3 +40,32 @@ def test_all_contenders_train_the_same_model(tmp_path: Path) -> None:
     assert losses["penstock-2bw"][1:] != pytest.approx(losses["torch-single"][1:], rel=1e-5)
     for row in rows.values():
         assert all(peak > 10**7 for peak in row["peak_bytes"].values())
+    if found["peak_flops"]:
+        head, *lines = (re.split(" {2,}", line) for line in done.stdout.split("\n\n")[1].splitlines())
+        for line in lines[: len(rows)]:
+            seconds = statistics.median(rows[line[0]]["turn_s"]) / found["steps_per_turn"]
+            share = 100 * found["flops_per_step"] / seconds / found["peak_flops"]
+            assert line[head.index("of peak")] == f"{share:.0f} %"
+
+
+@pytest.mark.parametrize("sizes", [{}, {"layers": 3, "width": 48, "positions": 17}])
+def test_the_operations_that_are_counted(sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of products with weights, as many as torch counts in its contender; of attention, those of a loop over what each position sees."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    from torch_contender import Part, loss_of
+    from turns import Shape
+
+    shape = Shape(**({"layers": 2, "width": 64, "heads": 2, "vocab": 256, "positions": 32, "microbatches": 3} | sizes))
+    samples = shape.microbatches * shape.microbatch_samples
+    tokens = torch.zeros(samples, shape.positions, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        loss_of(Part(shape, 0, shape.layers)(tokens), tokens).backward()
+    products = {aten.mm, aten.addmm, aten.bmm}
+    found = sum(count for operation, count in counter.get_flop_counts()["Global"].items() if operation in products)
+    assert shape.products_per_step == found > 0
+    seen = sum(j <= i for i in range(shape.positions) for j in range(shape.positions))
+    # Two products forwards, four backwards, two operations for each of the numbers of a head.
+    assert shape.attention_per_step == (2 + 4) * 2 * samples * shape.layers * seen * shape.width
+    assert shape.flops_per_step == shape.products_per_step + shape.attention_per_step
+    # The control: the gradient for the weights of one layer left out is noticed.
+    assert shape.products_per_step - 2 * shape.tokens_per_step * shape.width**2 != found
