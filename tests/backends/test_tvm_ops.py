@@ -60,43 +60,6 @@ def test_control_one_wrong_element_is_noticed(kind: str, program, monkeypatch: p
     assert not [str(s) for s, g in pairs if not compare(program, g, s.arrays())]
 
 
-EXTREMES = np.array(
-    [0.0, -0.0, 1e-40, -1e-40, 1e-30, -5.0, 88.7, 89.0, -87.0, -100.0, -104.0, 1e30, -1e30, 3e38, np.inf, -np.inf, np.nan] * 2, np.float32
-)
-FUNCTIONS = {
-    "exp": np.exp,
-    "tanh": np.tanh,
-    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "log": np.log,
-    "erf": lambda x: torch.erf(torch.from_numpy(x)).numpy(),
-}
-# Units in the last place, of the result.
-ULPS = {"exp": 3, "tanh": 6, "sigmoid": 4, "log": 3, "erf": 8}
-
-
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory: pytest.TempPathFactory):
-    graphs = [OpCase(k, (f"f32[{n}]",), {}).graph(f"s0.{k}{n}") for k in FUNCTIONS for n in (len(EXTREMES), 4096)]
-    return build(graphs, tmp_path_factory.mktemp("functions"))
-
-
-@pytest.mark.parametrize("kind", sorted(FUNCTIONS))
-def test_vector_functions_are_accurate_and_right_at_the_ends(kind: str, functions) -> None:
-    with np.errstate(all="ignore"):
-        for x in (EXTREMES, np.linspace(-20, 20, 4096, dtype=np.float32)):
-            exact = FUNCTIONS[kind](x.astype(np.float64))
-            (found,) = functions.call(f"s0.{kind}{len(x)}", [torch.from_numpy(x.copy())])
-            found = found.numpy()
-            expected = exact.astype(np.float32)
-            assert np.array_equal(np.isnan(found), np.isnan(expected))
-            assert np.array_equal(np.isinf(found), np.isinf(expected))
-            finite = np.isfinite(expected)
-            # Below 1e-30 (and for log next to its zero) the absolute error counts.
-            place = np.spacing(np.maximum(np.abs(expected[finite]), 1e-3 if kind == "log" else 1e-30).astype(np.float32))
-            error = np.abs(found[finite].astype(np.float64) - exact[finite]) / place
-            assert error.max() <= ULPS[kind], (x[finite][error.argmax()], error.max())
-
-
 @pytest.mark.parametrize("shape", [(6, 20), (6, 128), (6, 600), (20, 6)])
 @pytest.mark.parametrize("kind", ["softmax", "log_softmax"])
 def test_masked_rows(kind: str, shape: tuple[int, int], tmp_path: Path) -> None:

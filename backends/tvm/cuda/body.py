@@ -31,7 +31,7 @@ class DeviceBody(Body):
         self._narrow: dict[Value, Value] = {}
         super().__init__(group, machine)
         self.emit = ThreadEmitter()
-        self.functions = DeviceFunctions(self.emit.keep, self.emit.rounded)
+        self.functions = DeviceFunctions(self.emit)
         # Set where all threads of a block compute the same: the condition under which one of them stores it.
         self.alone: Expr | None = None
 

@@ -114,6 +114,10 @@ class ThreadEmitter(Emitter):
 class DeviceFunctions(Functions):
     """Elementary functions of the device's library, which needs no vectoriser: within 2 ulp in f32, and right for nan and infinities."""
 
+    def __init__(self, emit: ThreadEmitter) -> None:
+        super().__init__(emit)
+        self.bind = emit.keep
+
     def exp(self, x: Expr) -> Expr:
         return self.bind(tirx.exp(x))
 
@@ -125,6 +129,15 @@ class DeviceFunctions(Functions):
 
     def erf(self, x: Expr) -> Expr:
         return self.bind(tirx.erf(x))
+
+    def sin(self, x: Expr) -> Expr:
+        return self.bind(tirx.sin(x))
+
+    def cos(self, x: Expr) -> Expr:
+        return self.bind(tirx.cos(x))
+
+    def pow(self, x: Expr, y: Expr) -> Expr:
+        return self.bind(tirx.power(x, y))
 
 
 __all__ = ["NARROW", "DeviceFunctions", "ThreadEmitter", "literal", "widen"]

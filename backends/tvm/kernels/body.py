@@ -70,7 +70,7 @@ class Body:
         self._only_packing = only_packing
         self.packing: Packing | None = None
         self.lanes = machine.lanes
-        self.functions = Functions(self.emit.bind, self.emit.rounded)
+        self.functions = Functions(self.emit, machine.lanes)
         self._producers = {v: op for op in group.ops for v in op.outs if op.kind != "take"}
         self._ins: dict[Value, Buffer] = {}
         self._slots: dict[Slot, Buffer] = {}

@@ -101,10 +101,6 @@ def _relu(x: Expr) -> Expr:
     return tirx.Select(x < _number(x, 0), _number(x, 0), x)
 
 
-def _rsqrt(x: Expr) -> Expr:
-    return _number(x, 1) / tirx.sqrt(x)
-
-
 def _sgd(f: Functions, a: Attrs, w: Expr, g: Expr, lr: Expr) -> tuple[Expr, ...]:
     decay = number(a["weight_decay"])
     return (w - lr * (g + _number(w, decay) * w if decay else g),)
@@ -133,10 +129,10 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "floor": lambda f, a, x: tirx.floor(x),
     "exp": lambda f, a, x: f.exp(x),
     "log": lambda f, a, x: f.log(x),
-    "sqrt": lambda f, a, x: tirx.sqrt(x),
-    "rsqrt": lambda f, a, x: _rsqrt(x),
-    "sin": lambda f, a, x: tirx.sin(x),
-    "cos": lambda f, a, x: tirx.cos(x),
+    "sqrt": lambda f, a, x: f.sqrt(x),
+    "rsqrt": lambda f, a, x: f.rsqrt(x),
+    "sin": lambda f, a, x: f.sin(x),
+    "cos": lambda f, a, x: f.cos(x),
     "tanh": lambda f, a, x: f.tanh(x),
     "sigmoid": lambda f, a, x: f.sigmoid(x),
     "erf": lambda f, a, x: f.erf(x),
@@ -148,7 +144,7 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "sub": lambda f, a, x, y: x - y,
     "mul": lambda f, a, x, y: x * y,
     "div": lambda f, a, x, y: _div(f, x, y),
-    "pow": lambda f, a, x, y: tirx.power(x, y),
+    "pow": lambda f, a, x, y: f.pow(x, y),
     "minimum": lambda f, a, x, y: f.smaller(x, y),
     "maximum": lambda f, a, x, y: f.larger(x, y),
     "equal": lambda f, a, x, y: tirx.EQ(x, y) if not dtype_name(x).startswith("bool") else tirx.Not(_differ(x, y)),

@@ -98,6 +98,7 @@ class Emitter:
         # Inside a vector loop: its variable, its width, and the names its body needs, which are allocated in front of it.
         self._lane: Expr | None = None
         self._width = 1
+        self._depth = 0
         self._hoisted: list[Any] = []
         # Hints that come behind the vector loop.
         self._hints: list[Any] = []
@@ -132,7 +133,7 @@ class Emitter:
         outer = (self._lane, self._width)
         if kind == VECTOR:
             assert self._lane is None, "vectors do not nest"
-            self._lane, self._width = variable, extent
+            self._lane, self._width, self._depth = variable, extent, len(self._blocks)
         self._blocks.append([])
         yield variable
         body = self._close()
@@ -144,6 +145,26 @@ class Emitter:
         if kind == VECTOR:
             self._blocks[-1] += self._hints
             self._hints = []
+
+    def may_pause(self) -> bool:
+        """Whether `paused` works here: directly in a vector loop, or outside of them."""
+        return self._lane is None or len(self._blocks) == self._depth + 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Statements about all lanes at once, in a vector loop, which ends here and goes on behind: names of both parts are the same arrays."""
+        if self._lane is None:
+            yield
+            return
+        assert self.may_pause(), "the vector loop cannot be cut inside another block"
+        lane, width = self._lane, self._width
+        body = self._close()
+        self._blocks[-1] += [*self._hoisted, tirx.For(lane, 0, width, VECTOR, body)]
+        self._hoisted = []
+        self._lane, self._width = None, 1
+        yield
+        self._lane, self._width = lane, width
+        self._blocks.append([])
 
     @contextmanager
     def when(self, condition: Expr) -> Iterator[None]:
@@ -186,12 +207,16 @@ class Emitter:
         return self._in_array(value, name)
 
     def _in_array(self, value: Expr, name: str) -> Expr:
-        dtype = dtype_name(value)
+        buffer = self.name_lanes(dtype_name(value), name)
+        self.add(tirx.BufferStore(buffer, value, [self.lane()]))
+        return tirx.BufferLoad(buffer, [self.lane()])
+
+    def name_lanes(self, dtype: str, name: str = "t") -> Buffer:
+        """The array behind a new name: an element for each lane, of one of TVM's types."""
         buffer = tirx.decl_buffer((self._width,), dtype, name=self.fresh(name), scope=self._scope)
         (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
         self._names.add(buffer)
-        self.add(tirx.BufferStore(buffer, value, [self.lane()]))
-        return tirx.BufferLoad(buffer, [self.lane()])
+        return buffer
 
     def lane(self) -> Expr:
         """The index into local storage for the element being worked on: the vector's variable, or 0 outside vectors."""

@@ -1,9 +1,11 @@
 """Elementary functions as vector expressions. In: a TIR expression. Out: an expression that the vectoriser keeps in vector registers.
 
-LLVM turns exp, tanh, erf and log of a vector into one library call per lane; the f32 versions here are polynomials instead. Errors,
-measured in the tests: exp 1 ulp, sigmoid and log 2 ulp, tanh and erf 5e-7 relative. All of them keep nan, and go to the right limit
-(0, 1, inf) for infinite and very large operands; exp gives denormals. f64 uses the library. Coefficients: Cephes (logf), Eigen (rational
-tanh, erf), our own fits (exp).
+LLVM turns exp, tanh, erf and log of a vector into one library call per lane; the f32 versions here are polynomials instead, sine and cosine
+(trigonometry.py) and powers (powers.py) too. Errors, measured in the tests: exp, log, sqrt, rsqrt and pow 1.3 ulp, sigmoid, sin and cos 2 ulp,
+tanh and erf 5e-7 relative. All of them keep nan, and go to the right limit (0, 1, inf) for infinite and very large operands; exp and pow give
+denormals. f64 uses the library, and so do sin and cos without fused multiply-adds. Vectors of AVX-512 have instructions of their own (lanes.py)
+for exponents, mantissas and roots, so results may differ in the last bit between them and the elements left over behind the last one.
+Coefficients: Eigen (rational tanh, erf), our own fits (exp, log).
 
 Comparisons are written so that a nan operand falls through to the result: `select(x > limit, limit, x)` keeps it, TIR's min and max do not.
 """
@@ -11,11 +13,13 @@ Comparisons are written so that a nan operand falls through to the result: `sele
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from tvm import tirx
 
-from .emit import Expr, dtype_name, literal
+from .emit import VECTOR, Emitter, Expr, dtype_name, literal
+from .lanes import Wide, mend
+from .powers import power
+from .trigonometry import cosine, sine
 
 # e^r = 1 + r + r^2 * (these), for r up to log(2)/2: relative error 3.1e-9, a least-squares fit with weights made even.
 _EXP = (1.3814532257e-3, 8.3687459217e-3, 4.1668390952e-2, 1.666652039e-1, 4.9999993431e-1)
@@ -27,17 +31,34 @@ _ROUNDER_TWICE = 1.5 * 2**23 + 254
 _EXP2 = (1.5345812e-4, 1.3399931e-3, 9.618489e-3, 5.5503286e-2, 2.4022646e-1, 6.9314718e-1, 1.0)
 # Added to a float of moderate size, it leaves the nearest whole number in the last bits.
 _ROUND = 12582912.0
+# log(1 + r) = r + r^2 * (these), for 1 + r within sqrt(1/2) .. sqrt(2): relative error 4.1e-9.
 _LOG = (
-    7.0376836292e-2,
-    -1.1514610310e-1,
-    1.1676998740e-1,
-    -1.2420140846e-1,
-    1.4249322787e-1,
-    -1.6668057665e-1,
-    2.0000714765e-1,
-    -2.4999993993e-1,
-    3.3333331174e-1,
+    -7.62185593572e-2,
+    1.29044939625e-1,
+    -1.3242985042e-1,
+    1.41818142116e-1,
+    -1.66090814187e-1,
+    2.00019745552e-1,
+    -2.50015830516e-1,
+    3.3333325681e-1,
+    -4.99999883447e-1,
 )
+# The same within 3/4 .. 3/2: 4.8e-9.
+_LOG_WIDE = (
+    -4.49096086024e-2,
+    1.04483315666e-1,
+    -1.31622323393e-1,
+    1.44820616072e-1,
+    -1.66477671178e-1,
+    1.99906067442e-1,
+    -2.50000545818e-1,
+    3.33334554434e-1,
+    -5.00000008227e-1,
+)
+# The bits of sqrt(1/2).
+_SQRT_HALF = 0x3F3504F3
+# The bits of 2^-100.
+_SQRT_LEAST = 0x0D800000
 _TANH_UP = (
     -2.76076847742355e-16,
     2.00018790482477e-13,
@@ -77,10 +98,17 @@ def _is_f32(x: Expr) -> bool:
 
 class Functions:
     """The functions over a way to name intermediate results: TIR expressions are trees, and a value used twice would be computed twice.
-    `rounded` gives an f32 as memory of a 16-bit float would hold it."""
+    `rounded` gives an f32 as memory of a 16-bit float would hold it. `lanes` are those of the processor: 16 with AVX-512, 8 with AVX2 and fused
+    multiply-adds."""
 
-    def __init__(self, bind: Callable[[Expr], Expr], rounded: Callable[[Expr, str], Expr]) -> None:
-        self.bind, self.rounded = bind, rounded
+    def __init__(self, emit: Emitter, lanes: int = 1) -> None:
+        self.emit, self.bind, self.rounded = emit, emit.bind, emit.rounded
+        self._wide = Wide(emit) if lanes == 16 else None
+        self._is_fused = lanes >= 8
+
+    def _instructions(self, x: Expr) -> Wide | None:
+        """AVX-512's own, where x is one lane of 16 floats."""
+        return self._wide if self._wide is not None and _is_f32(x) and self._wide.usable() else None
 
     def _horner(self, x: Expr, coefficients: tuple[float, ...]) -> Expr:
         value = _f32(coefficients[0])
@@ -98,6 +126,10 @@ class Functions:
         if not _is_f32(x):
             return self.bind(tirx.exp(x))
         c = self._clamp(x, -104.0, 88.8)
+        wide = self._instructions(x)
+        if wide is not None:
+            _, n, r = self._split(c, _ROUND)
+            return wide.scaled(self._horner(r, (*_EXP, 1.0, 1.0)), n)
         bits, r = self._powers_of_two(c, _ROUNDER_TWICE)
         # In two steps, so that results below 2^-126 are denormals and those past the largest float are inf.
         half = self.bind(bits >> 1)
@@ -115,12 +147,16 @@ class Functions:
         return self.bind(y * tirx.reinterpret("float32", bits << 23))
 
     def _powers_of_two(self, x: Expr, rounder: float) -> tuple[Expr, Expr]:
-        """n and r with x = n * log(2) + r, |r| <= log(2) / 2; n as the low bits of the sum of x / log(2) and 1.5 * 2^23 plus a bias."""
+        """n as the low bits of the sum of x / log(2) and 1.5 * 2^23 plus a bias, and r: see _split."""
+        t, _, r = self._split(x, rounder)
+        return self.bind(tirx.reinterpret("int32", t)), r
+
+    def _split(self, x: Expr, rounder: float) -> tuple[Expr, Expr, Expr]:
+        """n + rounder, n and r with x = n * log(2) + r, |r| <= log(2) / 2."""
         t = self.bind(x * _f32(math.log2(math.e)) + _f32(rounder))
         n = self.bind(t - _f32(rounder))
         r = self.bind(x - n * _f32(0.693359375))
-        r = self.bind(r - n * _f32(-2.12194440e-4))
-        return self.bind(tirx.reinterpret("int32", t)), r
+        return t, n, self.bind(r - n * _f32(-2.12194440e-4))
 
     def exp2(self, x: Expr) -> Expr:
         """2^x for x up to 127; 0 below -126 in f32. Quicker than exp, and exactly 1 at 0."""
@@ -137,21 +173,58 @@ class Functions:
         if not _is_f32(x):
             return self.bind(tirx.log(x))
         x = self.bind(x)
+        wide = self._instructions(x)
+        if wide is not None:
+            # Zeros, infinities and nan go their way through the exponent and the mantissa.
+            m, e = wide.mantissa(x), wide.exponent(x)
+            return self._log_of_parts(m, tirx.Select(m < _f32(1), e + _f32(1), e), _LOG_WIDE)
         tiny = x < _f32(1.1754944e-38)
-        scaled = tirx.Select(tiny, x * _f32(8388608.0), x)
-        bits = self.bind(tirx.reinterpret("int32", scaled))
-        exponent = ((bits >> 23) & 255) - 126
-        m = self.bind(tirx.reinterpret("float32", (bits & 0x7FFFFF) | 0x3F000000))
-        low = m < _f32(math.sqrt(0.5))
-        e = self.bind(tirx.Cast("float32", exponent) - tirx.Select(low, _f32(1), _f32(0)) - tirx.Select(tiny, _f32(23), _f32(0)))
-        m = self.bind(tirx.Select(low, m + m, m) - _f32(1))
-        z = self.bind(m * m)
-        y = self._horner(m, _LOG) * m * z + e * _f32(-2.12194440e-4) - z * _f32(0.5)
-        y = self.bind(m + y + e * _f32(0.693359375))
+        bits = self.bind(tirx.reinterpret("int32", self.bind(tirx.Select(tiny, x * _f32(8388608.0), x))))
+        above = self.bind(bits - _SQRT_HALF)
+        m = tirx.reinterpret("float32", bits - tirx.bitwise_and(above, -0x800000))
+        y = self._log_of_parts(m, tirx.Cast("float32", above >> 23) - tirx.Select(tiny, _f32(23), _f32(0)), _LOG)
         y = tirx.Select(tirx.EQ(x, _f32(math.inf)), _f32(math.inf), y)
         y = tirx.Select(tirx.EQ(x, _f32(0)), _f32(-math.inf), y)
         # Negative numbers, and nan, which is not above 0 either.
         return self.bind(tirx.Select(x >= _f32(0), y, _f32(math.nan)))
+
+    def _log_of_parts(self, m: Expr, e: Expr, coefficients: tuple[float, ...]) -> Expr:
+        """log(m * 2^e). Next to 1, where the result is small, e is 0."""
+        r = self.bind(m - _f32(1))
+        y = self.bind(self.bind(r * r) * self._horner(r, coefficients) + r)
+        return self.bind(self.bind(e) * _f32(math.log(2)) + y)
+
+    def sqrt(self, x: Expr) -> Expr:
+        x = self.bind(x)
+        wide = self._instructions(x)
+        if wide is None:
+            return self.bind(tirx.sqrt(x))
+        # What is left of x after squaring an estimate is exact, if it is not too small. Roots of squares are exact.
+        y = wide.inverse_root(x)
+        s = self.bind(x * y)
+        better = s + self.bind(x - s * s) * (y * _f32(0.5))
+        bits = tirx.reinterpret("uint32", x) - tirx.IntImm("uint32", _SQRT_LEAST)
+        rare = bits >= tirx.IntImm("uint32", 0x7F800000 - _SQRT_LEAST)
+        return mend(self.emit, better, rare, tirx.sqrt, x, VECTOR)
+
+    def rsqrt(self, x: Expr) -> Expr:
+        x = self.bind(x)
+        wide = self._instructions(x)
+        if wide is None:
+            return self.bind(_like(x, 1) / tirx.sqrt(x))
+        y = wide.inverse_root(x)
+        better = y + y * self.bind(_f32(0.5) - self.bind(x * y) * self.bind(y * _f32(0.5)))
+        # 0 and inf are what they should be; the step would make them nan.
+        return self.bind(tirx.Select(tirx.EQ(y + y, y), y, better))
+
+    def sin(self, x: Expr) -> Expr:
+        return sine(self.emit, x) if _is_f32(x) and self._is_fused else self.bind(tirx.sin(x))
+
+    def cos(self, x: Expr) -> Expr:
+        return cosine(self.emit, x) if _is_f32(x) and self._is_fused else self.bind(tirx.cos(x))
+
+    def pow(self, x: Expr, y: Expr) -> Expr:
+        return power(self.bind, lambda z: self._horner(z, _EXP2), x, y) if _is_f32(x) else self.bind(tirx.power(x, y))
 
     def sigmoid(self, x: Expr) -> Expr:
         return self.bind(_like(x, 1) / (_like(x, 1) + self.exp(_like(x, 0) - x)))
