@@ -107,7 +107,7 @@ class ThreadEmitter(Emitter):
     def load(self, buffer: Buffer, index: Expr) -> Expr:
         return widen(tirx.BufferLoad(buffer, [index]))
 
-    def prefetch(self, buffer: Buffer, index: Expr) -> None:
+    def prefetch(self, buffer: Buffer, index: Expr, written: bool = True) -> None:
         """Threads hide latency themselves."""
 
 

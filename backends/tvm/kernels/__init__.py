@@ -1,6 +1,7 @@
 """Kernel generators: each turns one group of operations into one TIR function with loops chosen by formula, not by tuning.
 
 emit, functions, elements, body     the tools: statements, elementary functions, meaning of one element, parameters and fusion
+turn                                transpositions, in place of the loops of elementwise
 elementwise, gemm, attention, conv, rows, reduce, scan, select, lookup, windows     one file per family of main operations
 """
 

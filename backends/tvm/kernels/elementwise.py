@@ -2,7 +2,7 @@
 
 In: a group whose operations all have an element rule. Out: loops over the largest result, vectorised along its last dimension, or along
 as many trailing dimensions as all operands run through in step (then the remainder is at most one vector per such run).
-Limit: a transposition of the last dimension reads lane by lane.
+Limit: a transposition of the last dimension that is fused with other operations reads lane by lane; alone it goes through squares (turn.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from penstock.ir.graph import Op, Value
 from .body import EFFECTS, Body, NotOneKernel, parallel_if
 from .elements import Index, axis_of, has_element_rule, unravel, zero
 from .emit import PARALLEL, Expr
+from .turn import emit_turn
 
 # A block of a long vector loop: what one thread takes at a time.
 _BLOCK = 64
@@ -38,6 +39,9 @@ def root_of(body: Body) -> Op:
 
 
 def emit_elementwise(body: Body) -> None:
+    only = body.group.ops[0]
+    if len(body.group.ops) == 1 and only.kind == "transpose" and body.loops is None and emit_turn(body, only):
+        return
     root = root_of(body)
     shape = root.outs[0].type.dims
     emit_nest(body, shape, body.merged_from(shape, body.group.ops), lambda index: _point(body, root, index))

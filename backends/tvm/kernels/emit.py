@@ -251,9 +251,9 @@ class Emitter:
             return self.bind(tirx.reinterpret("float32", self._upper_half(value) << _unsigned(16)))
         return self.bind(tirx.Cast("float32", self.bind(tirx.Cast("float16", value)))) if dtype == "f16" else value
 
-    def prefetch(self, buffer: Buffer, index: Expr) -> None:
-        """A hint that this cache line will soon be read and written. Addresses outside the buffer are allowed."""
-        self.add(_hint(buffer, index, True))
+    def prefetch(self, buffer: Buffer, index: Expr, written: bool = True) -> None:
+        """A hint that this cache line will soon be read, and written if not told otherwise. Addresses outside the buffer are allowed."""
+        self.add(_hint(buffer, index, written))
 
     def prefetch_ahead(self, buffer: Buffer, index: Expr, distance: int, written: bool) -> None:
         """In a vector loop that runs along memory: a hint for what lies so many elements further on. Does nothing elsewhere."""
@@ -266,8 +266,12 @@ class Emitter:
     def alloc(self, size: int, dtype: str, name: str) -> Buffer:
         """Scratch storage of this block: below 1024 bytes on the stack, from where LLVM moves it into registers if it can, else from the
         thread's workspace. (In TVM's scope "local", of all things, everything would come from the workspace.)"""
-        buffer = tirx.decl_buffer((size,), TVM_DTYPES[compute_dtype(dtype)], name=self.fresh(name))
         self.holds_bools |= dtype == "bool"
+        return self.scratch(size, TVM_DTYPES[compute_dtype(dtype)], name)
+
+    def scratch(self, size: int, name_of_type: str, name: str) -> Buffer:
+        """The same for elements of one of TVM's types."""
+        buffer = tirx.decl_buffer((size,), name_of_type, name=self.fresh(name))
         (self._hoisted if self._lane is not None else self._blocks[-1]).append(tirx.AllocBuffer(buffer))
         return buffer
 

@@ -16,15 +16,22 @@ from .emit import SERIAL, TVM_DTYPES, VECTOR, Buffer, Emitter, Expr, load
 
 def transpose_block(emit: Emitter, dtype: str, lanes: int, columns: int, source: Buffer, starts: Sequence[Expr]) -> list[Expr]:
     """The first `columns` columns of a block of rows of `lanes` elements of `source`, which start at `starts`, as many."""
+    if str(source.dtype) != TVM_DTYPES[dtype]:
+        source, starts = _widened(emit, dtype, lanes, source, starts)
+    return turn_rows(emit, TVM_DTYPES[dtype], lanes, columns, [tirx.BufferLoad(source, [tirx.Ramp(start, 1, lanes)]) for start in starts])
+
+
+def turn_rows(emit: Emitter, name: str, lanes: int, columns: int, rows: Sequence[Expr]) -> list[Expr]:
+    """The same of rows given as vectors of elements of one of TVM's types, whatever they mean."""
 
     # Two arrays per round: one would not be below 1024 bytes, and one per row makes the compiler slow.
     half = max(lanes // 2, 1)
 
-    def keep(values: list[Expr]) -> list[Expr]:
+    def keep(values: Sequence[Expr]) -> list[Expr]:
         kept = []
         for i, value in enumerate(values):
             if i % half == 0:
-                buffer = emit.alloc(half * lanes, dtype, "v")
+                buffer = emit.scratch(half * lanes, name, "v")
             place = tirx.Ramp(i % half * lanes, 1, lanes)
             emit.add(tirx.BufferStore(buffer, value, [place]))
             kept.append(tirx.BufferLoad(buffer, [place]))
@@ -34,9 +41,7 @@ def transpose_block(emit: Emitter, dtype: str, lanes: int, columns: int, source:
         indices: list[Any] = [tirx.IntImm("int32", k) for k in lanes_of]
         return tirx.Shuffle([a, b], indices)
 
-    if str(source.dtype) != TVM_DTYPES[dtype]:
-        source, starts = _widened(emit, dtype, lanes, source, starts)
-    current = keep([tirx.BufferLoad(source, [tirx.Ramp(start, 1, lanes)]) for start in starts])
+    current = keep(rows)
     step = lanes // 2
     while step:
         exchanged = list(current)
