@@ -6,6 +6,7 @@ In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, paddi
     flipped weight. With stride s they fall apart into s phases per dimension, each with the taps that meet its positions:
         dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r] over the taps r for which this divides without remainder,
     and in a phase, h = first mod stride, these taps are every (stride / gcd(stride, dilation))-th;
+  * the same on tile registers (tile_conv.py), where the machine has them and there is enough to do;
   * a product per image (conv_points.py): one tap, every position once, and not a small image;
   * sums over positions (conv_weight.py): gradients for the weight, and conv_depth.py for small groups;
   * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, convolutions that take
@@ -22,7 +23,7 @@ from penstock.ir.graph import Op, Value
 from penstock.ir.ops import Window, complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS, ITEM_BYTES
 
-from . import windows
+from . import tile_conv, windows
 from .body import EFFECTS, Body
 from .conv_depth import emit_depthwise_gradient
 from .conv_lines import emit_lines
@@ -128,45 +129,45 @@ def emit_conv(body: Body, op: Op) -> None:
     g = geometry
     filters = y.type.dims[1] // groups
     spatial, sizes = g.sizes(y), g.sizes(x)
-    if _is_pointwise(g, sizes, spatial):
-        _emit_pointwise(body, op, y, x, groups, w.type.dims[1], g, lambda group, o, c: body.at(w, (group * filters + o, c, *_zeros(g))))
-        return
-    if g.kernel == (1, 1) and groups == 1 and not any(g.low):
-        # Nothing to be had from neighbouring windows: packing gathers what is read.
-        windows.emit_conv(body, op)
-        return
     padded = tuple((o - 1) * s + (k - 1) * d + 1 for o, s, k, d in zip(spatial, g.strides, g.kernel, g.dilations, strict=True))
 
     def weight(group: Expr, o: Expr, c: Expr, r: Expr, s: Expr) -> Expr:
         return body.at(w, (group * filters + o, c, s) if g.flat else (group * filters + o, c, r, s))
 
     phase = Phase((0, 0), spatial, (0, 0), g.kernel, lambda r, s: (r, s))
-    emit_correlation(
-        body,
-        Correlation(
-            out=y,
-            images=y.type.dims[0],
-            groups=groups,
-            filters=filters,
-            channels=w.type.dims[1],
-            sizes=sizes,
-            low=g.low,
-            padded=padded,  # type: ignore[arg-type]
-            strides=g.strides,
-            dilations=g.dilations,
-            step=(1, 1),
-            spatial=spatial,
-            phases=(phase,),
-            source=lambda n, c, h, v: body.at(x, g.place(n, c, h, v)),
-            weight=weight,
-            place=g.place,
-            plain=_stored(body, x),
-            stored=_stored(body, w),
-            filters_first=True,
-            kernel=g.kernel,
-            op=op,
-        ),
+    correlation = Correlation(
+        out=y,
+        images=y.type.dims[0],
+        groups=groups,
+        filters=filters,
+        channels=w.type.dims[1],
+        sizes=sizes,
+        low=g.low,
+        padded=padded,  # type: ignore[arg-type]
+        strides=g.strides,
+        dilations=g.dilations,
+        step=(1, 1),
+        spatial=spatial,
+        phases=(phase,),
+        source=lambda n, c, h, v: body.at(x, g.place(n, c, h, v)),
+        weight=weight,
+        place=g.place,
+        plain=_stored(body, x),
+        stored=_stored(body, w),
+        filters_first=True,
+        kernel=g.kernel,
+        op=op,
+        counts_border=True,
     )
+    if tile_conv.suits(body, correlation):
+        tile_conv.emit_tile_conv(body, correlation)
+    elif _is_pointwise(g, sizes, spatial):
+        _emit_pointwise(body, op, y, x, groups, w.type.dims[1], g, lambda group, o, c: body.at(w, (group * filters + o, c, *_zeros(g))))
+    elif g.kernel == (1, 1) and groups == 1 and not any(g.low):
+        # Nothing to be had from neighbouring windows: packing gathers what is read.
+        windows.emit_conv(body, op)
+    else:
+        emit_correlation(body, correlation)
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,6 @@ def emit_conv_grad_input(body: Body, op: Op) -> None:
     g = geometry
     channels = dy.type.dims[1] // groups
     spatial, sizes = g.sizes(dx), g.sizes(dy)
-    if _is_pointwise(g, sizes, spatial):
-        _emit_pointwise(body, op, dx, dy, groups, channels, g, lambda group, o, c: body.at(w, (group * channels + c, o, *_zeros(g))))
-        return
 
     def weight(group: Expr, o: Expr, c: Expr, r: Expr, s: Expr) -> Expr:
         return body.at(w, (group * channels + c, o, s) if g.flat else (group * channels + c, o, r, s))
@@ -213,7 +211,13 @@ def emit_conv_grad_input(body: Body, op: Op) -> None:
         return body.at(dy, g.place(n, c, h, v))
 
     buffers = _stored(body, dy), _stored(body, w)
-    emit_correlation(body, _input_gradient(op, dx, g, groups, w.type.dims[1], channels, sizes, source, weight, *buffers))
+    correlation = _input_gradient(op, dx, g, groups, w.type.dims[1], channels, sizes, source, weight, *buffers)
+    if tile_conv.suits(body, correlation):
+        tile_conv.emit_tile_conv(body, correlation)
+    elif _is_pointwise(g, sizes, spatial):
+        _emit_pointwise(body, op, dx, dy, groups, channels, g, lambda group, o, c: body.at(w, (group * channels + c, o, *_zeros(g))))
+    else:
+        emit_correlation(body, correlation)
 
 
 def _input_gradient(
@@ -270,6 +274,7 @@ def _input_gradient(
         filters_first=False,
         kernel=g.kernel,
         op=op,
+        counts_border=False,
     )
 
 

@@ -66,6 +66,8 @@ class Correlation:
     filters_first: bool
     kernel: Pair
     op: Op
+    # Whether taps outside the source are products with zero, which shows where weights are infinite; else they are absent.
+    counts_border: bool
 
     @property
     def dtype(self) -> str:

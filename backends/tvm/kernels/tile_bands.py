@@ -1,0 +1,352 @@
+"""Sources of correlations in the order of tile registers: how an image is cut into bands, and how a band is packed.
+
+In: a Correlation. Out: words of pairs, for some output rows of one image, or for several whole images,
+
+    [piece][step of 32 channels][part][16 pairs of channels][rows of the band, `pitch` words each]
+
+so that the right tile of a tap, 16 pairs times 16 neighbouring positions, is one load with the words of a plane from row to row, wherever it
+begins. Positions are counted through, row after row and image after image: a tile reaches over the ends of rows, and what it has between
+them is dropped. Borders are zeros in memory, and neighbours share them: the zeros behind a row are those in front of the next one.
+
+A piece holds the rows and columns that have the same remainder modulo the strides, so that neighbouring windows read neighbouring words.
+Number q of a step is paired with number q + 16. Few channels would leave most of a step empty: then the rows that a window reads count as
+channels of their own (`folded`), and only its columns are taps.
+
+Limits: what tile_registers.py says of f32 in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from tvm import tirx
+
+from penstock.ir.types import ITEM_BYTES
+
+from .body import Body
+from .correlation import Correlation, Pair
+from .emit import SERIAL, Buffer, Expr, literal
+from .gemm import ceil_div
+from .tile_registers import PARTS, SIDE, STEP, Magnitudes, pair_words
+from .transpose import pieces, separate_pairs
+
+# Packed source that stays in a second cache of 2 MiB, beside the weights of 32 filters and the sums.
+_BAND_BYTES = 1 << 20
+# Positions whose sums are computed before any is finished.
+_STRIP = 512
+
+
+def _i32(value: int) -> Expr:
+    return literal(value, "i32")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows and columns of the source with its border that have these remainders; the columns first .. first + count of it are in the source."""
+
+    remainder: Pair
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Area:
+    """Output rows row .. row + rows of images image .. image + images. Of several images, all rows."""
+
+    image: Expr
+    images: int
+    row: Expr
+    rows: int
+
+
+class Bands:
+    """Where the words of a correlation are."""
+
+    def __init__(self, c: Correlation) -> None:
+        self.c = c
+        self.parts = PARTS[c.out.type.dtype]
+        self.folded = _folded(c)
+        self.channels = c.channels * self.folded
+        self.steps = ceil_div(self.channels, STEP)
+        self.counts = max(p.counts[0] for p in c.phases), max(p.counts[1] for p in c.phases)
+        # For every phase, for every tap: remainders, and rows and columns further on in the piece.
+        found = [[self._read(p.shift, r, s) for r in range(self._tap_rows(p.taps)) for s in range(p.taps[1])] for p in c.phases]
+        remainders = sorted({remainder for taps in found for remainder, _ in taps}) or [(0, 0)]
+        self.pieces = [self._piece(remainder) for remainder in remainders]
+        away = [shift for taps in found for _, shift in taps] or [(0, 0)]
+        self.reach = max(h for h, _ in away), max(w for _, w in away)
+        self.before = min(p.first for p in self.pieces)
+        end = max(p.first + p.count for p in self.pieces)
+        self.pitch = max(self.counts[1] + self.reach[1] - self.before, end, self.counts[1])
+        rows = [self._rows(remainder[0]) for remainder in remainders]
+        above = min(first for first, _ in rows)
+        self.image_rows = max(self.counts[0] + self.reach[0] - above, max(last for _, last in rows), self.counts[0])
+        self.taps = [[(remainders.index(remainder), h * self.pitch + w) for remainder, (h, w) in taps] for taps in found]
+        self._cut()
+        tall = (self.images - 1) * self.image_rows + self.rows + self.reach[0]
+        lines = ceil_div(tall * self.pitch + self.before, SIDE)
+        # An odd number of cache lines: sixteen rows of a tile are in sixteen sets.
+        self.plane = (lines | 1) * SIDE
+
+    @property
+    def flat(self) -> bool:
+        """Whether packed rows follow each other as those of the source do."""
+        c = self.c
+        return (
+            self.folded == 1
+            and self.reach == (0, 0)
+            and c.strides == (1, 1)
+            and self.pitch == self.counts[1] == c.sizes[1]
+            and not any(c.low)
+        )
+
+    @property
+    def step_words(self) -> int:
+        return self.parts * SIDE * self.plane
+
+    @property
+    def size(self) -> int:
+        # Tiles behind the last position read further than what is packed.
+        return len(self.pieces) * self.steps * self.step_words + self.plane + 2 * SIDE
+
+    def positions(self, images: int, rows: int) -> int:
+        """From the first one of an area to behind the last one, counted through."""
+        return ((images - 1) * self.image_rows + rows - 1) * self.pitch + self.counts[1]
+
+    def tap_rows(self, taps: Pair) -> int:
+        return self._tap_rows(taps)
+
+    def _tap_rows(self, taps: Pair) -> int:
+        return min(taps[0], 1) if self.folded > 1 else taps[0]
+
+    def _read(self, shift: Pair, r: int, s: int) -> tuple[Pair, Pair]:
+        c = self.c
+        h, w = (0 if self.folded > 1 else shift[0] + r * c.dilations[0]), shift[1] + s * c.dilations[1]
+        return (h % c.strides[0], w % c.strides[1]), (h // c.strides[0], w // c.strides[1])
+
+    def _piece(self, remainder: Pair) -> Piece:
+        c = self.c
+        first = max(ceil_div(c.low[1] - remainder[1], c.strides[1]), 0)
+        widest = max(
+            (p.counts[1] + (p.shift[1] + (p.taps[1] - 1) * c.dilations[1]) // c.strides[1] for p in c.phases if prod(p.taps)), default=0
+        )
+        last = min((c.sizes[1] - 1 + c.low[1] - remainder[1]) // c.strides[1], widest - 1)
+        return Piece(remainder, first, max(last + 1 - first, 0))
+
+    def _rows(self, remainder: int) -> Pair:
+        """The first row of a piece that has anything of the source, and the one behind the last."""
+        c = self.c
+        if self.folded > 1:
+            return 0, self.counts[0]
+        first = max(ceil_div(c.low[0] - remainder, c.strides[0]), 0)
+        last = min((c.sizes[0] - 1 + c.low[0] - remainder) // c.strides[0], self.counts[0] + self.reach[0] - 1)
+        return first, max(last + 1, 0)
+
+    def _cut(self) -> None:
+        """Rows and images of a strip, whose sums are computed at once, and of a band, which is packed at once. Rows are those of a phase."""
+        c = self.c
+        most = max(_STRIP // len(c.phases), 2 * SIDE)
+        row_bytes = 4 * self.pitch * len(self.pieces) * self.steps * self.parts * SIDE
+        best = (2.0, 0)
+        self.strip = 1
+        for rows in range(1, self.counts[0] + 1):
+            positions = self.positions(1, rows)
+            if rows > 1 and positions > most:
+                break
+            whole, rest = divmod(self.counts[0], rows)
+            tiles = whole * ceil_div(positions, SIDE) + (ceil_div(self.positions(1, rest), SIDE) if rest else 0)
+            score = (round(tiles * SIDE / prod(self.counts), 2), -rows)
+            if score < best:
+                best, self.strip = score, rows
+        self.strip_images = self.images = 1
+        if self.strip == self.counts[0]:
+            image_bytes = self.image_rows * row_bytes
+            most_images = max(min(_BAND_BYTES // image_bytes, c.images), 1)
+            self.images = ceil_div(c.images, ceil_div(c.images, most_images))
+            fitting = [n for n in range(1, self.images + 1) if self.images % n == 0 and self.positions(n, self.strip) <= most]
+            if fitting:
+                self.strip_images = min(fitting, key=lambda n: (round(ceil_div(self.positions(n, self.strip), SIDE) / n, 1), -n))
+            self.rows = self.strip
+            return
+        most_strips = max((_BAND_BYTES // row_bytes - self.reach[0]) // self.strip, 1)
+        strips = ceil_div(self.counts[0], self.strip)
+        self.rows = ceil_div(strips, ceil_div(strips, most_strips)) * self.strip
+
+
+def _folded(c: Correlation) -> int:
+    """How many rows of a window count as channels: all, or one."""
+    rows = c.phases[0].taps[0]
+    if len(c.phases) > 1 or c.channels > SIDE:
+        return 1
+    return rows if ceil_div(c.channels * rows, STEP) < ceil_div(c.channels, STEP) * rows else 1
+
+
+class SourcePacking:
+    """Emits the packing of bands."""
+
+    def __init__(self, body: Body, bands: Bands) -> None:
+        self.body, self.emit, self.bands, self.c = body, body.emit, bands, bands.c
+        self.lanes = SIDE
+
+    def pack(self, target: Buffer, area: Area, group: Expr, kind: object) -> Expr | None:
+        """A band. Gives how many steps have a number that is too large for tiles; None: that cannot be."""
+        emit, bands = self.emit, self.bands
+        flags = emit.alloc(bands.steps, "i32", "flags") if bands.parts > 1 else None
+        whole, rest = divmod(bands.channels, STEP)
+        with emit.loop(whole, kind, "s") as s, self.body.point():
+            if whole:
+                self._step(target, flags, area, group, s, STEP)
+        if rest:
+            with self.body.point():
+                self._step(target, flags, area, group, _i32(whole), rest)
+        if flags is None:
+            return None
+        total = emit.alloc(1, "i32", "large")
+        emit.store(total, _i32(0), _i32(0))
+        with emit.loop(bands.steps, SERIAL, "s") as s:
+            emit.store(total, tirx.BufferLoad(total, [_i32(0)]) + tirx.BufferLoad(flags, [s]), _i32(0))
+        return emit.bind(tirx.BufferLoad(total, [_i32(0)]), "large")
+
+    def _step(self, target: Buffer, flags: Buffer | None, area: Area, group: Expr, s: Expr, count: int) -> None:
+        emit, bands = self.emit, self.bands
+        large = Magnitudes(emit) if flags is not None else None
+        both, one = max(count - SIDE, 0), min(count, SIDE)
+        for number, piece in enumerate(bands.pieces):
+            base = emit.bind((number * bands.steps + s) * bands.step_words, "at")
+            for first, last, exist in ((0, both, 2), (both, one, 1), (one, SIDE, 0)):
+                if last <= first:
+                    continue
+                with emit.loop(last - first, SERIAL, "q") as q, self.body.point():
+                    pair = q + first
+                    channels = [s * STEP + pair + SIDE * other for other in range(exist)]
+                    self._plane(target, emit.bind(base + pair * bands.plane, "at"), piece, area, group, channels, large)
+        if flags is not None and large is not None:
+            emit.store(flags, large.too_large(), s)
+
+    # ------------------------------------------------------------------------------ planes
+
+    def _plane(
+        self, target: Buffer, at: Expr, piece: Piece, area: Area, group: Expr, channels: list[Expr], large: Magnitudes | None
+    ) -> None:
+        """The words of one pair of channels, of which there may be less than two."""
+        emit, bands = self.emit, self.bands
+        tall = (area.images - 1) * bands.image_rows + area.rows + bands.reach[0]
+        if not channels:
+            for part in range(bands.parts):
+                self._zeros(target, at + part * SIDE * bands.plane, tall * bands.pitch + bands.before)
+            return
+        if bands.flat:
+            self._flat_plane(target, at, area, group, channels, large)
+            return
+        shared = area.rows + bands.reach[0] if area.images == 1 else bands.image_rows
+        with emit.loop(area.images, SERIAL, "n") as n, emit.loop(shared, SERIAL, "h") as h, self.body.point():
+            line = emit.bind(at + (n * bands.image_rows + h) * bands.pitch, "line")
+            self._row(target, line, piece, area.image + n, area.row + h, group, channels, large)
+        behind = (tall - (area.images - 1) * bands.image_rows - shared) * bands.pitch + bands.before
+        for part in range(bands.parts):
+            self._zeros(target, at + ((tall * bands.pitch + bands.before - behind) + part * SIDE * bands.plane), behind)
+
+    def _zeros(self, target: Buffer, at: Expr, count: int) -> None:
+        for i, _ in pieces(self.emit, count, SIDE):
+            self.emit.store(target, _i32(0), at + i)
+
+    def _store(self, target: Buffer, at: Expr, pair: list[Expr]) -> None:
+        for part, word in enumerate(pair_words(self.emit, pair, self.bands.parts)):
+            self.emit.store(target, word, at + part * SIDE * self.bands.plane if part else at)
+
+    def _noted(self, value: Expr, large: Magnitudes | None) -> Expr:
+        if large is not None:
+            large.note(value)
+        return value
+
+    def _flat_plane(self, target: Buffer, at: Expr, area: Area, group: Expr, channels: list[Expr], large: Magnitudes | None) -> None:
+        """All rows as one."""
+        emit, bands, c = self.emit, self.bands, self.c
+        width = c.sizes[1]
+        with emit.loop(area.images, SERIAL, "n") as n, self.body.point():
+            start = at + n * (bands.image_rows * bands.pitch)
+            for i, _ in pieces(emit, area.rows * width, SIDE):
+                with self.body.point():
+                    h, w = area.row + tirx.floordiv(i, width), tirx.floormod(i, width)
+                    pair = [self._noted(c.source(area.image + n, group * c.channels + k, h, w), large) for k in channels]
+                    self._store(target, start + i, pair)
+
+    def _row(
+        self, target: Buffer, line: Expr, piece: Piece, image: Expr, row: Expr, group: Expr, channels: list[Expr], large: Magnitudes | None
+    ) -> None:
+        emit, bands, c = self.emit, self.bands, self.c
+
+        def place(k: Expr) -> tuple[Expr, Expr]:
+            """Channel and row of the source."""
+            if bands.folded == 1:
+                return group * c.channels + k, emit.bind(row * c.strides[0] + (piece.remainder[0] - c.low[0]), "h")
+            shift = c.phases[0].shift[0] - c.low[0]
+            h = row * c.strides[0] + tirx.floormod(k, bands.folded) * c.dilations[0] + shift
+            return group * c.channels + tirx.floordiv(k, bands.folded), emit.bind(h, "h")
+
+        if piece.count:
+            if bands.folded == 1 and c.strides[1] == 1:
+                channel, h = place(channels[0])
+                with emit.when(self._inside(h)):
+                    self._values(
+                        target,
+                        line,
+                        piece,
+                        lambda k, i: c.source(image, group * c.channels + k, h, i + (piece.remainder[1] - c.low[1])),
+                        channels,
+                        large,
+                    )
+                with emit.when(tirx.Not(self._inside(h))):
+                    for part in range(bands.parts):
+                        self._zeros(target, line + (part * SIDE * bands.plane + piece.first), piece.count)
+            else:
+                scratch = emit.alloc(2 * self._padded(piece), "f32", "row")
+                for other, k in enumerate(channels):
+                    channel, h = place(k)
+                    with emit.when(self._inside(h)):
+                        self._spread(scratch, other * self._padded(piece), piece, image, channel, h)
+                    with emit.when(tirx.Not(self._inside(h))):
+                        for i, _ in pieces(emit, self._padded(piece), SIDE):
+                            emit.store(scratch, literal(0, "f32"), i + other * self._padded(piece))
+                with self.body.point():
+                    starts = {id(k): other * self._padded(piece) for other, k in enumerate(channels)}
+                    self._values(
+                        target, line, piece, lambda k, i: tirx.BufferLoad(scratch, [i - piece.first + starts[id(k)]]), channels, large
+                    )
+        for first, last in ((0, piece.first), (piece.first + piece.count, bands.pitch)):
+            for part in range(bands.parts):
+                self._zeros(target, line + (part * SIDE * bands.plane + first), last - first)
+
+    def _inside(self, h: Expr) -> Expr:
+        return tirx.all(h >= 0, h < self.c.sizes[0])
+
+    @staticmethod
+    def _padded(piece: Piece) -> int:
+        return ceil_div(piece.count, SIDE) * SIDE
+
+    def _values(
+        self, target: Buffer, line: Expr, piece: Piece, value: Callable[[Expr, Expr], Expr], channels: list[Expr], large: Magnitudes | None
+    ) -> None:
+        for i, _ in pieces(self.emit, piece.count, SIDE):
+            with self.body.point():
+                column = i + piece.first if piece.first else i
+                self._store(target, line + column, [self._noted(value(k, column), large) for k in channels])
+
+    def _spread(self, scratch: Buffer, at: int, piece: Piece, image: Expr, channel: Expr, h: Expr) -> None:
+        """The columns of a piece, which lie apart in the source, one beside the other."""
+        emit, c = self.emit, self.c
+        begin, apart = piece.first * c.strides[1] + piece.remainder[1] - c.low[1], c.strides[1]
+        done = 0
+        if apart == 2 and c.plain is not None and ITEM_BYTES[c.out.type.dtype] == 4:
+            # The last vector of a pair would read behind the end of the row.
+            done = min(piece.count, (c.sizes[1] - begin) // 2) // SIDE * SIDE
+            line = emit.bind(((image * (c.groups * c.channels) + channel) * c.sizes[0] + h) * c.sizes[1] + begin, "line")
+            rest = emit.alloc(SIDE, "f32", "rest")
+            with emit.loop(done // SIDE, SERIAL, "v") as v:
+                if done:
+                    separate_pairs(emit, SIDE, (c.plain, line + v * STEP), [(scratch, v * SIDE + at), (rest, _i32(0))])
+        for i, _ in pieces(emit, piece.count - done, SIDE):
+            with self.body.point():
+                emit.store(scratch, c.source(image, channel, h, (i + done) * apart + begin), i + (done + at))

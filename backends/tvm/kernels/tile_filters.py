@@ -1,0 +1,138 @@
+"""Weights of correlations in the order of tile registers.
+
+In: a Correlation and the bands of its source. Out: words of pairs, and behind them, for each block of 32 filters, whether a number of it is too
+large for tiles,
+
+    [group][block of 32 filters][phase][step of 32 channels][tap][tile of 16 filters][part][16 filters, 16 pairs]
+
+so that the sums of a block read them from first to last. Channels are paired as in tile_bands.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from .body import Body
+from .correlation import Phase
+from .emit import SERIAL, Buffer, Expr, literal
+from .gemm import ceil_div
+from .tile_bands import Bands
+from .tile_registers import LEFT_PLACES, SIDE, STEP, WORDS, Magnitudes, pair_words
+from .transpose import pieces
+
+# Filters of a block.
+BLOCK = 2 * SIDE
+
+
+@dataclass(frozen=True)
+class Filters:
+    """`count` filters from `first` on, a block of a group; their words begin `at`, and `flag` is where it stands whether one is too large."""
+
+    first: Expr
+    count: int
+    at: Expr
+    flag: Expr
+
+    @property
+    def tiles(self) -> int:
+        return ceil_div(self.count, SIDE)
+
+
+class FilterPacking:
+    def __init__(self, body: Body, bands: Bands) -> None:
+        self.body, self.emit, self.bands, self.c = body, body.emit, bands, bands.c
+        # Words of a tile with all its parts.
+        self.words = bands.parts * WORDS
+        self.taps = [bands.tap_rows(p.taps) * p.taps[1] for p in self.c.phases]
+        self.blocks, self.rest = divmod(self.c.filters, BLOCK)
+        self.all_blocks = self.blocks + (1 if self.rest else 0)
+        self.steps_taps = bands.steps * sum(self.taps)
+        self.tiles = ceil_div(self.c.filters, SIDE)
+
+    @property
+    def size(self) -> int:
+        flags = self.c.groups * self.all_blocks if self.bands.parts > 1 else 0
+        return self._group_words * self.c.groups + flags
+
+    @property
+    def _group_words(self) -> int:
+        return self.tiles * self.steps_taps * self.words
+
+    def block(self, group: Expr, number: Expr, count: int) -> Filters:
+        at = group * self._group_words + number * (2 * self.steps_taps * self.words)
+        flag = group * self.all_blocks + number + self.c.groups * self._group_words
+        return Filters(number * BLOCK, count, self.emit.bind(at, "a"), self.emit.bind(flag, "flag"))
+
+    def phase_at(self, filters: Filters, phase: int) -> Expr:
+        return filters.at + filters.tiles * self.bands.steps * sum(self.taps[:phase]) * self.words
+
+    def fill(self, packed: Buffer, kind: object) -> None:
+        """All of them."""
+        emit, c = self.emit, self.c
+        with emit.loop(c.groups, kind, "g") as g, self.body.point():
+            if self.blocks:
+                with emit.loop(self.blocks, kind if c.groups == 1 else SERIAL, "jo") as jo, self.body.point():
+                    self._block(packed, g, self.block(g, jo, BLOCK))
+            if self.rest:
+                with emit.loop(1), self.body.point():
+                    self._block(packed, g, self.block(g, literal(self.blocks, "i32"), self.rest))
+
+    def _block(self, packed: Buffer, group: Expr, filters: Filters) -> None:
+        emit = self.emit
+        large = Magnitudes(emit) if self.bands.parts > 1 else None
+        whole, rest = divmod(self.bands.channels, STEP)
+        for number, phase in enumerate(self.c.phases):
+            if not self.taps[number]:
+                continue
+            base = emit.bind(self.phase_at(filters, number), "at")
+            for tile in range(filters.tiles):
+                rows = min(filters.count - tile * SIDE, SIDE)
+                with emit.loop(rows, SERIAL, "r") as r, self.body.point():
+                    row = emit.bind(filters.first + tile * SIDE + r, "o")
+                    at = emit.bind(base + tile * self.words + r * SIDE, "at")
+                    with emit.loop(whole, SERIAL, "s") as s, self.body.point():
+                        if whole:
+                            self._step(packed, at, number, phase, filters.tiles, group, row, s, STEP, large)
+                    if rest:
+                        with self.body.point():
+                            self._step(packed, at, number, phase, filters.tiles, group, row, literal(whole, "i32"), rest, large)
+        if large is not None:
+            emit.store(packed, large.too_large(), filters.flag)
+
+    def _step(
+        self,
+        packed: Buffer,
+        start: Expr,
+        number: int,
+        phase: Phase,
+        tiles: int,
+        group: Expr,
+        row: Expr,
+        s: Expr,
+        count: int,
+        large: Magnitudes | None,
+    ) -> None:
+        """One filter's weights for the channels of a step, tap by tap."""
+        emit, bands = self.emit, self.bands
+        both, one = max(count - SIDE, 0), min(count, SIDE)
+        rows, columns = bands.tap_rows(phase.taps), phase.taps[1]
+        with emit.loop(rows, SERIAL, "i") as i, emit.loop(columns, SERIAL, "j") as j, self.body.point():
+            at = emit.bind(start + (s * self.taps[number] + i * columns + j) * (tiles * self.words), "at")
+            for first, last, exist in ((0, both, 2), (both, one, 1), (one, SIDE, 0)):
+                for q, _ in pieces(emit, last - first, SIDE):
+                    with self.body.point():
+                        place = q + first if first else q
+                        pair = [self._weight(phase, group, row, s * STEP + place + SIDE * other, i, j) for other in range(exist)]
+                        if large is not None:
+                            for value in pair:
+                                large.note(value)
+                        for part, word in zip(LEFT_PLACES[bands.parts], pair_words(emit, pair, bands.parts), strict=True):
+                            emit.store(packed, word, at + place + part * WORDS if part else at + place)
+
+    def _weight(self, phase: Phase, group: Expr, o: Expr, channel: Expr, i: Expr, j: Expr) -> Expr:
+        folded = self.bands.folded
+        if folded > 1:
+            return self.c.weight(group, o, tirx.floordiv(channel, folded), *phase.tap(tirx.floormod(channel, folded), j))
+        return self.c.weight(group, o, channel, *phase.tap(i, j))
