@@ -62,7 +62,8 @@ def power(bind: Callable[[Expr], Expr], powers_of_two: Callable[[Expr], Expr], x
     whole = bind(shifted - _f64(_ROUND))
     rest = powers_of_two(bind(tirx.Cast("float32", product - whole)))
     # In two steps, so that results below 2^-126 are denormals and those past the largest float are inf.
-    n = bind(tirx.Cast("int32", whole))
+    # From its bits: the conversion of nan to a whole number is undefined.
+    n = bind(tirx.Cast("int32", tirx.reinterpret("int64", shifted)))
     half = bind(n >> _int32(1))
     result = bind(rest * _power_of_two(half) * _power_of_two(n - half))
     even, whole_y = bind(y * _f32(0.5)), tirx.EQ(tirx.floor(y), y)
@@ -72,9 +73,8 @@ def power(bind: Callable[[Expr], Expr], powers_of_two: Callable[[Expr], Expr], x
     result = bind(tirx.reinterpret("float32", tirx.bitwise_xor(tirx.reinterpret("int32", result), sign)))
     rootless = tirx.And(x < _f32(0), tirx.And(x > _f32(-math.inf), tirx.Not(whole_y)))
     result = bind(tirx.Select(rootless, _f32(math.nan), result))
-    # Comparisons with nan are false: its logarithm was taken from its bits.
+    # Comparisons with nan are false: its logarithm was taken from its bits. A nan in y has come through the product.
     result = bind(tirx.Select(size >= _f32(0), result, x))
-    result = bind(tirx.Select(tirx.EQ(y, y), result, y))
     return bind(tirx.Select(tirx.Or(tirx.EQ(y, _f32(0)), tirx.EQ(x, _f32(1))), _f32(1), result))
 
 
