@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Graph, Signature, signature
@@ -59,6 +59,15 @@ def set_threads(threads: int) -> None:
         os.environ.setdefault("TVM_BIND_THREADS", "0")
 
 
+class _Entry(NamedTuple):
+    """A graph's function, and how to call it."""
+
+    function: Any
+    signature: Signature
+    arguments: int
+    results: int
+
+
 class TvmProgram:
     """The functions of one stage's library."""
 
@@ -71,13 +80,16 @@ class TvmProgram:
         # Only now: it loads TVM's runtime.
         from tvm_ffi import get_global_func
 
-        self._functions = {g.name: self._machine[function_name(g.name)] for g in graphs}
+        self._entries = {g.name: self._entry(g) for g in graphs}
         self._packs = {g.name: self._machine[pack_name(function_name(g.name))] for g in graphs if has_packed(g)}
-        self._signatures: dict[str, Signature] = {g.name: signature(g) for g in graphs}
         self._tensor, self._taken = torch.Tensor, torch.utils.dlpack.from_dlpack
         # Iterating over results in TVM's own array costs as much as a small kernel.
         self._item: Any = get_global_func("ffi.ArrayGetItem")
         self._held: dict[str, tuple[list[int], list[torch.Tensor]]] = {}
+
+    def _entry(self, graph: Graph) -> _Entry:
+        sig = signature(graph)
+        return _Entry(self._machine[function_name(graph.name)], sig, len(sig.ins) + len(sig.slots), len(sig.results))
 
     def _open(self, library: Path) -> Any:
         # Only now: TVM reads the number of threads when it is loaded.
@@ -94,8 +106,8 @@ class TvmProgram:
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run one graph; slots among the arguments are updated in place."""
-        sig = self._signatures[graph]
-        if len(args) != len(sig.ins) + len(sig.slots):
+        function, sig, count, results = self._entries[graph]
+        if len(args) != count:
             raise VerifyError(f"takes {len(sig.ins)} inputs and {len(sig.slots)} slots, got {len(args)} tensors", where=f"graph {graph}")
         for x in args:
             if x.data_ptr() % ALIGNMENT or not x.is_contiguous():
@@ -103,15 +115,18 @@ class TvmProgram:
                 break
         if graph in self._packs:
             args = [*args, *self._packed(graph, args[len(sig.ins) :])]
-        tensor, taken = self._tensor, self._taken
+        found = function(*args)
         # Results come back as torch tensors if any argument was one.
-        found, item = self._functions[graph](*args), self._item
-        return [x if isinstance(x, tensor) else taken(x) for x in (item(found, i) for i in range(len(sig.results)))]
+        tensor, taken = self._tensor, self._taken
+        if results == 1:
+            return [found if isinstance(found, tensor) else taken(found)]
+        item = self._item
+        return [x if isinstance(x, tensor) else taken(x) for x in (item(found, i) for i in range(results))]
 
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
         """Pack now what the graph's kernels want packed; calls with the same tensors need not do it again."""
         if graph in self._packs:
-            sig = self._signatures[graph]
+            sig = self._entries[graph].signature
             ready = [self._aligned(graph, sig, len(sig.ins) + i, x) for i, x in enumerate(slots)]
             self._held[graph] = ([x.data_ptr() for x in ready], list(self._packs[graph](*ready)))
 

@@ -156,7 +156,8 @@ def _emit_function(
             own = {value: form for (value, kernel), form in forms.items() if kernel == step.name}
             _emit_call(builder, step, function_of(step, types), env, own, slots)
         results = [env[v] for v in sig.results]
-        builder.emit_func_output(relax.Tuple(results))
+        # One result comes as it is: taking it out of a tuple costs as much as a small kernel.
+        builder.emit_func_output(results[0] if len(results) == 1 else relax.Tuple(results))
 
 
 def _emit_call(
