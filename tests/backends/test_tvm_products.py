@@ -71,7 +71,7 @@ FEW = [
     for n, k in ((128, 24), (301, 37), (145, 7), (4113, 9))
     if m < 16 or n < 4000
 ] + [(13, 2200, 26), (16, 129, 1), (3, 128, 768)]  # fmt: skip
-# Rows shared by threads for want of panels, with and without rows left over. The first tile packs: with rows left over and without, a last panel of one vector, of several, ragged; long sums, several blocks of rows.
+# Rows shared by threads for want of panels, with and without rows left over. The first tile packs: with rows left over and without, a last panel of one vector, of several, ragged; long sums, several blocks of rows; sums of up to four.
 MANY = [
     (18, 64, 20),
     (20, 128, 33),
@@ -80,6 +80,9 @@ MANY = [
     (31, 447, 5),
     (17, 70, 4500),
     (64, 64, 3),
+    (37, 85, 4),
+    (19, 71, 1),
+    (21, 16, 2),
     (2100, 24, 40),
     (700, 100, 9),
     (520, 150, 11),

@@ -35,7 +35,7 @@ from . import tile_product
 from .body import BIJECTIONS, Body, parallel_if
 from .elements import Index, linear, unravel
 from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
-from .product_few import DOT_ROWS, STREAM_COLUMNS, emit_dots, emit_streams, has_few_rows
+from .product_few import DOT_ROWS, SHORT_K, STREAM_COLUMNS, emit_dots, emit_short, emit_streams, has_few_rows
 from .transpose import transpose_block
 
 _LONGEST_K = 4096
@@ -465,6 +465,8 @@ def emit_product(body: Body, product: Product) -> None:
         return
     if tile_product.suits(body, p):
         tile_product.emit_tile_product(body, p)
+    elif 0 < p.k <= SHORT_K and p.b_along_j and p.n >= body.lanes and len(body.group.ops) <= SHORT_K:
+        emit_short(body, p)
     elif has_few_rows(body, p) and p.a_along_k and p.b_along_k and p.m <= DOT_ROWS:
         emit_dots(body, p)
     elif has_few_rows(body, p) and p.b_along_j and p.n >= STREAM_COLUMNS:

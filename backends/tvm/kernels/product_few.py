@@ -1,13 +1,14 @@
-"""Matrix products of a few rows: what counts is that B streams from memory once, in the order in which it lies there.
+"""Matrix products of a few rows, or of short sums: what counts is memory.
 
-In: a Product of at most 16 rows. Out: loops of one of two kinds.
+In: a Product of at most 16 rows, or of sums of at most four numbers. Out: loops of one of three kinds.
 
+Short sums, B contiguous along j:           for columns block: all of B in registers; for each row the sums, then `Body.finish`
 B contiguous along k, up to four rows:      for four columns at once, vectors run along k and are folded at the end.
 B contiguous along j, up to sixteen rows:   for columns block:
                                                 sums [m, columns] = 0, in the first cache or near it
                                                 for some rows of B at once, for vector of columns:   sums += A * these rows
                                                 then `Body.finish` for each vector
-A panel of B as wide as a tile would be read in pieces of 256 bytes from another page each: 20 GB/s where whole rows give 29. The rows of B that
+With few rows B streams from memory once, in the order in which it lies there. A panel of B as wide as a tile would be read in pieces of 256 bytes from another page each: 20 GB/s where whole rows give 29. The rows of B that
 are taken together are held in registers, so that sums are loaded and stored once for all of them: twelve rows of two vectors for 16 rows of A.
 Limit: the last columns, fewer than a vector, are computed one by one.
 """
@@ -74,14 +75,56 @@ def emit_dots(body: Body, p: Product) -> None:
                 block(lead, literal(blocks * _DOT_COLUMNS, "i32"), odd)
 
 
+SHORT_K = 4
+
+
+def emit_short(body: Body, p: Product) -> None:
+    """Sums of a few numbers: a block of B stays in registers while all rows of A pass by."""
+    emit, dtype = body.emit, compute_dtype(p.out.type.dtype)
+    lanes = max(body.lanes * 4 // ITEM_BYTES[dtype], 1)
+    width = min(body.machine.product_vectors, p.n // lanes) * lanes
+
+    def block(lead: Index, j: Expr, columns: int, size: int) -> None:
+        """`columns` columns, in vectors of `size`."""
+        parts = range(0, columns, size)
+        held = [[emit.alloc(size, dtype, "b") for _ in parts] for _ in range(p.k)]
+        for k, row in enumerate(held):
+            for offset, line in zip(parts, row, strict=True):
+                with emit.loop(size, VECTOR if size > 1 else SERIAL, "l") as lane, body.point():
+                    emit.store(line, p.b(lead, literal(k, "i32"), j + (lane + offset)), lane)
+        with emit.loop(p.m, SERIAL, "i") as i, body.point():
+            factors = [p.a(lead, i, literal(k, "i32")) for k in range(p.k)]
+            for number, offset in enumerate(parts):
+                with emit.loop(size, VECTOR if size > 1 else SERIAL, "l") as lane, body.point():
+                    total = factors[0] * tirx.BufferLoad(held[0][number], [lane])
+                    for k in range(1, p.k):
+                        total = total + factors[k] * tirx.BufferLoad(held[k][number], [lane])
+                    body.finish({p.out: (total, p.place(lead, i, j + (lane + offset)))})
+
+    kind = parallel_if(body.machine, prod(p.batch) * p.m * p.n)
+    alone = prod(p.batch) == 1
+    blocks, rest = divmod(p.n, width)
+    with emit.loop(prod(p.batch), SERIAL if alone else kind, "b") as b:
+        lead = unravel(b, p.batch)
+        with emit.loop(blocks, kind if alone else SERIAL, "jo") as jo, body.point():
+            block(lead, jo * width, width, lanes)
+        done, size = p.n - rest, lanes
+        while rest:
+            count = rest // size * size
+            if count:
+                with body.point():
+                    block(lead, literal(done, "i32"), count, size)
+            done, rest, size = done + count, rest - count, size // 2
+
+
 STREAM_ROWS = 16
 # Narrower results are left to tiles.
 STREAM_COLUMNS = 128
 # Up to so many rows of A, the rows of B are what is loaded most, and one vector of each at a time is enough.
 _THIN = 4
 _TOGETHER_THIN = 8
-# Sums of a block of columns: the first cache and a little more. A block is never all columns of a wide result, so that threads can share them.
-_SUM_BYTES = 64 << 10
+# Sums of a block of columns: a part of the second cache, so that long runs of B are read. A block is never all columns of a wide result, so that threads can share them.
+_SUM_BYTES = 256 << 10
 _WIDE = 4096
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # Longer sums are computed in blocks of so many numbers, with sums in memory in between. Key: parts.
 _LONGEST_K = {1: 4096, 3: 1024}
-_K_BLOCK = {1: 2048, 3: 1024}
+_K_BLOCK = {1: 2048, 3: 512}
 # In a second cache of 2 MiB: strips of B that are packed together, so that rows of B are read as streams of up to a kilobyte; all of B, beside a block of A.
 _STRIPS_BYTES, _STREAM_STRIPS = 5 << 17, 16
 _B_BYTES, _NEAR_A_BYTES = 3 << 18, 1 << 19
@@ -51,7 +51,7 @@ _B_BYTES, _NEAR_A_BYTES = 3 << 18, 1 << 19
 _A_BYTES = 1 << 24
 _A_TILES, _B_TILES = 4, 6
 # In f32: multiply-adds per cycle of tiles and of vectors, and cycles to pack a number, or to read it packed.
-_TILES_RATE, _VECTORS_RATE, _PACKING = 68.0, 24.0, 0.5
+_TILES_RATE, _VECTORS_RATE, _PACKING = 68.0, 24.0, 1.5
 
 
 def suits(body: Body, p: Product) -> bool:
