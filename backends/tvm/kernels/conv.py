@@ -8,7 +8,7 @@ In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, paddi
     and in a phase, h = first mod stride, these taps are every (stride / gcd(stride, dilation))-th;
   * the same on tile registers (tile_conv.py), where the machine has them and there is enough to do;
   * a product per image (conv_points.py): one tap, every position once, and not a small image;
-  * sums over positions (conv_weight.py): gradients for the weight, and conv_depth.py for small groups;
+  * sums over positions: gradients for the weight (conv_weight_tiles.py with tile registers, conv_weight.py without), and conv_depth.py for small groups;
   * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, convolutions that take
     some positions with one tap, and integers.
 """
@@ -30,6 +30,7 @@ from .conv_lines import emit_lines
 from .conv_points import PointProduct, emit_points
 from .conv_tiles import emit_tiles
 from .conv_weight import WeightGradient, emit_weight_gradient, is_suited
+from .conv_weight_tiles import emit_weight_tiles, plan_tiles
 from .correlation import Correlation, Pair, Phase
 from .elements import Index, unravel, zero
 from .emit import Buffer, Expr, literal
@@ -293,6 +294,10 @@ def emit_conv_grad_weight(body: Body, op: Op) -> None:
             shape = (dy.type.dims[0], groups, dy.type.dims[1] // groups, dw.type.dims[1])
             rest = (g.sizes(x), spatial, g.kernel, g.strides, g.dilations, g.low, padded)
             wanted = WeightGradient(dw, *shape, *rest, source, gradient, g.place)  # type: ignore[arg-type]
+            plan = plan_tiles(body, wanted)
+            if plan is not None:
+                emit_weight_tiles(body, wanted, plan)
+                return
             if is_suited(body, wanted):
                 emit_weight_gradient(body, wanted)
                 return
