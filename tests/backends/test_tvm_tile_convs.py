@@ -67,11 +67,18 @@ CASES = {
     "dilations": Case((2, 48, 30, 27), (64, 48, 3, 3), pads=(2, 3, 2, 3), dilations=(2, 3)),
     "both": Case((1, 64, 40, 40), (64, 64, 3, 3), strides=(2, 3), pads=(1, 0, 2, 1), dilations=(3, 2)),
     "groups": Case((2, 128, 20, 20), (192, 64, 3, 3), groups=2, pads=(1, 1, 1, 1)),
+    "one tap": Case((2, 96, 28, 29), (80, 96, 1, 1)),
+    "one tap, small": Case((3, 70, 7, 7), (50, 70, 1, 1)),
+    "one tap, stride two": Case((2, 64, 29, 43), (80, 64, 1, 1), strides=(2, 2)),
+    "one tap, stride three, groups": Case((1, 128, 31, 100), (64, 64, 1, 1), strides=(3, 3), groups=2),
+    "one tap, border": Case((1, 64, 20, 20), (64, 64, 1, 1), pads=(1, 0, 2, 1)),
     "one dimension": Case((2, 64, 150), (80, 64, 4), strides=(1,), pads=(1, 2), dilations=(1,)),
     "bf16": Case((2, 64, 29, 31), (96, 64, 3, 3), pads=(1, 1, 1, 1), dtype="bf16"),
 }
-GRAPHS = {(n, g): c.graph(f"s0.{'d' if g else 'f'}_{n.replace(' ', '_')}", g) for n, c in CASES.items() for g in (False, True)}
-FAST = ("whole", "narrow", "stride two", "dilations")
+GRAPHS = {
+    (n, g): c.graph(f"s0.{'d' if g else 'f'}_{n.replace(' ', '_').replace(',', '')}", g) for n, c in CASES.items() for g in (False, True)
+}
+FAST = ("whole", "narrow", "stride two", "dilations", "one tap", "one tap, stride two")
 
 
 @pytest.fixture(scope="module", autouse=True)

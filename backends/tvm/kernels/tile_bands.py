@@ -8,6 +8,10 @@ so that the right tile of a tap, 16 pairs times 16 neighbouring positions, is on
 begins. Positions are counted through, row after row and image after image: a tile reaches over the ends of rows, and what it has between
 them is dropped. Borders are zeros in memory, and neighbours share them: the zeros behind a row are those in front of the next one.
 
+With one tap nothing is read twice, and what is read together lies together: a band is made of its strips (what is summed at once), each
+
+    [32 positions][step of 32 channels][part][16 pairs of channels][32 positions]
+
 A piece holds the rows and columns that have the same remainder modulo the strides, so that neighbouring windows read neighbouring words.
 Number q of a step is paired with number q + 16. Few channels would leave most of a step empty: then the rows that a window reads count as
 channels of their own (`folded`), and only its columns are taps.
@@ -26,8 +30,8 @@ from tvm import tirx
 from penstock.ir.types import ITEM_BYTES
 
 from .body import Body
-from .correlation import Correlation, Pair
-from .emit import SERIAL, Buffer, Expr, literal
+from .correlation import Correlation, Pair, cover
+from .emit import SERIAL, VECTOR, Buffer, Expr, literal
 from .gemm import ceil_div
 from .tile_registers import PARTS, SIDE, STEP, Magnitudes, pair_words
 from .transpose import pieces, separate_pairs
@@ -83,12 +87,14 @@ class Bands:
         rows = [self._rows(remainder[0]) for remainder in remainders]
         above = min(first for first, _ in rows)
         self.image_rows = max(self.counts[0] + self.reach[0] - above, max(last for _, last in rows), self.counts[0])
+        # Every position is read once, and none is in the border.
+        self.gathered = max(map(len, found)) <= 1 and self.before == 0 and end == self.counts[1] and rows == [(0, self.counts[0])]
         self.taps = [[(remainders.index(remainder), h * self.pitch + w) for remainder, (h, w) in taps] for taps in found]
         self._cut()
         tall = (self.images - 1) * self.image_rows + self.rows + self.reach[0]
         lines = ceil_div(tall * self.pitch + self.before, SIDE)
         # An odd number of cache lines: sixteen rows of a tile are in sixteen sets.
-        self.plane = (lines | 1) * SIDE
+        self.plane = 2 * SIDE if self.gathered else (lines | 1) * SIDE
 
     @property
     def flat(self) -> bool:
@@ -107,7 +113,24 @@ class Bands:
         return self.parts * SIDE * self.plane
 
     @property
+    def stride(self) -> int:
+        """Words from 32 positions to the next 32."""
+        return self.steps * self.step_words if self.gathered else 2 * SIDE
+
+    @property
+    def _strip_words(self) -> int:
+        return ceil_div(self.positions(1, self.strip), 2 * SIDE) * self.stride
+
+    def strip_at(self, image: Expr, row: Expr) -> Expr:
+        """Where the first position of a strip is, of these image and row of the band."""
+        if not self.gathered:
+            return (image * self.image_rows + row) * self.pitch
+        return (image * (self.rows // self.strip) + tirx.floordiv(row, self.strip)) * self._strip_words
+
+    @property
     def size(self) -> int:
+        if self.gathered:
+            return self.images * (self.rows // self.strip) * self._strip_words
         # Tiles behind the last position read further than what is packed.
         return len(self.pieces) * self.steps * self.step_words + self.plane + 2 * SIDE
 
@@ -166,7 +189,7 @@ class Bands:
             most_images = max(min(_BAND_BYTES // image_bytes, c.images), 1)
             self.images = ceil_div(c.images, ceil_div(c.images, most_images))
             fitting = [n for n in range(1, self.images + 1) if self.images % n == 0 and self.positions(n, self.strip) <= most]
-            if fitting:
+            if fitting and not self.gathered:
                 self.strip_images = min(fitting, key=lambda n: (round(ceil_div(self.positions(n, self.strip), SIDE) / n, 1), -n))
             self.rows = self.strip
             return
@@ -221,9 +244,68 @@ class SourcePacking:
                 with emit.loop(last - first, SERIAL, "q") as q, self.body.point():
                     pair = q + first
                     channels = [s * STEP + pair + SIDE * other for other in range(exist)]
+                    if bands.gathered:
+                        self._gather(
+                            target, emit.bind(s * bands.step_words + pair * bands.plane, "at"), piece, area, group, channels, large
+                        )
+                        continue
                     self._plane(target, emit.bind(base + pair * bands.plane, "at"), piece, area, group, channels, large)
         if flags is not None and large is not None:
             emit.store(flags, large.too_large(), s)
+
+    # ------------------------------------------------------------------------------ one tap
+
+    def _gather(
+        self, target: Buffer, at: Expr, piece: Piece, area: Area, group: Expr, channels: list[Expr], large: Magnitudes | None
+    ) -> None:
+        """The words of one pair of channels, strip by strip."""
+        emit, bands = self.emit, self.bands
+        with emit.loop(area.images, SERIAL, "n") as n:
+            for row, rows in cover(emit, area.rows, bands.strip, "st"):
+                with self.body.point():
+                    start = emit.bind(at + bands.strip_at(n, row), "at")
+                    self._gather_strip(target, start, piece, area.image + n, area.row + row, rows, group, channels, large)
+
+    def _gather_strip(
+        self,
+        target: Buffer,
+        start: Expr,
+        piece: Piece,
+        image: Expr,
+        row: Expr,
+        rows: int,
+        group: Expr,
+        channels: list[Expr],
+        large: Magnitudes | None,
+    ) -> None:
+        emit, bands, c = self.emit, self.bands, self.c
+        width = bands.counts[1]
+        scratch, size = None, rows * width + 2 * SIDE
+        if channels and not bands.flat:
+            scratch = emit.alloc(2 * size, "f32", "rows")
+            for other, k in enumerate(channels):
+                with emit.loop(rows, SERIAL, "h") as h, self.body.point():
+                    above = emit.bind((row + h) * c.strides[0] + (piece.remainder[0] - c.low[0]), "h")
+                    self._spread(scratch, h * width + other * size, piece, image, group * c.channels + k, above)
+
+        def words(i: Expr, place: Expr) -> None:
+            with self.body.point():
+                pair = []
+                for other, k in enumerate(channels):
+                    if scratch is None:
+                        h, w = row + tirx.floordiv(i, width), tirx.floormod(i, width)
+                        pair.append(self._noted(c.source(image, group * c.channels + k, h, w), large))
+                    else:
+                        pair.append(self._noted(tirx.BufferLoad(scratch, [i + other * size]), large))
+                self._store(target, start + place, pair)
+
+        whole, rest = divmod(rows * width, 2 * SIDE)
+        with emit.loop(whole, SERIAL, "u") as u:
+            for half in (0, SIDE) if whole else ():
+                with emit.loop(SIDE, VECTOR, "l") as lane:
+                    words(u * (2 * SIDE) + half + lane, u * bands.stride + half + lane)
+        for i, _ in pieces(emit, rest, SIDE):
+            words(i + whole * 2 * SIDE, i + whole * bands.stride)
 
     # ------------------------------------------------------------------------------ planes
 
@@ -236,9 +318,6 @@ class SourcePacking:
         if not channels:
             for part in range(bands.parts):
                 self._zeros(target, at + part * SIDE * bands.plane, tall * bands.pitch + bands.before)
-            return
-        if bands.flat:
-            self._flat_plane(target, at, area, group, channels, large)
             return
         shared = area.rows + bands.reach[0] if area.images == 1 else bands.image_rows
         with emit.loop(area.images, SERIAL, "n") as n, emit.loop(shared, SERIAL, "h") as h, self.body.point():
@@ -260,18 +339,6 @@ class SourcePacking:
         if large is not None:
             large.note(value)
         return value
-
-    def _flat_plane(self, target: Buffer, at: Expr, area: Area, group: Expr, channels: list[Expr], large: Magnitudes | None) -> None:
-        """All rows as one."""
-        emit, bands, c = self.emit, self.bands, self.c
-        width = c.sizes[1]
-        with emit.loop(area.images, SERIAL, "n") as n, self.body.point():
-            start = at + n * (bands.image_rows * bands.pitch)
-            for i, _ in pieces(emit, area.rows * width, SIDE):
-                with self.body.point():
-                    h, w = area.row + tirx.floordiv(i, width), tirx.floormod(i, width)
-                    pair = [self._noted(c.source(area.image + n, group * c.channels + k, h, w), large) for k in channels]
-                    self._store(target, start + i, pair)
 
     def _row(
         self, target: Buffer, line: Expr, piece: Piece, image: Expr, row: Expr, group: Expr, channels: list[Expr], large: Magnitudes | None
@@ -334,7 +401,7 @@ class SourcePacking:
                 column = i + piece.first if piece.first else i
                 self._store(target, line + column, [self._noted(value(k, column), large) for k in channels])
 
-    def _spread(self, scratch: Buffer, at: int, piece: Piece, image: Expr, channel: Expr, h: Expr) -> None:
+    def _spread(self, scratch: Buffer, at: Expr | int, piece: Piece, image: Expr, channel: Expr, h: Expr) -> None:
         """The columns of a piece, which lie apart in the source, one beside the other."""
         emit, c = self.emit, self.c
         begin, apart = piece.first * c.strides[1] + piece.remainder[1] - c.low[1], c.strides[1]

@@ -25,14 +25,18 @@ from math import prod
 
 from tvm import tirx
 
+from penstock.ir.types import ITEM_BYTES
+
 from ..group import PACKED
 from .body import Body, parallel_if
 from .correlation import Correlation, Phase, cover
+from .elements import linear
 from .emit import SERIAL, VECTOR, Buffer, Expr, literal
 from .gemm import ceil_div
 from .tile_bands import Area, Bands, SourcePacking
 from .tile_filters import BLOCK, FilterPacking, Filters
-from .tile_registers import LEFT_PLACES, ORDER, PARTS, SIDE, STEP, WORDS, Registers
+from .tile_product import same_places
+from .tile_registers import LEFT_PLACES, LINE, ORDER, PARTS, SIDE, STEP, WORDS, Registers
 from .transpose import pieces
 
 _A_TILES, _B_TILES = 4, 6
@@ -52,7 +56,7 @@ def suits(body: Body, c: Correlation) -> bool:
     if not body.machine.has_tiles or body.loops is not None or dtype not in PARTS or c.filters < SIDE or not prod(c.phases[0].taps):
         return False
     bands = Bands(c)
-    if bands.folded > 1 or bands.reach == (0, 0):
+    if bands.folded > 1:
         return False
     images = c.images * c.groups
     steps_taps = bands.steps * sum(len(taps) for taps in bands.taps)
@@ -105,6 +109,7 @@ class _TileConv:
         # An odd number of cache lines from row to row.
         self.line = most + SIDE
         self.offsets: list[Buffer | None] = []
+        self.near = same_places(body, c.out)
 
     def run(self) -> None:
         c, emit, bands = self.c, self.emit, self.bands
@@ -188,7 +193,7 @@ class _TileConv:
                         unit=band.area.row + down,
                         units=units,
                         positions=bands.positions(images, units),
-                        at=emit.bind((image * bands.image_rows + down) * bands.pitch, "at"),
+                        at=emit.bind(bands.strip_at(image, down), "at"),
                     )
                     for number, phase in enumerate(c.phases):
                         if large is None:
@@ -209,10 +214,10 @@ class _TileConv:
         whole, rest = divmod(ceil_div(strip.positions, SIDE), 2)
         with self.emit.loop(whole, SERIAL, "p") as p, self.body.point():
             if whole:
-                self._tile(packed, band, block, phase, strip, sums, p * (2 * SIDE), 2)
+                self._tile(packed, band, block, phase, strip, sums, p, 2)
         if rest:
             with self.body.point():
-                self._tile(packed, band, block, phase, strip, sums, _i32(whole * 2 * SIDE), 1)
+                self._tile(packed, band, block, phase, strip, sums, _i32(whole), 1)
 
     def _tile(self, packed: Buffer, band: _Band, block: Filters, phase: int, strip: _Strip, sums: Buffer, p: Expr, across: int) -> None:
         emit, bands, registers, words = self.emit, self.bands, self.registers, self.filters.words
@@ -223,13 +228,14 @@ class _TileConv:
         count = len(bands.taps[phase])
         table = self.offsets[phase]
         first_a = emit.bind(self.filters.phase_at(block, phase), "a")
-        first_b = emit.bind(strip.at + p, "b")
+        first_b = emit.bind(strip.at + p * bands.stride, "b")
         with emit.loop(bands.steps if count else 0, SERIAL, "s") as s, emit.loop(count, SERIAL, "t") as t, self.body.point():
             if count:
                 piece, away = bands.taps[phase][0]
                 offset = tirx.BufferLoad(table, [t]) if table is not None else _i32(piece * bands.steps * bands.step_words + away)
                 at_a = emit.bind(first_a + (s * count + t) * (down * words), "a")
                 at_b = emit.bind(first_b + s * bands.step_words + offset, "b")
+                self._ask_for(band, block, strip, p, s * count + t, bands.steps * count)
                 before: tuple[int, int] | tuple[()] = ()
                 for pa, pb in self.order:
                     if not before or pb != before[1]:
@@ -237,12 +243,26 @@ class _TileConv:
                             registers.load(_B_TILES + c, band.words, at_b + (pb * SIDE * bands.plane + c * SIDE), 4 * bands.plane)
                     for r in range(down):
                         if not before or pa != before[0]:
-                            registers.load(_A_TILES + r, packed, at_a + (r * words + LEFT_PLACES[parts][pa] * WORDS))
+                            registers.load(_A_TILES + r, packed, at_a + (LEFT_PLACES[parts][pa] * down + r) * WORDS)
                         for c in range(across):
                             registers.multiply(2 * r + c, _A_TILES + r, _B_TILES + c)
                     before = pa, pb
         for r, c in cells:
-            registers.store(2 * r + c, sums, p + (self._sums_at(phase) + r * SIDE * self.line + c * SIDE), 4 * self.line)
+            registers.store(2 * r + c, sums, p * (2 * SIDE) + (self._sums_at(phase) + r * SIDE * self.line + c * SIDE), 4 * self.line)
+
+    def _ask_for(self, band: _Band, block: Filters, strip: _Strip, p: Expr, turn: Expr, turns: int) -> None:
+        """A hint, while sums are being added up, for what will be read and written with them."""
+        c, emit, bands = self.c, self.emit, self.bands
+        if bands.pitch != self.columns or c.step != (1, 1):
+            return
+        each = ceil_div(block.count, turns)
+        channel = band.group * c.filters + block.first
+        for u in range(each):
+            row = tirx.min(turn * each + u, block.count - 1)
+            place = linear(c.place(strip.image, channel + row, strip.row, literal(0, "i32")), c.out.type.dims) + p * (2 * SIDE)
+            for buffer, dtype in self.near:
+                for column in range(0, 2 * SIDE * ITEM_BYTES[dtype], LINE):
+                    emit.prefetch(buffer, place + column // ITEM_BYTES[dtype])
 
     def _one_by_one(self, band: _Band, block: Filters, number: int, phase: Phase, strip: _Strip, sums: Buffer) -> None:
         """The same without tiles, one multiply-add after the other."""

@@ -3,9 +3,9 @@
 In: a Correlation and the bands of its source. Out: words of pairs, and behind them, for each block of 32 filters, whether a number of it is too
 large for tiles,
 
-    [group][block of 32 filters][phase][step of 32 channels][tap][tile of 16 filters][part][16 filters, 16 pairs]
+    [group][block of 32 filters][phase][step of 32 channels][tap][part][tile of 16 filters][16 filters, 16 pairs]
 
-so that the sums of a block read them from first to last. Channels are paired as in tile_bands.py.
+so that the sums of a block read them from first to last, which is as fast as memory gives them. Channels are paired as in tile_bands.py.
 """
 
 from __future__ import annotations
@@ -60,8 +60,12 @@ class FilterPacking:
     def _group_words(self) -> int:
         return self.tiles * self.steps_taps * self.words
 
+    @property
+    def block_words(self) -> int:
+        return 2 * self.steps_taps * self.words
+
     def block(self, group: Expr, number: Expr, count: int) -> Filters:
-        at = group * self._group_words + number * (2 * self.steps_taps * self.words)
+        at = group * self._group_words + number * self.block_words
         flag = group * self.all_blocks + number + self.c.groups * self._group_words
         return Filters(number * BLOCK, count, self.emit.bind(at, "a"), self.emit.bind(flag, "flag"))
 
@@ -91,7 +95,7 @@ class FilterPacking:
                 rows = min(filters.count - tile * SIDE, SIDE)
                 with emit.loop(rows, SERIAL, "r") as r, self.body.point():
                     row = emit.bind(filters.first + tile * SIDE + r, "o")
-                    at = emit.bind(base + tile * self.words + r * SIDE, "at")
+                    at = emit.bind(base + tile * WORDS + r * SIDE, "at")
                     with emit.loop(whole, SERIAL, "s") as s, self.body.point():
                         if whole:
                             self._step(packed, at, number, phase, filters.tiles, group, row, s, STEP, large)
@@ -129,7 +133,7 @@ class FilterPacking:
                             for value in pair:
                                 large.note(value)
                         for part, word in zip(LEFT_PLACES[bands.parts], pair_words(emit, pair, bands.parts), strict=True):
-                            emit.store(packed, word, at + place + part * WORDS if part else at + place)
+                            emit.store(packed, word, at + place + part * (tiles * WORDS) if part else at + place)
 
     def _weight(self, phase: Phase, group: Expr, o: Expr, channel: Expr, i: Expr, j: Expr) -> Expr:
         folded = self.bands.folded

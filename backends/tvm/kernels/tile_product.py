@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from tvm import tirx
 
-from penstock.ir.graph import slot_of
+from penstock.ir.graph import Value, slot_of
 from penstock.ir.types import ITEM_BYTES
 
 from ..group import PACKED
@@ -65,6 +65,22 @@ def suits(body: Body, p: Product) -> bool:
     return whole / _TILES_RATE + _PACKING * p.k * (p.m + p.n) < p.m * p.n * p.k / _VECTORS_RATE
 
 
+def same_places(body: Body, out: Value) -> list[tuple[Buffer, str]]:
+    """Memory that is read or written where the result of the main operation is: it lies in short rows far apart. With the element types."""
+    found: dict[Buffer, str] = {}
+    for op in body.group.ops:
+        slot = slot_of(op) if op.kind == "accum" else None
+        for v in op.ins:
+            if v.type.shape != out.type.shape:
+                continue
+            if slot is not None:
+                found[body.slot(slot, v)] = v.type.dtype
+            elif body.is_stored(v):
+                found[body.operand(v)] = v.type.dtype
+    found |= {body.result(v): v.type.dtype for v in body.group.outs if v.type.shape == out.type.shape}
+    return list(found.items())
+
+
 def emit_tile_product(body: Body, p: Product) -> None:
     _TileProduct(body, p).run()
 
@@ -101,7 +117,7 @@ class _TileProduct:
         self.b_near = self.strips * STRIP * row_bytes <= _B_BYTES
         most = (_NEAR_A_BYTES if self.b_near else _A_BYTES) // row_bytes // STRIP * STRIP
         self.row_block = p.m if p.m <= most else max(most, STRIP)
-        self.near = self._neighbours()
+        self.near = same_places(body, p.out)
 
     def run(self) -> None:
         p, emit = self.p, self.emit
@@ -298,22 +314,6 @@ class _TileProduct:
                         emit.store(target, tirx.BufferLoad(target, [index]) + product, index)
 
     # ------------------------------------------------------------------------------ hints
-
-    def _neighbours(self) -> list[tuple[Buffer, str]]:
-        """Memory that is read or written where the product's result is: it lies in short rows far apart."""
-        body, out = self.body, self.p.out
-        found: dict[Buffer, str] = {}
-        for op in body.group.ops:
-            slot = slot_of(op) if op.kind == "accum" else None
-            for v in op.ins:
-                if v.type.shape != out.type.shape:
-                    continue
-                if slot is not None:
-                    found[body.slot(slot, v)] = v.type.dtype
-                elif body.is_stored(v):
-                    found[body.operand(v)] = v.type.dtype
-        found |= {body.result(v): v.type.dtype for v in body.group.outs if v.type.shape == out.type.shape}
-        return list(found.items())
 
     def _ask_for(self, place: Index, columns: int) -> None:
         """A hint, while sums are being added up, for one row of what will be read and written with them."""
