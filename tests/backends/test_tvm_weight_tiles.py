@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tvm_cases import OpCase, build, to_torch
+from tvm_cases import OpCase, build, compare, make_args, to_torch, value
 
 from penstock.backends.tvm.kernels import conv_weight_lines, conv_weight_tiles
 from penstock.backends.tvm.kernels.conv_weight_lines import Axis, Layout, find_plan
 from penstock.backends.tvm.lower import plan_kernels
 from penstock.backends.tvm.target import machine_of
 from penstock.backends.tvm.tiles import allow_tiles
-from penstock.ir.graph import Graph
+from penstock.ir.graph import Graph, Op
+from penstock.ir.ops import make
 from penstock.ir.types import numpy_dtype
 
 pytestmark = pytest.mark.skipif(not allow_tiles(), reason="this machine has no tile registers")
@@ -255,6 +256,20 @@ def test_bfloat16(name: str, tmp_path: Path) -> None:
     exact = case.exact(x.astype(np.float32), dy.astype(np.float32))
     # Rounded once: half a unit of the last of 8 bits, and what the sum loses.
     assert np.all(np.abs(found.float().numpy() - exact) <= 2.0**-8 * np.abs(exact) + 1e-4)
+
+
+@pytest.mark.parametrize("name", ["ragged", "stride", "one tap"])
+def test_a_gradient_is_added_to_its_variable(name: str, tmp_path: Path) -> None:
+    """And stored, in one kernel. Whole numbers, so that the interpreter's order of sums does not matter."""
+    case = CASES[name]
+    x, dy = (value(n, f"f32[{','.join(map(str, dims))}]") for n, dims in (("x", case.x), ("dy", case.dy)))
+    made = make("conv_grad_weight", [x, dy], ["dw"], kernel="k0", shape=case.weight, **case.window)  # type: ignore[arg-type]
+    added = Op("accum", made.outs, (), {"var": "w", "slot": "grad", "kernel": "k0"})
+    graph = Graph("s0.accum", (x, dy), made.outs, (made, added))
+    rng = np.random.default_rng(6)
+    args = [np.round(4 * a) for a in make_args(graph, rng)]
+    assert uses_tiles(graph)
+    assert not compare(build([graph], tmp_path), graph, args)
 
 
 def test_the_estimate_leaves_few_channels_to_vectors() -> None:

@@ -23,12 +23,12 @@ from .correlation import Pair
 from .gemm import ceil_div
 from .tile_registers import SIDE, STEP
 
-# Bytes of the second cache that packed operands and sums may take.
-_CACHE = 3 << 19
+# Bytes of the second cache that packed operands and sums may take, and up to which all of dy is still found there in the next round.
+_CACHE, _NEAR = 3 << 19, 1 << 20
 # Cycles: a product of two tiles, sums of one more block added, a number of x and of dy packed, a channel of a unit begun.
-_MULTIPLY, _SUMS, _X, _DY, _RUN = 21.0, 60.0, 0.9, 1.2, 60.0
-# Bytes from the third cache per cycle, and multiply-adds of vectors.
-_BYTES, _VECTORS = 4.0, 26.0
+_MULTIPLY, _SUMS, _X, _DY, _RUN = 21.0, 60.0, 1.8, 1.6, 60.0
+# Bytes from the third cache per cycle, of sums and of what is read in order, and multiply-adds of vectors.
+_BYTES, _STREAM, _VECTORS = 4.0, 12.0, 26.0
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,11 @@ class Layout:
         """Whether rows of x that no tap reads are left out in packing."""
         return len(self.rows.residues) < self.rows.stride and self.columns.size >= SIDE
 
+    @property
+    def packed_rows(self) -> int:
+        """Rows of x that packing goes through for a unit."""
+        return sum(self.height + self.rows.reach(r) for r in self.rows.residues) if self.by_rows else self.source_rows
+
     def is_possible(self) -> bool:
         """Packing takes 16 numbers at once."""
         if self.pairs % self.together:
@@ -234,13 +239,12 @@ def _estimate(layout: Layout, strips: int, filters: int, channels: int, parts: i
         return float("inf")
     cycles = layout.blocks * steps * row_tiles * column_tiles * taps * products * _MULTIPLY
     units = 2 * layout.together * layout.blocks
-    cycles += units * (_X * channels * layout.source_rows * layout.columns.size + _DY * filters * layout.dy_pitch)
+    cycles += units * (_X * channels * layout.packed_rows * layout.columns.size + _DY * filters * layout.dy_pitch)
     cycles += _RUN * units * (channels + filters)
-    moved = 0.0
-    if near + everything > _CACHE:
-        moved += layout.blocks * (passes - 1) * everything
+    if near + everything > _NEAR:
+        cycles += layout.blocks * (passes - 1) * everything / _STREAM
     if layout.blocks > 1:
         cycles += layout.blocks * row_tiles * column_tiles * taps * _SUMS
         if near + min(everything, strip) + sums > _CACHE:
-            moved += 2 * (layout.blocks - 1) * sums
-    return cycles + moved / _BYTES
+            cycles += 2 * (layout.blocks - 1) * sums / _BYTES
+    return cycles
