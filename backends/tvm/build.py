@@ -36,6 +36,7 @@ from .messages import Call, Job, LinkStage, Made, MakeKernel, Named, NameTarget,
 from .plan import Lowered, plan_graphs
 from .pool import BuildError, Pool
 from .store import Store
+from .tiles import allow_tiles
 
 # Kernels to expect where nothing is in the cache: enough for a second worker to start at once.
 _FIRST_TIME = 4
@@ -97,11 +98,12 @@ class Builder:
 
     @property
     def cpu(self) -> str:
-        """LLVM's name of the target. Asking costs a load of TVM, so the answer is kept in the cache, by what the processor says of itself."""
+        """LLVM's name of the target. Asking costs a load of TVM, so the answer is kept in the cache, by what the processor says of itself and
+        whether this process may use its tile registers."""
         if not self._cpu:
             target = self.options.target
             mark = processor() if target == "host" else "named"
-            key = key_of("target", target, mark)
+            key = key_of("target", target, mark, str(allow_tiles()))
             kept = self.store.get(key) if mark else None
             if kept is None:
                 # With these sources nothing was ever compiled here, so much is about to be.

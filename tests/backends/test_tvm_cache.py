@@ -319,3 +319,11 @@ def test_the_same_graph_gives_the_same_bytes(kept: Path, tmp_path: Path, monkeyp
     again = build_graphs([small], tmp_path / "a" / "s.so")
     assert not again.cached
     assert again.sha256 == first.sha256 == hit.sha256
+
+
+def test_the_kept_name_of_the_host_depends_on_leave_to_use_tiles(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for leave in (True, False, True):
+        for module in ("build", "target"):
+            monkeypatch.setattr(f"penstock.backends.tvm.{module}.allow_tiles", lambda leave=leave: leave)
+        with Builder(CompileOptions()) as builder:
+            assert ("+amx" in builder.cpu) == leave

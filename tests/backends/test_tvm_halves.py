@@ -198,6 +198,14 @@ def test_tile_registers_are_used_where_there_are_some(tmp_path: Path) -> None:
     assert "amx" in machine_of("host").name
 
 
+def test_tile_registers_go_by_the_name_of_the_target() -> None:
+    """LLVM counts them among what these models have, but not every process there may use them, and loading looks at the name."""
+    for model in ("sapphirerapids", "graniterapids"):
+        assert not machine_of(model).has_tiles
+        assert machine_of(f"{model}+amx-tile+amx-bf16").has_tiles
+        assert not machine_of(f"{model}+amx-tile").has_tiles
+
+
 def test_only_stages_with_products_ask_for_tile_registers() -> None:
     cpu = "rocketlake+amx-tile+amx-bf16"
     assert _needed(cpu, [TILED[0]]) == cpu
