@@ -92,7 +92,7 @@ def emit_short(body: Body, p: Product) -> None:
             for offset, line in zip(parts, row, strict=True):
                 with emit.loop(size, VECTOR if size > 1 else SERIAL, "l") as lane, body.point():
                     emit.store(line, p.b(lead, literal(k, "i32"), j + (lane + offset)), lane)
-        with emit.loop(p.m, SERIAL, "i") as i, body.point():
+        with body.stream(), emit.loop(p.m, SERIAL, "i") as i, body.point():
             factors = [p.a(lead, i, literal(k, "i32")) for k in range(p.k)]
             for number, offset in enumerate(parts):
                 with emit.loop(size, VECTOR if size > 1 else SERIAL, "l") as lane, body.point():
