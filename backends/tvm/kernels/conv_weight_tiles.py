@@ -8,11 +8,12 @@ In: as for conv_weight.py, which does the same for everybody else. Out: loops
           for strip, tap:             4 tiles of sums += 2 tiles of dy times 2 of x, for each step and pair of parts
           after the last block        turn sums of all taps into runs of the weight, and `Body.finish`
 
-Between blocks sums wait in memory, tile by tile. What a line, a unit and a block are, and how large, is told in conv_weight_lines.py.
+Each block has sums of its own, added in memory to those before. What a line, a unit and a block are, and how large, is told in conv_weight_lines.py.
 
 Where 32 filters or channels have a number that is too large for parts, infinities and nans among them, their sums are computed one by one, slowly, as f32 has them.
 
-Limits: few channels or filters, and images of fewer than 16 positions, are left to conv_weight.py; a single image of one row has half of each word empty.
+Limits: few channels or filters (with one tap as many as 64, for which packing costs too much), and images of fewer than 16 positions, are left to
+conv_weight.py; a single image of one row has half of each word empty.
 """
 
 from __future__ import annotations
