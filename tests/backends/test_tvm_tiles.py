@@ -95,8 +95,6 @@ def test_kernels_use_tiles_here() -> None:
 def test_fewer_parts_would_be_noticed(pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the bound: without the third parts products have the exactness of 16 bits."""
     monkeypatch.setitem(tile_product.ORDER, 3, pairs)
-    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     graph = product("s0.fewer", "NN", *SIZES["whole"])
     rng = np.random.default_rng(1)
     a, b = (DRAWN["third parts agree"](rng, shape).astype(np.float32) for shape in ((128, 128), (128, 160)))
@@ -149,3 +147,27 @@ def test_small_numbers(program) -> None:
         exact = small.astype(np.float64) @ b.astype(np.float64)
         lost = 2.0**-125 * np.abs(b).sum(axis=0, dtype=np.float64) + 2.0**-126
         assert np.all(np.abs(run(program, "NN_whole", small, b) - exact) <= bound(small, b) + lost)
+
+
+@pytest.mark.parametrize("power", [-51, -54, -58, -62])
+def test_small_results(power: int, program) -> None:
+    """Each of six products of parts may be lost below 2**-126. Control: that is more than f32 would be off."""
+    rng = np.random.default_rng(6)
+    a, b = (np.ldexp(rng.random(shape) + 0.5, power).astype(np.float32) for shape in ((128, 128), (128, 160)))
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    off = np.abs(run(program, "NN_whole", a, b) - exact)
+    assert np.all(off <= bound(a, b) + 6 * 128 * 2.0**-126)
+    assert np.any(off > bound(a, b)) == (power <= -58)
+
+
+def test_results_near_the_largest(program) -> None:
+    """Of numbers that are less than their first parts. Control: nearer to the largest there is no result."""
+    a, b = np.zeros((128, 128), np.float32), np.zeros((128, 160), np.float32)
+    b[0, 0] = 1 + 2.0**-8 + 2.0**-20
+    largest = np.finfo(np.float32).max / b[0, 0]
+    for share, there in ((1 - 2.0**-7, True), (1 - 2.0**-11, False)):
+        a[0, 0] = largest * share
+        exact = a.astype(np.float64) @ b.astype(np.float64)
+        found = run(program, "NN_whole", a, b)
+        assert np.isfinite(found[0, 0]) == there
+        assert not there or np.all(np.abs(found - exact) <= bound(a, b))

@@ -9,8 +9,9 @@ the whole, which is how f32 rounds anyway. So a product of f32 takes six instruc
 and is as exact. The number of parts of an element type is PARTS.
 
 Limits: infinities and nans have no parts, and numbers within 2**-9 of the largest f32 round up to infinity: packing keeps the largest
-magnitude it met (`Magnitudes`), and kernels compute without tiles where that is `TOO_LARGE`. The instruction takes denormals as zero, and so what
-parts of numbers below 2**-102 have behind their point; its own results below 2**-126 are zero.
+magnitude it met (`Magnitudes`), and kernels compute without tiles where that is `TOO_LARGE`. Results within 2**-7 of the largest f32 may be infinite:
+the product of the first parts may be larger than the whole. The instruction takes denormals as zero, and so what parts of numbers below 2**-102
+have behind their point; a product of parts below 2**-126 is zero.
 
 Tile registers have a configuration per thread, which other libraries use too: `configured` puts it back. Processes have to ask the system for
 tile registers once (load.py).
