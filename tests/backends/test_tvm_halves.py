@@ -198,6 +198,19 @@ def test_tile_registers_are_used_where_there_are_some(tmp_path: Path) -> None:
     assert "amx" in machine_of("host").name
 
 
+def test_operands_that_a_product_computes_are_not_cut_off(tmp_path: Path) -> None:
+    """Packing for tile registers takes the upper halves of numbers: all of bf16, not of results in registers, which would all get smaller."""
+    a, c, b = value("a", "bf16[96,160]"), value("c", "bf16[96,160]"), value("b", "bf16[160,112]")
+    scaled = make("mul", [a, c], ["s"], kernel="k0")
+    graph = Graph("s0.F", (a, c, b), (op := make("matmul", [*scaled.outs, b], ["p"], kernel="k0")).outs, (scaled, op))
+    x, y, z = (torch.rand(v.type.dims).add(0.5).to(torch.bfloat16) for v in graph.ins)
+    (found,) = build([graph], tmp_path).call("s0.F", [x, y, z])
+    exact = (x.double() * y.double()) @ z.double()
+    assert abs(float(((found.double() - exact) / exact).mean())) < 2.0**-11
+    cut = ((x.float() * y.float()).view(torch.int32) & -65536).view(torch.float32).double() @ z.double()
+    assert float(((cut - exact) / exact).mean()) < -(2.0**-10)
+
+
 def test_tile_registers_go_by_the_name_of_the_target() -> None:
     """LLVM counts them among what these models have, but not every process there may use them, and loading looks at the name."""
     for model in ("sapphirerapids", "graniterapids"):

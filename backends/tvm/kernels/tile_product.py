@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from tvm import tirx
 
 from penstock.ir.graph import Value, slot_of
+from penstock.ir.ops import OPS
 from penstock.ir.types import ITEM_BYTES
 
 from ..group import PACKED
@@ -60,7 +61,7 @@ def suits(body: Body, p: Product) -> bool:
     if not body.machine.has_tiles or dtype not in PARTS or min(p.m, p.n, p.k) < SIDE:
         return False
     if PARTS[dtype] == 1:
-        return True
+        return all(_is_rounded(body, v) for op in body.group.ops if p.out in op.outs for v in op.ins)
     whole = ceil_div(p.m, SIDE) * SIDE * ceil_div(p.n, SIDE) * SIDE * ceil_div(p.k, STEP) * STEP
     return whole / _TILES_RATE + _PACKING * p.k * (p.m + p.n) < p.m * p.n * p.k / _VECTORS_RATE
 
@@ -79,6 +80,16 @@ def same_places(body: Body, out: Value) -> list[tuple[Buffer, str]]:
                 found[body.operand(v)] = v.type.dtype
     found |= {body.result(v): v.type.dtype for v in body.group.outs if v.type.shape == out.type.shape}
     return list(found.items())
+
+
+def _is_rounded(body: Body, value: Value) -> bool:
+    """Whether all that is read of a value of bf16 is bf16: what the kernel itself computes is not rounded, and packing cuts the rest off."""
+    if body.is_stored(value):
+        return True
+    op = next((o for o in (*body.group.ops, *body.group.inline.values()) if value in o.outs), None)
+    return op is not None and (
+        op.kind == "cast" or (OPS[op.kind].family in ("layout", "source") and all(_is_rounded(body, v) for v in op.ins))
+    )
 
 
 def emit_tile_product(body: Body, p: Product) -> None:

@@ -124,7 +124,7 @@ class Magnitudes:
 
 def pair_words(emit: Emitter, pair: Sequence[Expr], parts: int) -> list[Expr]:
     """The words of a pair of numbers, the first in the lower half, one for each part. A pair may lack its second number, or both.
-    Numbers of one part are bf16 already, or rounded as they are read, so that the upper half of the f32 is all of it."""
+    Numbers of one part are bf16 already, so that the upper half of the f32 is all of it."""
     if not pair:
         return [_i32(0)] * parts
     words = []
