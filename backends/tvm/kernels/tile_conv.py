@@ -5,7 +5,7 @@ In: a Correlation of bf16 or f32. Out: loops
     pack the weights                                       (tile_filters.py; where they do not change, before the kernel runs)
     for some images, or some rows of one:                  a band, which stays in the second cache
       pack them                                            (tile_bands.py)
-      for 32 filters, some rows, 32 positions of these:
+      for 32 filters, some rows, 32 positions of these:    (or 16 filters and 64 positions, if there are no more)
         4 tiles of sums += for each step of 32 channels, for each tap, for each pair of parts: 2 tiles of weights times 2 of the source
         store the sums; with the last positions, close the gaps between rows, and `Body.finish` for each vector of neighbouring positions
 
@@ -34,7 +34,7 @@ from .elements import linear
 from .emit import SERIAL, VECTOR, Buffer, Expr, literal
 from .gemm import ceil_div
 from .tile_bands import Area, Bands, SourcePacking
-from .tile_filters import BLOCK, FilterPacking, Filters
+from .tile_filters import FilterPacking, Filters
 from .tile_product import same_places
 from .tile_registers import LEFT_PLACES, LINE, ORDER, PARTS, SIDE, STEP, WORDS, Registers
 from .transpose import pieces
@@ -101,11 +101,15 @@ class _TileConv:
         self.body, self.c, self.emit = body, c, body.emit
         self.bands = Bands(c)
         self.source = SourcePacking(body, self.bands)
-        self.filters = FilterPacking(body, self.bands)
+        # Where a band has no more than four tiles of positions, all are summed at once, so that weights are read once, as fast as memory gives them.
+        alone = self.bands.images == 1 and self.bands.rows == self.bands.counts[0] == self.bands.strip
+        tiles = ceil_div(self.bands.positions(1, self.bands.strip), SIDE)
+        self.across = 4 if alone and 2 < tiles <= 4 else 2
+        self.filters = FilterPacking(body, self.bands, 4 // self.across)
         self.registers = Registers(body.emit)
         self.order = ORDER[self.bands.parts]
         self.columns = c.spatial[1]
-        most = ceil_div(self.bands.positions(self.bands.strip_images, self.bands.strip), 2 * SIDE) * 2 * SIDE
+        most = ceil_div(self.bands.positions(self.bands.strip_images, self.bands.strip), self.across * SIDE) * self.across * SIDE
         # An odd number of cache lines from row to row.
         self.line = most + SIDE
         self.offsets: list[Buffer | None] = []
@@ -166,7 +170,7 @@ class _TileConv:
         words = emit.alloc(bands.size, "i32", "bp")
         area = Area(image, images, unit, ceil_div(rows, c.step[0]))
         band = _Band(words, area, group, self.source.pack(words, area, group, kind))
-        for first, count, size in ((0, filters.blocks, BLOCK), (filters.blocks, min(filters.rest, 1), filters.rest)):
+        for first, count, size in ((0, filters.blocks, filters.height), (filters.blocks, min(filters.rest, 1), filters.rest)):
             if not count:
                 continue
             with emit.loop(count, kind, "jo") as jo, self.body.point():
@@ -174,7 +178,7 @@ class _TileConv:
                 large = None
                 if band.too_large is not None:
                     large = emit.bind(band.too_large + tirx.BufferLoad(packed, [block.flag]), "large")
-                sums = emit.alloc(len(c.phases) * BLOCK * self.line + SIDE, "f32", "sums")
+                sums = emit.alloc(len(c.phases) * self.filters.height * self.line + SIDE, "f32", "sums")
                 with self.registers.configured():
                     self._strips(packed, band, block, large, sums, rows)
 
@@ -208,49 +212,62 @@ class _TileConv:
     # ------------------------------------------------------------------------------ sums
 
     def _sums_at(self, phase: int) -> int:
-        return phase * BLOCK * self.line
+        return phase * self.filters.height * self.line
 
     def _tiles(self, packed: Buffer, band: _Band, block: Filters, phase: int, strip: _Strip, sums: Buffer) -> None:
-        whole, rest = divmod(ceil_div(strip.positions, SIDE), 2)
+        whole, rest = divmod(ceil_div(strip.positions, SIDE), self.across)
         with self.emit.loop(whole, SERIAL, "p") as p, self.body.point():
             if whole:
-                self._tile(packed, band, block, phase, strip, sums, p, 2)
+                self._tile(packed, band, block, phase, strip, sums, p, self.across)
         if rest:
             with self.body.point():
-                self._tile(packed, band, block, phase, strip, sums, _i32(whole), 1)
+                self._tile(packed, band, block, phase, strip, sums, _i32(whole), rest)
 
     def _tile(self, packed: Buffer, band: _Band, block: Filters, phase: int, strip: _Strip, sums: Buffer, p: Expr, across: int) -> None:
         emit, bands, registers, words = self.emit, self.bands, self.registers, self.filters.words
         down, parts = block.tiles, bands.parts
         cells = [(r, c) for r in range(down) for c in range(across)]
         for r, c in cells:
-            registers.zero(2 * r + c)
+            registers.zero(r * self.across + c)
         count = len(bands.taps[phase])
         table = self.offsets[phase]
         first_a = emit.bind(self.filters.phase_at(block, phase), "a")
-        first_b = emit.bind(strip.at + p * bands.stride, "b")
+        first_b = emit.bind(strip.at + p * (self.across // 2 * bands.stride), "b")
         with emit.loop(bands.steps if count else 0, SERIAL, "s") as s, emit.loop(count, SERIAL, "t") as t, self.body.point():
             if count:
                 piece, away = bands.taps[phase][0]
                 offset = tirx.BufferLoad(table, [t]) if table is not None else _i32(piece * bands.steps * bands.step_words + away)
                 at_a = emit.bind(first_a + (s * count + t) * (down * words), "a")
                 at_b = emit.bind(first_b + s * bands.step_words + offset, "b")
-                self._ask_for(band, block, strip, p, s * count + t, bands.steps * count)
-                before: tuple[int, int] | tuple[()] = ()
-                for pa, pb in self.order:
-                    if not before or pb != before[1]:
-                        for c in range(across):
-                            registers.load(_B_TILES + c, band.words, at_b + (pb * SIDE * bands.plane + c * SIDE), 4 * bands.plane)
-                    for r in range(down):
-                        if not before or pa != before[0]:
-                            registers.load(_A_TILES + r, packed, at_a + (LEFT_PLACES[parts][pa] * down + r) * WORDS)
-                        for c in range(across):
-                            registers.multiply(2 * r + c, _A_TILES + r, _B_TILES + c)
-                    before = pa, pb
+                self._ask_for(band, block, strip, p, across, s * count + t, bands.steps * count)
+                held: dict[int, tuple[int, int]] = {}
+                for r, c, pa, pb in self._turns(down, across):
+                    # One tile of filters has two registers, two have one each.
+                    a, b = _A_TILES + (r if self.across == 2 else pa % 2), _B_TILES + c % 2
+                    if held.get(b) != (c, pb):
+                        place = pb * SIDE * bands.plane + c // 2 * bands.stride + c % 2 * SIDE
+                        registers.load(b, band.words, at_b + place, 4 * bands.plane)
+                    if held.get(a) != (r, pa):
+                        registers.load(a, packed, at_a + (LEFT_PLACES[parts][pa] * down + r) * WORDS)
+                    held |= {a: (r, pa), b: (c, pb)}
+                    registers.multiply(r * self.across + c, a, b)
         for r, c in cells:
-            registers.store(2 * r + c, sums, p * (2 * SIDE) + (self._sums_at(phase) + r * SIDE * self.line + c * SIDE), 4 * self.line)
+            registers.store(
+                r * self.across + c,
+                sums,
+                p * (self.across * SIDE) + (self._sums_at(phase) + r * SIDE * self.line + c * SIDE),
+                4 * self.line,
+            )
 
-    def _ask_for(self, band: _Band, block: Filters, strip: _Strip, p: Expr, turn: Expr, turns: int) -> None:
+    def _turns(self, down: int, across: int) -> list[tuple[int, int, int, int]]:
+        """Row and column of sums, and the parts that are multiplied, in an order in which neighbours share tiles."""
+        turns = []
+        for left in range(0, across, 2):
+            for pa, pb in self.order if left == 0 else reversed(self.order):
+                turns += [(r, c, pa, pb) for r in range(down) for c in range(left, min(left + 2, across))]
+        return turns
+
+    def _ask_for(self, band: _Band, block: Filters, strip: _Strip, p: Expr, across: int, turn: Expr, turns: int) -> None:
         """A hint, while sums are being added up, for what will be read and written with them."""
         c, emit, bands = self.c, self.emit, self.bands
         if bands.pitch != self.columns or c.step != (1, 1):
@@ -259,9 +276,9 @@ class _TileConv:
         channel = band.group * c.filters + block.first
         for u in range(each):
             row = tirx.min(turn * each + u, block.count - 1)
-            place = linear(c.place(strip.image, channel + row, strip.row, literal(0, "i32")), c.out.type.dims) + p * (2 * SIDE)
+            place = linear(c.place(strip.image, channel + row, strip.row, literal(0, "i32")), c.out.type.dims) + p * (self.across * SIDE)
             for buffer, dtype in self.near:
-                for column in range(0, 2 * SIDE * ITEM_BYTES[dtype], LINE):
+                for column in range(0, across * SIDE * ITEM_BYTES[dtype], LINE):
                     emit.prefetch(buffer, place + column // ITEM_BYTES[dtype])
 
     def _one_by_one(self, band: _Band, block: Filters, number: int, phase: Phase, strip: _Strip, sums: Buffer) -> None:

@@ -1,11 +1,11 @@
 """Weights of correlations in the order of tile registers.
 
-In: a Correlation and the bands of its source. Out: words of pairs, and behind them, for each block of 32 filters, whether a number of it is too
+In: a Correlation and the bands of its source. Out: words of pairs, and behind them, for each block of filters, whether a number of it is too
 large for tiles,
 
-    [group][block of 32 filters][phase][step of 32 channels][tap][part][tile of 16 filters][16 filters, 16 pairs]
+    [group][block of filters][phase][step of 32 channels][tap][part][tile of 16 filters][16 filters, 16 pairs]
 
-so that the sums of a block read them from first to last, which is as fast as memory gives them. Channels are paired as in tile_bands.py.
+with 32 filters in a block, or 16, so that the sums of a block read them from first to last, which is as fast as memory gives them. Channels are paired as in tile_bands.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from .gemm import ceil_div
 from .tile_bands import Bands
 from .tile_registers import LEFT_PLACES, SIDE, STEP, WORDS, Magnitudes, pair_words
 from .transpose import pieces
-
-# Filters of a block.
-BLOCK = 2 * SIDE
 
 
 @dataclass(frozen=True)
@@ -41,12 +38,14 @@ class Filters:
 
 
 class FilterPacking:
-    def __init__(self, body: Body, bands: Bands) -> None:
+    def __init__(self, body: Body, bands: Bands, tiles: int) -> None:
+        """`tiles` of 16 filters in a block."""
         self.body, self.emit, self.bands, self.c = body, body.emit, bands, bands.c
+        self.height = tiles * SIDE
         # Words of a tile with all its parts.
         self.words = bands.parts * WORDS
         self.taps = [bands.tap_rows(p.taps) * p.taps[1] for p in self.c.phases]
-        self.blocks, self.rest = divmod(self.c.filters, BLOCK)
+        self.blocks, self.rest = divmod(self.c.filters, self.height)
         self.all_blocks = self.blocks + (1 if self.rest else 0)
         self.steps_taps = bands.steps * sum(self.taps)
         self.tiles = ceil_div(self.c.filters, SIDE)
@@ -62,12 +61,12 @@ class FilterPacking:
 
     @property
     def block_words(self) -> int:
-        return 2 * self.steps_taps * self.words
+        return self.height // SIDE * self.steps_taps * self.words
 
     def block(self, group: Expr, number: Expr, count: int) -> Filters:
         at = group * self._group_words + number * self.block_words
         flag = group * self.all_blocks + number + self.c.groups * self._group_words
-        return Filters(number * BLOCK, count, self.emit.bind(at, "a"), self.emit.bind(flag, "flag"))
+        return Filters(number * self.height, count, self.emit.bind(at, "a"), self.emit.bind(flag, "flag"))
 
     def phase_at(self, filters: Filters, phase: int) -> Expr:
         return filters.at + filters.tiles * self.bands.steps * sum(self.taps[:phase]) * self.words
@@ -78,7 +77,7 @@ class FilterPacking:
         with emit.loop(c.groups, kind, "g") as g, self.body.point():
             if self.blocks:
                 with emit.loop(self.blocks, kind if c.groups == 1 else SERIAL, "jo") as jo, self.body.point():
-                    self._block(packed, g, self.block(g, jo, BLOCK))
+                    self._block(packed, g, self.block(g, jo, self.height))
             if self.rest:
                 with emit.loop(1), self.body.point():
                     self._block(packed, g, self.block(g, literal(self.blocks, "i32"), self.rest))
