@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tvm_cases import build, make_args, to_torch, value
@@ -106,6 +107,17 @@ def test_products_added_to_variables(tmp_path: Path) -> None:
     graphs = [gradient(f"s0.g{form}{m}", form, m, n, 21) for form in FORMS for m, n in ((3, 140), (40, 131), (770, 30))]
     graphs += [gradient(f"s0.large{form}", form, 661, 405, 24) for form in ("NN", "TN")]
     assert not wrong(graphs, tmp_path)
+
+
+def test_sums_of_nothing_are_zeros_wherever_they_go(tmp_path: Path) -> None:
+    """The rest of the kernel finds every element's own place: of a row that is added, of a result that is stored transposed."""
+    graphs = [product(f"s0.n{form}{m}", form, m, 130, 0) for form in FORMS for m in (5, 20)]
+    op = product("s0.p", "NN", 5, 130, 0).ops[0]
+    turned = make("transpose", op.outs, ["t"], perm=(1, 0), kernel="k0")
+    graph = Graph("s0.turned", op.ins, turned.outs, (op, turned))
+    assert not wrong(graphs, tmp_path)
+    (found,) = build([graph], tmp_path / "turned").call(graph.name, [torch.zeros(5, 0), torch.zeros(0, 130)])
+    assert torch.equal(found, torch.zeros(130, 5))
 
 
 @pytest.mark.parametrize("target", ["x86-64-v3", "x86-64-v2"])

@@ -17,6 +17,7 @@ from penstock.ir.graph import Op
 from ..target import Machine
 from . import attention, attention_grad, conv, elementwise, gemm, lookup, reduce, rows, scan, select, windows
 from .body import Body, Group, Kernel, NotOneKernel, PackingEmitted
+from .elements import Index
 from .emit import literal
 from .sums import SUMS
 
@@ -72,7 +73,15 @@ def _emit_of_nothing(body: Body, op: Op) -> None:
     full = [v for v in op.outs if v.type.size]
     if full:
         element = literal(_OF_NOTHING[op.kind], full[0].type.dtype)
-        elementwise.emit_nest(body, full[0].type.dims, 0, lambda index: body.finish(dict.fromkeys(full, (element, index))))
+        dims = full[0].type.dims
+        # What stands behind may look at coordinates.
+        merged = body.merged_from(dims, [o for o in body.group.ops if o is not op])
+
+        def point(index: Index) -> None:
+            with body.point():
+                body.finish(dict.fromkeys(full, (element, index)))
+
+        elementwise.emit_nest(body, dims, merged, point)
 
 
 # Operations whose results are stored one by one.
