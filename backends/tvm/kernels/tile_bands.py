@@ -13,10 +13,9 @@ With one tap nothing is read twice, and what is read together lies together: a b
     [32 positions][step of 32 channels][part][16 pairs of channels][32 positions]
 
 A piece holds the rows and columns that have the same remainder modulo the strides, so that neighbouring windows read neighbouring words.
-Number q of a step is paired with number q + 16. Few channels would leave most of a step empty: then the rows that a window reads count as
-channels of their own (`folded`), and only its columns are taps.
+Number q of a step is paired with number q + 16.
 
-Limits: what tile_registers.py says of f32 in parts.
+Limits: few channels leave most of a step empty; what tile_registers.py says of f32 in parts.
 """
 
 from __future__ import annotations
@@ -71,12 +70,10 @@ class Bands:
     def __init__(self, c: Correlation) -> None:
         self.c = c
         self.parts = PARTS[c.out.type.dtype]
-        self.folded = _folded(c)
-        self.channels = c.channels * self.folded
-        self.steps = ceil_div(self.channels, STEP)
+        self.steps = ceil_div(c.channels, STEP)
         self.counts = max(p.counts[0] for p in c.phases), max(p.counts[1] for p in c.phases)
         # For every phase, for every tap: remainders, and rows and columns further on in the piece.
-        found = [[self._read(p.shift, r, s) for r in range(self._tap_rows(p.taps)) for s in range(p.taps[1])] for p in c.phases]
+        found = [[self._read(p.shift, r, s) for r in range(p.taps[0]) for s in range(p.taps[1])] for p in c.phases]
         remainders = sorted({remainder for taps in found for remainder, _ in taps}) or [(0, 0)]
         self.pieces = [self._piece(remainder) for remainder in remainders]
         away = [shift for taps in found for _, shift in taps] or [(0, 0)]
@@ -100,13 +97,7 @@ class Bands:
     def flat(self) -> bool:
         """Whether packed rows follow each other as those of the source do."""
         c = self.c
-        return (
-            self.folded == 1
-            and self.reach == (0, 0)
-            and c.strides == (1, 1)
-            and self.pitch == self.counts[1] == c.sizes[1]
-            and not any(c.low)
-        )
+        return self.reach == (0, 0) and c.strides == (1, 1) and self.pitch == self.counts[1] == c.sizes[1] and not any(c.low)
 
     @property
     def step_words(self) -> int:
@@ -138,15 +129,9 @@ class Bands:
         """From the first one of an area to behind the last one, counted through."""
         return ((images - 1) * self.image_rows + rows - 1) * self.pitch + self.counts[1]
 
-    def tap_rows(self, taps: Pair) -> int:
-        return self._tap_rows(taps)
-
-    def _tap_rows(self, taps: Pair) -> int:
-        return min(taps[0], 1) if self.folded > 1 else taps[0]
-
     def _read(self, shift: Pair, r: int, s: int) -> tuple[Pair, Pair]:
         c = self.c
-        h, w = (0 if self.folded > 1 else shift[0] + r * c.dilations[0]), shift[1] + s * c.dilations[1]
+        h, w = shift[0] + r * c.dilations[0], shift[1] + s * c.dilations[1]
         return (h % c.strides[0], w % c.strides[1]), (h // c.strides[0], w // c.strides[1])
 
     def _piece(self, remainder: Pair) -> Piece:
@@ -161,8 +146,6 @@ class Bands:
     def _rows(self, remainder: int) -> Pair:
         """The first row of a piece that has anything of the source, and the one behind the last."""
         c = self.c
-        if self.folded > 1:
-            return 0, self.counts[0]
         first = max(ceil_div(c.low[0] - remainder, c.strides[0]), 0)
         last = min((c.sizes[0] - 1 + c.low[0] - remainder) // c.strides[0], self.counts[0] + self.reach[0] - 1)
         return first, max(last + 1, 0)
@@ -198,26 +181,17 @@ class Bands:
         self.rows = ceil_div(strips, ceil_div(strips, most_strips)) * self.strip
 
 
-def _folded(c: Correlation) -> int:
-    """How many rows of a window count as channels: all, or one."""
-    rows = c.phases[0].taps[0]
-    if len(c.phases) > 1 or c.channels > SIDE:
-        return 1
-    return rows if ceil_div(c.channels * rows, STEP) < ceil_div(c.channels, STEP) * rows else 1
-
-
 class SourcePacking:
     """Emits the packing of bands."""
 
     def __init__(self, body: Body, bands: Bands) -> None:
         self.body, self.emit, self.bands, self.c = body, body.emit, bands, bands.c
-        self.lanes = SIDE
 
     def pack(self, target: Buffer, area: Area, group: Expr, kind: object) -> Expr | None:
         """A band. Gives how many steps have a number that is too large for tiles; None: that cannot be."""
         emit, bands = self.emit, self.bands
         flags = emit.alloc(bands.steps, "i32", "flags") if bands.parts > 1 else None
-        whole, rest = divmod(bands.channels, STEP)
+        whole, rest = divmod(bands.c.channels, STEP)
         with emit.loop(whole, kind, "s") as s, self.body.point():
             if whole:
                 self._step(target, flags, area, group, s, STEP)
@@ -345,17 +319,9 @@ class SourcePacking:
     ) -> None:
         emit, bands, c = self.emit, self.bands, self.c
 
-        def place(k: Expr) -> tuple[Expr, Expr]:
-            """Channel and row of the source."""
-            if bands.folded == 1:
-                return group * c.channels + k, emit.bind(row * c.strides[0] + (piece.remainder[0] - c.low[0]), "h")
-            shift = c.phases[0].shift[0] - c.low[0]
-            h = row * c.strides[0] + tirx.floormod(k, bands.folded) * c.dilations[0] + shift
-            return group * c.channels + tirx.floordiv(k, bands.folded), emit.bind(h, "h")
-
+        h = emit.bind(row * c.strides[0] + (piece.remainder[0] - c.low[0]), "h")
         if piece.count:
-            if bands.folded == 1 and c.strides[1] == 1:
-                channel, h = place(channels[0])
+            if c.strides[1] == 1:
                 with emit.when(self._inside(h)):
                     self._values(
                         target,
@@ -371,9 +337,8 @@ class SourcePacking:
             else:
                 scratch = emit.alloc(2 * self._padded(piece), "f32", "row")
                 for other, k in enumerate(channels):
-                    channel, h = place(k)
                     with emit.when(self._inside(h)):
-                        self._spread(scratch, other * self._padded(piece), piece, image, channel, h)
+                        self._spread(scratch, other * self._padded(piece), piece, image, group * c.channels + k, h)
                     with emit.when(tirx.Not(self._inside(h))):
                         for i, _ in pieces(emit, self._padded(piece), SIDE):
                             emit.store(scratch, literal(0, "f32"), i + other * self._padded(piece))

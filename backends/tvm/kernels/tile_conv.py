@@ -56,8 +56,6 @@ def suits(body: Body, c: Correlation) -> bool:
     if not body.machine.has_tiles or body.loops is not None or dtype not in PARTS or c.filters < SIDE or not prod(c.phases[0].taps):
         return False
     bands = Bands(c)
-    if bands.folded > 1:
-        return False
     images = c.images * c.groups
     steps_taps = bands.steps * sum(len(taps) for taps in bands.taps)
     tiles = ceil_div(c.filters, SIDE) * ceil_div(bands.positions(1, bands.counts[0]), SIDE) * WORDS * steps_taps * STEP * images

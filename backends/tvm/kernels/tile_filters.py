@@ -11,8 +11,7 @@ with 32 filters in a block, or 16, so that the sums of a block read them from fi
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from tvm import tirx
+from math import prod
 
 from .body import Body
 from .correlation import Phase
@@ -44,7 +43,7 @@ class FilterPacking:
         self.height = tiles * SIDE
         # Words of a tile with all its parts.
         self.words = bands.parts * WORDS
-        self.taps = [bands.tap_rows(p.taps) * p.taps[1] for p in self.c.phases]
+        self.taps = [prod(p.taps) for p in self.c.phases]
         self.blocks, self.rest = divmod(self.c.filters, self.height)
         self.all_blocks = self.blocks + (1 if self.rest else 0)
         self.steps_taps = bands.steps * sum(self.taps)
@@ -85,7 +84,7 @@ class FilterPacking:
     def _block(self, packed: Buffer, group: Expr, filters: Filters) -> None:
         emit = self.emit
         large = Magnitudes(emit) if self.bands.parts > 1 else None
-        whole, rest = divmod(self.bands.channels, STEP)
+        whole, rest = divmod(self.c.channels, STEP)
         for number, phase in enumerate(self.c.phases):
             if not self.taps[number]:
                 continue
@@ -120,22 +119,16 @@ class FilterPacking:
         """One filter's weights for the channels of a step, tap by tap."""
         emit, bands = self.emit, self.bands
         both, one = max(count - SIDE, 0), min(count, SIDE)
-        rows, columns = bands.tap_rows(phase.taps), phase.taps[1]
+        rows, columns = phase.taps
         with emit.loop(rows, SERIAL, "i") as i, emit.loop(columns, SERIAL, "j") as j, self.body.point():
             at = emit.bind(start + (s * self.taps[number] + i * columns + j) * (tiles * self.words), "at")
             for first, last, exist in ((0, both, 2), (both, one, 1), (one, SIDE, 0)):
                 for q, _ in pieces(emit, last - first, SIDE):
                     with self.body.point():
                         place = q + first if first else q
-                        pair = [self._weight(phase, group, row, s * STEP + place + SIDE * other, i, j) for other in range(exist)]
+                        pair = [self.c.weight(group, row, s * STEP + place + SIDE * other, *phase.tap(i, j)) for other in range(exist)]
                         if large is not None:
                             for value in pair:
                                 large.note(value)
                         for part, word in zip(LEFT_PLACES[bands.parts], pair_words(emit, pair, bands.parts), strict=True):
                             emit.store(packed, word, at + place + part * (tiles * WORDS) if part else at + place)
-
-    def _weight(self, phase: Phase, group: Expr, o: Expr, channel: Expr, i: Expr, j: Expr) -> Expr:
-        folded = self.bands.folded
-        if folded > 1:
-            return self.c.weight(group, o, tirx.floordiv(channel, folded), *phase.tap(tirx.floormod(channel, folded), j))
-        return self.c.weight(group, o, channel, *phase.tap(i, j))
