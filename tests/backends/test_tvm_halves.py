@@ -211,6 +211,24 @@ def test_operands_that_a_product_computes_are_not_cut_off(tmp_path: Path) -> Non
     assert float(((cut - exact) / exact).mean()) < -(2.0**-10)
 
 
+def test_operands_that_a_convolution_computes_are_not_cut_off(tmp_path: Path) -> None:
+    """The same for a convolution and its gradient for the weight."""
+    x, c, w, g = (value(n, f"bf16[{t}]") for n, t in (("x", "2,64,20,20"), ("c", "2,64,20,20"), ("w", "64,64,3,3"), ("g", "2,64,20,20")))
+    attrs = {"strides": (1, 1), "pads": (1, 1, 1, 1), "groups": 1, "kernel": "k0"}
+    scaled = make("mul", [x, c], ["s"], kernel="k0")
+    forward = make("conv", [*scaled.outs, w], ["y"], **attrs)
+    backward = make("conv_grad_weight", [*scaled.outs, g], ["d"], shape=(64, 64, 3, 3), **attrs)
+    graphs = [Graph("s0.F", (x, c, w), forward.outs, (scaled, forward)), Graph("s0.B", (x, c, g), backward.outs, (scaled, backward))]
+    a, b, v, d = (torch.rand(t.type.dims).add(0.5).to(torch.bfloat16) for t in (x, c, w, g))
+    program = build(graphs, tmp_path)
+    weight = v.double().requires_grad_()
+    y = torch.nn.functional.conv2d(a.double() * b.double(), weight, padding=1)
+    y.backward(d.double())
+    assert weight.grad is not None
+    for (found,), exact in ((program.call("s0.F", [a, b, v]), y.detach()), (program.call("s0.B", [a, b, d]), weight.grad)):
+        assert abs(float(((found.double() - exact) / exact).mean())) < 2.0**-11
+
+
 def test_tile_registers_go_by_the_name_of_the_target() -> None:
     """LLVM counts them among what these models have, but not every process there may use them, and loading looks at the name."""
     for model in ("sapphirerapids", "graniterapids"):

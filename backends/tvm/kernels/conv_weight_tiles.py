@@ -31,7 +31,7 @@ from .conv_weight_lines import Axis, Plan, find_plan, vector_cycles
 from .conv_weight_packing import WeightPacking
 from .emit import SERIAL, Buffer, Expr, literal, load
 from .gemm import ceil_div
-from .tile_packing import STRIP
+from .tile_packing import STRIP, can_pack
 from .tile_registers import LEFT_PLACES, ORDER, PARTS, RIGHT_PLACES, SIDE, WORDS, Registers
 from .transpose import pieces, transpose_block
 
@@ -40,14 +40,13 @@ _A_TILES, _B_TILES = 4, 6
 
 def plan_tiles(body: Body, w: WeightGradient) -> Plan | None:
     """How to do it on tiles; None: the machine has none, or vectors are faster."""
-    dtype = w.out.type.dtype
-    if not body.machine.has_tiles or dtype not in PARTS:
+    if not can_pack(body, w.out):
         return None
     axes = [
         Axis(size, out, kernel, stride, dilation, low)
         for size, out, kernel, stride, dilation, low in zip(w.sizes, w.spatial, w.kernel, w.strides, w.dilations, w.low, strict=True)
     ]
-    plan = find_plan(axes[0], axes[1], w.images, w.filters, w.channels, PARTS[dtype])
+    plan = find_plan(axes[0], axes[1], w.images, w.filters, w.channels, PARTS[w.out.type.dtype])
     vectors = vector_cycles((w.filters, w.channels), w.spatial, w.images, prod(w.kernel))
     return plan if plan is not None and plan.cycles < vectors else None
 

@@ -35,8 +35,9 @@ from .emit import SERIAL, VECTOR, Buffer, Expr, literal
 from .gemm import ceil_div
 from .tile_bands import Area, Bands, SourcePacking
 from .tile_filters import FilterPacking, Filters
+from .tile_packing import can_pack
 from .tile_product import same_places
-from .tile_registers import LEFT_PLACES, LINE, ORDER, PARTS, SIDE, STEP, WORDS, Registers
+from .tile_registers import LEFT_PLACES, LINE, ORDER, SIDE, STEP, WORDS, Registers
 from .transpose import pieces
 
 _A_TILES, _B_TILES = 4, 6
@@ -52,8 +53,7 @@ def _i32(value: int) -> Expr:
 
 def suits(body: Body, c: Correlation) -> bool:
     """Whether the correlation is worth tiles, and the machine has them."""
-    dtype = c.out.type.dtype
-    if not body.machine.has_tiles or body.loops is not None or dtype not in PARTS or c.filters < SIDE or not prod(c.phases[0].taps):
+    if not can_pack(body, c.out) or body.loops is not None or c.filters < SIDE or not prod(c.phases[0].taps):
         return False
     bands = Bands(c)
     images = c.images * c.groups

@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING
 
 from tvm import tirx
 
+from penstock.ir.graph import Value
+from penstock.ir.ops import OPS
+
 from .body import Body
 from .elements import Index
 from .emit import SERIAL, Buffer, Expr, literal
@@ -33,6 +36,23 @@ STRIP = 2 * SIDE
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def can_pack(body: Body, out: Value) -> bool:
+    """Whether the machine has tiles for the operation that `out` is the result of, and its operands can be packed for them."""
+    if not body.machine.has_tiles or out.type.dtype not in PARTS:
+        return False
+    return PARTS[out.type.dtype] > 1 or all(_is_rounded(body, v) for op in body.group.ops if out in op.outs for v in op.ins)
+
+
+def _is_rounded(body: Body, value: Value) -> bool:
+    """Whether all that is read of a value of bf16 is bf16: what the kernel itself computes is not rounded, and packing cuts the rest off."""
+    if body.is_stored(value):
+        return True
+    op = next((o for o in (*body.group.ops, *body.group.inline.values()) if value in o.outs), None)
+    return op is not None and (
+        op.kind == "cast" or (OPS[op.kind].family in ("layout", "source") and all(_is_rounded(body, v) for v in op.ins))
+    )
 
 
 def _i32(value: int) -> Expr:

@@ -27,14 +27,13 @@ from typing import TYPE_CHECKING
 from tvm import tirx
 
 from penstock.ir.graph import Value, slot_of
-from penstock.ir.ops import OPS
 from penstock.ir.types import ITEM_BYTES
 
 from ..group import PACKED
 from .body import Body, parallel_if
 from .elements import linear, unravel
 from .emit import SERIAL, Buffer, Expr, literal
-from .tile_packing import STRIP, PackedA, PackedB, Span, Strips, TilePacking, ceil_div
+from .tile_packing import STRIP, PackedA, PackedB, Span, Strips, TilePacking, can_pack, ceil_div
 from .tile_registers import LEFT_PLACES, LINE, ORDER, PARTS, RIGHT_PLACES, SIDE, STEP, WORDS, Registers
 from .transpose import pieces
 
@@ -57,11 +56,10 @@ _TILES_RATE, _VECTORS_RATE, _PACKING = 68.0, 24.0, 1.5
 
 def suits(body: Body, p: Product) -> bool:
     """Whether the product is worth tiles, and the machine has them."""
-    dtype = p.out.type.dtype
-    if not body.machine.has_tiles or dtype not in PARTS or min(p.m, p.n, p.k) < SIDE:
+    if not can_pack(body, p.out) or min(p.m, p.n, p.k) < SIDE:
         return False
-    if PARTS[dtype] == 1:
-        return all(_is_rounded(body, v) for op in body.group.ops if p.out in op.outs for v in op.ins)
+    if PARTS[p.out.type.dtype] == 1:
+        return True
     whole = ceil_div(p.m, SIDE) * SIDE * ceil_div(p.n, SIDE) * SIDE * ceil_div(p.k, STEP) * STEP
     return whole / _TILES_RATE + _PACKING * p.k * (p.m + p.n) < p.m * p.n * p.k / _VECTORS_RATE
 
@@ -80,16 +78,6 @@ def same_places(body: Body, out: Value) -> list[tuple[Buffer, str]]:
                 found[body.operand(v)] = v.type.dtype
     found |= {body.result(v): v.type.dtype for v in body.group.outs if v.type.shape == out.type.shape}
     return list(found.items())
-
-
-def _is_rounded(body: Body, value: Value) -> bool:
-    """Whether all that is read of a value of bf16 is bf16: what the kernel itself computes is not rounded, and packing cuts the rest off."""
-    if body.is_stored(value):
-        return True
-    op = next((o for o in (*body.group.ops, *body.group.inline.values()) if value in o.outs), None)
-    return op is not None and (
-        op.kind == "cast" or (OPS[op.kind].family in ("layout", "source") and all(_is_rounded(body, v) for v in op.ins))
-    )
 
 
 def emit_tile_product(body: Body, p: Product) -> None:
