@@ -165,7 +165,7 @@ def test_results_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
         op = make(kind, ins, ["y"], "", **attrs)  # type: ignore[arg-type]
         return Graph(name, ins, op.outs, (op,))
 
-    wide = fused(norm_gradients((1024, 768), 768))
+    wide, images = fused(norm_gradients((1024, 768), 768)), "f32[2,64,28,28]"
     graphs = [
         replace(wide, name="s0.norm"),
         single("sum", "s0.all", "f32[1024,1024]", axes=(0, 1)),
@@ -173,6 +173,13 @@ def test_results_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
         single("softmax", "s0.softmax", "f32[512,200]"),
         single("gelu", "s0.gelu", "f32[512,200]"),
         single("max_pool", "s0.pool", "f32[2,16,64,64]", window=(3, 3), strides=(2, 2), pads=(1, 1, 1, 1)),
+        # On tile registers, where there are some.
+        single("matmul", "s0.product", "f32[256,768]", "f32[768,1024]"),
+        single("matmul", "s0.long", "f32[200,1500]", "f32[300,1500]", tb=True),
+        single("matmul", "s0.batch", "f32[6,160,128]", "f32[6,160,192]", ta=True),
+        single("conv", "s0.conv", images, "f32[64,64,3,3]", pads=(1, 1, 1, 1)),
+        single("conv_grad_input", "s0.images", images, "f32[64,64,3,3]", shape=(2, 64, 28, 28), pads=(1, 1, 1, 1)),
+        single("conv_grad_weight", "s0.filters", images, images, shape=(64, 64, 3, 3), pads=(1, 1, 1, 1)),
     ]
     built = build_graphs(graphs, tmp_path / "stage.so")
     (tmp_path / "module.ir").write_text(print_module(Module("m", graphs={g.name: g for g in graphs})))
