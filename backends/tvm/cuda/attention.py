@@ -26,8 +26,7 @@ from penstock.ir.types import numpy_dtype
 
 from ..kernels.body import NotOneKernel
 from ..kernels.elements import Index, broadcast_index, linear, unravel, zero
-from ..kernels.emit import Buffer, Expr, literal
-from ..kernels.product import ceil_div
+from ..kernels.emit import Buffer, Expr, ceil_div, literal
 from .body import DeviceBody
 from .loops import bind_index, fold_threads
 

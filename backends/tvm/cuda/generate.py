@@ -22,8 +22,7 @@ from ..kernels import elementwise, emit_group, rows, select, windows
 from ..kernels.body import Group, Kernel, NotOneKernel
 from ..kernels.elements import INDEXED, POINTWISE, Index, axis_of, linear, table_row, unravel, zero
 from ..kernels.elementwise import emit_nest
-from ..kernels.emit import Buffer, Expr, cast, literal
-from ..kernels.product import ceil_div
+from ..kernels.emit import Buffer, Expr, cast, ceil_div, literal
 from ..kernels.sums import add
 from ..target import Machine
 from .attention import emit_attention, emit_attention_grad

@@ -24,8 +24,8 @@ from penstock.ir.types import ITEM_BYTES
 from ..kernels.body import Body
 from ..kernels.elements import Index, unravel, zero
 from ..kernels.elementwise import run_index
-from ..kernels.emit import Buffer, Expr, literal
-from ..kernels.product import Product, ceil_div
+from ..kernels.emit import Buffer, Expr, ceil_div, literal
+from ..kernels.product import Product
 from ..kernels.reduce import Sweep
 from ..kernels.rows import Rows
 from ..kernels.sums import Combine

@@ -27,8 +27,7 @@ from penstock.ir.types import ITEM_BYTES
 from .attention_tiles import LOG2E, Sizes, Tiles, lowest, over_heads, scale_of, smaller
 from .body import Body
 from .elements import Index, zero
-from .emit import SERIAL, Buffer, Expr, compute_dtype, literal
-from .product import ceil_div
+from .emit import SERIAL, Buffer, Expr, ceil_div, compute_dtype, literal
 
 # Keys whose scores are held at once, and bytes of scratch for them.
 _KEYS = 2048

@@ -31,8 +31,7 @@ from penstock.ir.types import ITEM_BYTES
 from .attention_tiles import LOG2E, Sizes, Tiles, lowest, over_heads, scale_of, smaller
 from .body import Body
 from .elements import Index, zero
-from .emit import SERIAL, Buffer, Expr, compute_dtype, literal
-from .product import ceil_div
+from .emit import SERIAL, Buffer, Expr, ceil_div, compute_dtype, literal
 
 # Queries and keys of a block; both are rounded to whole tiles of rows, keys to whole panels as well.
 _QUERIES = 96

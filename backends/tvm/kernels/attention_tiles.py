@@ -26,9 +26,8 @@ from penstock.ir.types import ITEM_BYTES
 
 from .body import Body, NotOneKernel, parallel_if
 from .elements import Index, broadcast_index, number, unravel, zero
-from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
+from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal
 from .gemm import contiguous
-from .product import ceil_div
 from .transpose import transpose_block
 
 LOG2E = math.log2(math.e)

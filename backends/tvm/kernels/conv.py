@@ -33,8 +33,7 @@ from .conv_weight import WeightGradient, emit_weight_gradient, is_suited
 from .conv_weight_tiles import emit_weight_tiles, plan_tiles
 from .correlation import Correlation, Pair, Phase
 from .elements import Index, unravel, zero
-from .emit import Buffer, Expr, literal
-from .gemm import ceil_div
+from .emit import Buffer, Expr, ceil_div, literal
 
 # A smaller image leaves lanes empty behind its last whole vector, and has no long runs to pack.
 _LEAST_POSITIONS = 256

@@ -20,8 +20,7 @@ from penstock.ir.types import ITEM_BYTES
 
 from .body import Body, parallel_if
 from .conv_weight import WeightGradient
-from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal, load
-from .gemm import ceil_div
+from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal, load
 from .transpose import pieces
 
 

@@ -12,8 +12,7 @@ from tvm import tirx
 
 from .body import Body, parallel_if
 from .correlation import Correlation, Phase, Source, cover
-from .emit import SERIAL, VECTOR, Buffer, Expr, literal
-from .gemm import ceil_div
+from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, literal
 from .transpose import pieces
 
 _WIDEST_LINE = 8

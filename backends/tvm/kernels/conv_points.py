@@ -23,8 +23,7 @@ from penstock.ir.types import ITEM_BYTES
 from .body import Body, parallel_if
 from .correlation import cover, most_rows
 from .elements import Index
-from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
-from .gemm import ceil_div
+from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal
 from .transpose import pieces
 
 # Elements of a block of positions: they stay in the second-level cache while all outputs are computed.

@@ -20,8 +20,7 @@ from tvm import tirx
 
 from .body import Body, parallel_if
 from .correlation import Correlation, Pair, Phase, Source, cover, most_rows, strip_rows
-from .emit import SERIAL, VECTOR, Buffer, Expr, literal, load
-from .gemm import ceil_div
+from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, literal, load
 from .transpose import pieces, transpose_block
 
 

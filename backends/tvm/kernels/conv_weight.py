@@ -28,8 +28,7 @@ from penstock.ir.types import ITEM_BYTES
 from .body import Body, parallel_if
 from .correlation import Pair, cover, most_rows
 from .elements import Index
-from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal, load
-from .gemm import ceil_div
+from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal, load
 from .transpose import pieces, transpose_block
 
 # Elements of a packed panel that may wait in the second-level cache for all images.

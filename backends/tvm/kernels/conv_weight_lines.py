@@ -1,4 +1,5 @@
 """Positions of a convolution as lines of numbers along a sum, for gradients of its weight on tile registers.
+from .emit import ceil_div
 
 In: the sizes of a gradient, two spatial dimensions. Out: a Layout, which says where in a line each position of dy and of x stands, so that
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from math import prod
 
 from .correlation import Pair
-from .gemm import ceil_div
+from .emit import ceil_div
 from .tile_registers import SIDE, STEP
 
 # Bytes of the second cache that packed operands and sums may take, and up to which all of dy is still found there in the next round.

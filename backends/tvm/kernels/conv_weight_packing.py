@@ -21,17 +21,12 @@ from .body import Body
 from .conv_weight import WeightGradient
 from .conv_weight_lines import Layout
 from .correlation import cover
-from .emit import SERIAL, VECTOR, Buffer, Expr, literal, load
-from .gemm import ceil_div
+from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, i32, literal, load
 from .tile_registers import LEFT_PLACES, PARTS, RIGHT_PLACES, SIDE, WORDS, Magnitudes, pair_words
 from .transpose import pieces, transpose_block
 
 # Filters that are packed together, so that words are written in longer runs.
 _ROWS = 16
-
-
-def _i32(value: int) -> Expr:
-    return literal(value, "i32")
 
 
 class WeightPacking:
@@ -54,12 +49,12 @@ class WeightPacking:
                 phase = rows.residues.index(r * rows.dilation % rows.stride) * len(columns.residues)
                 phase += columns.residues.index(s * columns.dilation % columns.stride)
                 line = phase * layout.phase + rows.shift(r) * layout.pitch + columns.shift(s)
-                emit.store(self.taps, _i32(line), _i32(r * columns.kernel + s))
+                emit.store(self.taps, i32(line), i32(r * columns.kernel + s))
         self.row_lines = emit.alloc(layout.source_rows, "i32", "rows")
         column_lines = emit.alloc(columns.size, "i32", "columns")
         for buffer, count in ((self.row_lines, layout.source_rows), (column_lines, columns.size)):
             with emit.loop(count, SERIAL, "t") as t:
-                emit.store(buffer, _i32(-1), t)
+                emit.store(buffer, i32(-1), t)
         for number, residue in enumerate(rows.residues):
             with emit.loop(layout.height + rows.reach(residue), SERIAL, "y") as y:
                 line = y * layout.pitch + number * len(columns.residues) * layout.phase
@@ -73,7 +68,7 @@ class WeightPacking:
         self.places = emit.alloc(layout.source_rows * columns.size, "i32", "places")
         with emit.loop(layout.source_rows, SERIAL, "y") as y, emit.loop(columns.size, SERIAL, "v") as v:
             row, column = tirx.BufferLoad(self.row_lines, [y]), tirx.BufferLoad(column_lines, [v])
-            line = tirx.Select(tirx.all(row >= 0, column >= 0), row + column, _i32(layout.lines))
+            line = tirx.Select(tirx.all(row >= 0, column >= 0), row + column, i32(layout.lines))
             emit.store(self.places, line * SIDE, y * columns.size + v)
 
     # ------------------------------------------------------------------------------ units
@@ -208,7 +203,7 @@ class WeightPacking:
         for phase in range(len(layout.columns.residues)):
             for part in range(self.parts):
                 for i, _ in self.emit.spans(layout.pitch * SIDE, SIDE):
-                    self.emit.store(words, _i32(0), at + (phase * layout.phase * SIDE + part * self.x_part) + i)
+                    self.emit.store(words, i32(0), at + (phase * layout.phase * SIDE + part * self.x_part) + i)
 
     def _run(self, words: Buffer, at: Expr, start: Expr, place: Expr, count: Expr | int, source: _Source, large: Magnitudes | None) -> None:
         """`count` neighbours from `start` on, 16 at once; the last 16 may have some twice. Their table begins with `place`."""

@@ -29,8 +29,7 @@ from .body import Body, parallel_if
 from .conv_weight import WeightGradient
 from .conv_weight_lines import Axis, Plan, find_plan, vector_cycles
 from .conv_weight_packing import WeightPacking
-from .emit import SERIAL, Buffer, Expr, literal, load
-from .gemm import ceil_div
+from .emit import SERIAL, Buffer, Expr, ceil_div, i32, literal, load
 from .tile_packing import STRIP, can_pack
 from .tile_registers import LEFT_PLACES, ORDER, PARTS, RIGHT_PLACES, SIDE, WORDS, Registers
 from .transpose import pieces, transpose_block
@@ -53,10 +52,6 @@ def plan_tiles(body: Body, w: WeightGradient) -> Plan | None:
 
 def emit_weight_tiles(body: Body, w: WeightGradient, plan: Plan) -> None:
     _WeightTiles(body, w, plan).run()
-
-
-def _i32(value: int) -> Expr:
-    return literal(value, "i32")
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ class _WeightTiles:
         packing.prepare()
         x = emit.alloc(2 * self.strips * packing.x_words, "i32", "xp")
         for i, _ in emit.spans(2 * self.strips * packing.x_words, SIDE):
-            emit.store(x, _i32(0), i)
+            emit.store(x, i32(0), i)
         if self.last:
             self.partial = emit.alloc(self.row_strips * self.column_strips * self.taps * STRIP * STRIP, "f32", "partial")
         with emit.loop(w.groups, SERIAL, "g") as g, self.body.point():
@@ -104,7 +99,7 @@ class _WeightTiles:
             self.large_dy, self.large_x = flags
             for flag, count in ((self.large_dy, self.row_strips), (self.large_x, 2 * self.column_strips)):
                 with emit.loop(count, SERIAL, "f") as f:
-                    emit.store(flag, _i32(0), f)
+                    emit.store(flag, i32(0), f)
             with emit.loop(layout.blocks, SERIAL, "q") as q, self.body.point():
                 self._block(g, q, x)
 
@@ -124,7 +119,7 @@ class _WeightTiles:
             def rows(number: Expr, height: int) -> None:
                 words, at = dy, number * packing.dy_words
                 if words is None:
-                    words, at = emit.alloc(packing.dy_words, "i32", "dyp"), _i32(0)
+                    words, at = emit.alloc(packing.dy_words, "i32", "dyp"), i32(0)
                     self._pack_dy(words, at, group, number, height, q)
                 sums = emit.alloc(self.taps * STRIP * STRIP, "f32", "sums")
                 line = emit.alloc(STRIP * self.taps + SIDE, "f32", "run")
@@ -173,7 +168,7 @@ class _WeightTiles:
                 action(number, STRIP)
         if rest:
             with self.emit.loop(1), self.body.point():
-                action(_i32(whole), rest)
+                action(i32(whole), rest)
 
     def _note(self, flags: Buffer, number: Expr, large: Expr | None) -> None:
         if large is not None:
@@ -239,7 +234,7 @@ class _WeightTiles:
         with emit.when(tirx.all(o.block > 0, o.block < self.last)):
             add(self.partial, kept, with_kept=True)
         with emit.when(tirx.EQ(o.block, self.last)):
-            add(o.sums, _i32(0), with_kept=True)
+            add(o.sums, i32(0), with_kept=True)
 
     def _plain_sums(self, o: _Operands) -> None:
         """The same without tiles, over all positions of all images, one multiply-add after the other."""
@@ -253,7 +248,7 @@ class _WeightTiles:
             self.body.point(),
         ):
             total = emit.alloc(1, "f32", "total")
-            emit.store(total, literal(0, "f32"), _i32(0))
+            emit.store(total, literal(0, "f32"), i32(0))
             with emit.loop(w.images, SERIAL, "n") as n, emit.loop(height, SERIAL, "y") as y, emit.loop(width, SERIAL, "v") as v:
                 dy = (((n * w.groups + o.group) * w.filters + o.filters + i) * height + y) * width + v
                 row = emit.bind(y * w.strides[0] + r * w.dilations[0] - w.low[0], "row")
@@ -262,9 +257,9 @@ class _WeightTiles:
                 near = tirx.max(tirx.min(row, rows - 1), 0) * columns + tirx.max(tirx.min(column, columns - 1), 0)
                 x = ((n * w.groups + o.group) * w.channels + o.channels + c) * (rows * columns) + near
                 product = load(w.dy, dy) * tirx.Select(inside, load(w.x, x), literal(0, "f32"))
-                emit.store(total, tirx.BufferLoad(total, [_i32(0)]) + product, _i32(0))
+                emit.store(total, tirx.BufferLoad(total, [i32(0)]) + product, i32(0))
             place = ((r * w.kernel[1] + s) * STRIP + i) * STRIP + c
-            emit.store(o.sums, tirx.BufferLoad(total, [_i32(0)]), place)
+            emit.store(o.sums, tirx.BufferLoad(total, [i32(0)]), place)
 
     # ------------------------------------------------------------------------------ results
 
@@ -274,7 +269,7 @@ class _WeightTiles:
         source, start = o.sums, r * STRIP
         if taps > 1:
             self._turn(o, r)
-            source, start = o.line, _i32(0)
+            source, start = o.line, i32(0)
         for i, _ in pieces(self.emit, o.columns * taps, SIDE):
             with self.body.point():
                 value = tirx.BufferLoad(source, [start + i])

@@ -18,8 +18,7 @@ from penstock.ir.types import ITEM_BYTES
 
 from .body import Body
 from .elements import Index
-from .emit import SERIAL, Buffer, Emitter, Expr, compute_dtype, literal, load
-from .gemm import ceil_div
+from .emit import SERIAL, Buffer, Emitter, Expr, ceil_div, compute_dtype, literal, load
 from .transpose import pieces
 
 Pair = tuple[int, int]

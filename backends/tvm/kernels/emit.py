@@ -71,6 +71,15 @@ def literal(value: bool | int | float, dtype: str) -> Expr:
     return tirx.IntImm(name, int(value))
 
 
+def i32(value: int) -> Expr:
+    """A constant index or size."""
+    return tirx.IntImm("int32", value)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def rounded_literal(value: bool | int | float, dtype: str) -> Expr:
     """A constant as memory of that element type would hold it."""
     return literal(float(np.array(value, numpy_dtype(dtype))) if dtype in HALVES else value, dtype)

@@ -19,9 +19,9 @@ from penstock.ir.ops import complete_attrs
 from .body import Body
 from .elements import Index, broadcast_index, unravel
 from .emit import Expr, literal
-from .product import Product, ceil_div, emit_product
+from .product import Product, emit_product
 
-__all__ = ["Product", "ceil_div", "emit_matmul", "emit_product"]
+__all__ = ["Product", "emit_matmul", "emit_product"]
 
 
 def contiguous(body: Body, value: Value, index: Callable[[Expr], Index], extent: int) -> bool:

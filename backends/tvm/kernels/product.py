@@ -34,7 +34,7 @@ from penstock.ir.types import ITEM_BYTES
 from . import tile_product
 from .body import BIJECTIONS, Body, parallel_if
 from .elements import Index, linear, unravel
-from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
+from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal
 from .product_few import DOT_ROWS, SHORT_K, STREAM_COLUMNS, emit_dots, emit_short, emit_streams, has_few_rows
 from .transpose import transpose_block
 
@@ -80,10 +80,6 @@ class Product:
     b_address: Address | None = None
     # The operation, if B may be packed before the kernel runs.
     op: Op | None = None
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 # ---------------------------------------------------------------------------------------- the loops

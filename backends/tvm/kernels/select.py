@@ -28,8 +28,7 @@ from penstock.ir.ops import complete_attrs
 
 from .body import Body, parallel_if
 from .elements import Index, axis_of, unravel, zero
-from .emit import SERIAL, VECTOR, Buffer, Expr, cast, dtype_name, literal
-from .gemm import ceil_div
+from .emit import SERIAL, VECTOR, Buffer, Expr, cast, ceil_div, dtype_name, literal
 from .sums import LOWEST, fold
 
 

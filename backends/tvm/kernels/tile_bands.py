@@ -30,8 +30,7 @@ from penstock.ir.types import ITEM_BYTES
 
 from .body import Body
 from .correlation import Correlation, Pair, cover
-from .emit import SERIAL, VECTOR, Buffer, Expr, literal
-from .gemm import ceil_div
+from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, i32, literal
 from .tile_registers import PARTS, SIDE, STEP, Magnitudes, pair_words
 from .transpose import pieces, separate_pairs
 
@@ -39,10 +38,6 @@ from .transpose import pieces, separate_pairs
 _BAND_BYTES = 1 << 20
 # Positions whose sums are computed before any is finished.
 _STRIP = 512
-
-
-def _i32(value: int) -> Expr:
-    return literal(value, "i32")
 
 
 @dataclass(frozen=True)
@@ -197,14 +192,14 @@ class SourcePacking:
                 self._step(target, flags, area, group, s, STEP)
         if rest:
             with self.body.point():
-                self._step(target, flags, area, group, _i32(whole), rest)
+                self._step(target, flags, area, group, i32(whole), rest)
         if flags is None:
             return None
         total = emit.alloc(1, "i32", "large")
-        emit.store(total, _i32(0), _i32(0))
+        emit.store(total, i32(0), i32(0))
         with emit.loop(bands.steps, SERIAL, "s") as s:
-            emit.store(total, tirx.BufferLoad(total, [_i32(0)]) + tirx.BufferLoad(flags, [s]), _i32(0))
-        return emit.bind(tirx.BufferLoad(total, [_i32(0)]), "large")
+            emit.store(total, tirx.BufferLoad(total, [i32(0)]) + tirx.BufferLoad(flags, [s]), i32(0))
+        return emit.bind(tirx.BufferLoad(total, [i32(0)]), "large")
 
     def _step(self, target: Buffer, flags: Buffer | None, area: Area, group: Expr, s: Expr, count: int) -> None:
         emit, bands = self.emit, self.bands
@@ -303,7 +298,7 @@ class SourcePacking:
 
     def _zeros(self, target: Buffer, at: Expr, count: int) -> None:
         for i, _ in pieces(self.emit, count, SIDE):
-            self.emit.store(target, _i32(0), at + i)
+            self.emit.store(target, i32(0), at + i)
 
     def _store(self, target: Buffer, at: Expr, pair: list[Expr]) -> None:
         for part, word in enumerate(pair_words(self.emit, pair, self.bands.parts)):
@@ -378,7 +373,7 @@ class SourcePacking:
             rest = emit.alloc(SIDE, "f32", "rest")
             with emit.loop(done // SIDE, SERIAL, "v") as v:
                 if done:
-                    separate_pairs(emit, SIDE, (c.plain, line + v * STEP), [(scratch, v * SIDE + at), (rest, _i32(0))])
+                    separate_pairs(emit, SIDE, (c.plain, line + v * STEP), [(scratch, v * SIDE + at), (rest, i32(0))])
         for i, _ in pieces(emit, piece.count - done, SIDE):
             with self.body.point():
                 emit.store(scratch, c.source(image, channel, h, (i + done) * apart + begin), i + (done + at))

@@ -31,8 +31,7 @@ from ..group import PACKED
 from .body import Body, parallel_if
 from .correlation import Correlation, Phase, cover
 from .elements import linear
-from .emit import SERIAL, VECTOR, Buffer, Expr, literal
-from .gemm import ceil_div
+from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, i32, literal
 from .tile_bands import Area, Bands, SourcePacking
 from .tile_filters import FilterPacking, Filters
 from .tile_packing import can_pack
@@ -45,10 +44,6 @@ _A_TILES, _B_TILES = 4, 6
 # and one of weights, by whether filters come first in them.
 _TILES_RATE, _VECTORS_RATE, _PACKING = 45.0, 22.0, 0.6
 _PACKING_WEIGHTS = {True: 4.0, False: 14.0}
-
-
-def _i32(value: int) -> Expr:
-    return literal(value, "i32")
 
 
 def suits(body: Body, c: Correlation) -> bool:
@@ -135,7 +130,7 @@ class _TileConv:
                 continue
             with emit.loop(count * c.groups, lead, "n") as n, self.body.point():
                 image = emit.bind(tirx.floordiv(n, c.groups) * size + first, "n") if c.groups > 1 else n * size + first
-                group = emit.bind(tirx.floormod(n, c.groups), "g") if c.groups > 1 else _i32(0)
+                group = emit.bind(tirx.floormod(n, c.groups), "g") if c.groups > 1 else i32(0)
                 self._rows(packed, image, size, group, step_rows, rows, blocks)
 
     def _rows(self, packed: Buffer, image: Expr, images: int, group: Expr, step_rows: int, kind: object, blocks: object) -> None:
@@ -144,10 +139,10 @@ class _TileConv:
         whole, rest = divmod(c.spatial[0], step_rows)
         if whole:
             with emit.loop(whole, kind, "bd") as b, self.body.point():
-                self._band(packed, image, images, group, b * self.bands.rows if whole > 1 else _i32(0), step_rows, blocks)
+                self._band(packed, image, images, group, b * self.bands.rows if whole > 1 else i32(0), step_rows, blocks)
         if rest:
             with emit.loop(1), self.body.point():
-                self._band(packed, image, images, group, _i32(whole * self.bands.rows), rest, blocks)
+                self._band(packed, image, images, group, i32(whole * self.bands.rows), rest, blocks)
 
     def _fill_offsets(self) -> None:
         """For each phase, where each tap begins in the packed band."""
@@ -157,7 +152,7 @@ class _TileConv:
             if len(taps) > 1:
                 table = emit.alloc(len(taps), "i32", "offsets")
                 for t, (piece, away) in enumerate(taps):
-                    emit.store(table, _i32(piece * bands.steps * bands.step_words + away), _i32(t))
+                    emit.store(table, i32(piece * bands.steps * bands.step_words + away), i32(t))
             self.offsets.append(table)
 
     # ------------------------------------------------------------------------------ bands, blocks, strips
@@ -219,7 +214,7 @@ class _TileConv:
                 self._tile(packed, band, block, phase, strip, sums, p, self.across)
         if rest:
             with self.body.point():
-                self._tile(packed, band, block, phase, strip, sums, _i32(whole), rest)
+                self._tile(packed, band, block, phase, strip, sums, i32(whole), rest)
 
     def _tile(self, packed: Buffer, band: _Band, block: Filters, phase: int, strip: _Strip, sums: Buffer, p: Expr, across: int) -> None:
         emit, bands, registers, words = self.emit, self.bands, self.registers, self.filters.words
@@ -234,7 +229,7 @@ class _TileConv:
         with emit.loop(bands.steps if count else 0, SERIAL, "s") as s, emit.loop(count, SERIAL, "t") as t, self.body.point():
             if count:
                 piece, away = bands.taps[phase][0]
-                offset = tirx.BufferLoad(table, [t]) if table is not None else _i32(piece * bands.steps * bands.step_words + away)
+                offset = tirx.BufferLoad(table, [t]) if table is not None else i32(piece * bands.steps * bands.step_words + away)
                 at_a = emit.bind(first_a + (s * count + t) * (down * words), "a")
                 at_b = emit.bind(first_b + s * bands.step_words + offset, "b")
                 self._ask_for(band, block, strip, p, across, s * count + t, bands.steps * count)
@@ -338,7 +333,7 @@ class _TileConv:
                 for a in range(c.step[0]):
                     self._row(sums, line, dense, h, a)
         for a in range(rest):
-            self._row(sums, line, dense, _i32(whole), a)
+            self._row(sums, line, dense, i32(whole), a)
 
     def _row(self, sums: Buffer, line: Expr, dense: Buffer, h: Expr, a: int) -> None:
         c, emit, bands = self.c, self.emit, self.bands

@@ -15,8 +15,7 @@ from math import prod
 
 from .body import Body
 from .correlation import Phase
-from .emit import SERIAL, Buffer, Expr, literal
-from .gemm import ceil_div
+from .emit import SERIAL, Buffer, Expr, ceil_div, literal
 from .tile_bands import Bands
 from .tile_registers import LEFT_PLACES, SIDE, STEP, WORDS, Magnitudes, pair_words
 from .transpose import pieces

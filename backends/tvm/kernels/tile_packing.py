@@ -23,7 +23,7 @@ from penstock.ir.ops import OPS
 
 from .body import Body
 from .elements import Index
-from .emit import SERIAL, Buffer, Expr, literal
+from .emit import SERIAL, Buffer, Expr, ceil_div, i32
 from .tile_registers import LEFT_PLACES, PARTS, RIGHT_PLACES, SIDE, STEP, WORDS, Magnitudes, bits, pair_words
 from .transpose import pieces, transpose_block
 
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 
 # Columns of a strip.
 STRIP = 2 * SIDE
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def can_pack(body: Body, out: Value) -> bool:
@@ -53,10 +49,6 @@ def _is_rounded(body: Body, value: Value) -> bool:
     return op is not None and (
         op.kind == "cast" or (OPS[op.kind].family in ("layout", "source") and all(_is_rounded(body, v) for v in op.ins))
     )
-
-
-def _i32(value: int) -> Expr:
-    return literal(value, "i32")
 
 
 @dataclass(frozen=True)
@@ -200,7 +192,7 @@ class TilePacking:
     def _store_turned(self, target: Buffer, at: Expr, scratch: Buffer) -> None:
         """The tiles in `scratch`, one for each part, transposed."""
         for part in range(self.parts):
-            lines = transpose_block(self.emit, "i32", SIDE, SIDE, scratch, [_i32(part * WORDS + q * SIDE) for q in range(SIDE)])
+            lines = transpose_block(self.emit, "i32", SIDE, SIDE, scratch, [i32(part * WORDS + q * SIDE) for q in range(SIDE)])
             for r, words in enumerate(lines):
                 self.emit.add(tirx.BufferStore(target, words, [tirx.Ramp(at + (part * WORDS + r * SIDE), 1, SIDE)]))
 
@@ -214,7 +206,7 @@ class TilePacking:
                 action(s, STEP)
         if rest:
             with self.body.point():
-                action(_i32(whole), rest)
+                action(i32(whole), rest)
 
     def a(self, span: Span, start: Expr, rows: int) -> PackedA:
         """Rows start .. start + rows."""
@@ -256,7 +248,7 @@ class TilePacking:
                 tile(t * STRIP, h, 2, SIDE)
         for h in range(ceil_div(rest, SIDE)):
             with self.body.point():
-                tile(_i32(whole * STRIP), _i32(h), ceil_div(rest, SIDE), min(rest - h * SIDE, SIDE))
+                tile(i32(whole * STRIP), i32(h), ceil_div(rest, SIDE), min(rest - h * SIDE, SIDE))
         return PackedA(packed, emit.bind(large.too_large(), "large") if large is not None else None)
 
     def b(self, span: Span, b: PackedB, strips: Strips) -> None:

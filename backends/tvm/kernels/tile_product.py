@@ -32,8 +32,8 @@ from penstock.ir.types import ITEM_BYTES
 from ..group import PACKED
 from .body import Body, parallel_if
 from .elements import linear, unravel
-from .emit import SERIAL, Buffer, Expr, literal
-from .tile_packing import STRIP, PackedA, PackedB, Span, Strips, TilePacking, can_pack, ceil_div
+from .emit import SERIAL, Buffer, Expr, ceil_div, i32, literal
+from .tile_packing import STRIP, PackedA, PackedB, Span, Strips, TilePacking, can_pack
 from .tile_registers import LEFT_PLACES, LINE, ORDER, PARTS, RIGHT_PLACES, SIDE, STEP, WORDS, Registers
 from .transpose import pieces
 
@@ -82,10 +82,6 @@ def same_places(body: Body, out: Value) -> list[tuple[Buffer, str]]:
 
 def emit_tile_product(body: Body, p: Product) -> None:
     _TileProduct(body, p).run()
-
-
-def _i32(value: int) -> Expr:
-    return literal(value, "i32")
 
 
 @dataclass(frozen=True)
@@ -137,54 +133,54 @@ class _TileProduct:
     # ------------------------------------------------------------------------------ blocks
 
     def _lead(self) -> Index:
-        return (_i32(0),) * len(self.p.batch)
+        return (i32(0),) * len(self.p.batch)
 
     def _spans(self) -> list[Span]:
         starts = range(0, self.p.k, self.k_size)
-        return [Span(self._lead(), _i32(k), min(self.k_size, self.p.k - k)) for k in starts]
+        return [Span(self._lead(), i32(k), min(self.k_size, self.p.k - k)) for k in starts]
 
     def _fill(self, packed: Buffer) -> None:
         """All of B, span after span."""
         at = 0
         kind = parallel_if(self.body.machine, self.p.n * self.p.k)
         for span in self._spans():
-            b = PackedB(packed, _i32(at), _i32(0), self.strips)
+            b = PackedB(packed, i32(at), i32(0), self.strips)
             with self.body.point():
                 self._each_group(span, kind, lambda g, span=span, b=b: self.packing.b(span, b, g))  # type: ignore[misc]
             at += self.packing.b_words(span, self.strips)
 
     def _matrix(self, lead: Index, kind: object, ready: Buffer | None) -> None:
         p, emit = self.p, self.emit
-        whole = Span(lead, _i32(0), self.k_size)
+        whole = Span(lead, i32(0), self.k_size)
         block = self.packing.b_words(whole, self.strips)
 
         def packed(q: Expr) -> PackedB | None:
-            return PackedB(ready, emit.bind(q * block, "at"), _i32(0), self.strips) if ready is not None else None
+            return PackedB(ready, emit.bind(q * block, "at"), i32(0), self.strips) if ready is not None else None
 
         if self.k_blocks == 1:
-            self._part(_Part(lead, _i32(0), p.k, None, add=False, last=True, b=packed(_i32(0))), kind)
+            self._part(_Part(lead, i32(0), p.k, None, add=False, last=True, b=packed(i32(0))), kind)
             return
         partial = emit.alloc(ceil_div(p.m, SIDE) * self.column_tiles * WORDS, "f32", "partial")
-        self._part(_Part(lead, _i32(0), self.k_size, partial, add=False, last=False, b=packed(_i32(0))), kind)
+        self._part(_Part(lead, i32(0), self.k_size, partial, add=False, last=False, b=packed(i32(0))), kind)
         if self.k_blocks > 2:
             with emit.loop(self.k_blocks - 2, SERIAL, "q") as q, self.body.point():
                 self._part(_Part(lead, (q + 1) * self.k_size, self.k_size, partial, add=True, last=False, b=packed(q + 1)), kind)
         done = (self.k_blocks - 1) * self.k_size
         with self.body.point():
-            self._part(_Part(lead, _i32(done), p.k - done, partial, add=True, last=True, b=packed(_i32(self.k_blocks - 1))), kind)
+            self._part(_Part(lead, i32(done), p.k - done, partial, add=True, last=True, b=packed(i32(self.k_blocks - 1))), kind)
 
     def _part(self, part: _Part, kind: object) -> None:
         p, emit = self.p, self.emit
         whole, rest = divmod(p.m, self.row_block)
         everything = part.b
         if everything is None and self.b_near:
-            everything = PackedB(emit.alloc(self.packing.b_words(part, self.strips), "i32", "bp"), _i32(0), _i32(0), self.strips)
+            everything = PackedB(emit.alloc(self.packing.b_words(part, self.strips), "i32", "bp"), i32(0), i32(0), self.strips)
             self._each_group(part, kind, lambda g: self.packing.b(part, everything, g))
         with emit.loop(whole, SERIAL, "im") as im, self.body.point():
-            self._rows(part, im * self.row_block if whole > 1 else _i32(0), self.row_block, everything, kind)
+            self._rows(part, im * self.row_block if whole > 1 else i32(0), self.row_block, everything, kind)
         if rest:
             with self.body.point():
-                self._rows(part, _i32(whole * self.row_block), rest, everything, kind)
+                self._rows(part, i32(whole * self.row_block), rest, everything, kind)
 
     def _each_group(self, span: Span, kind: object, action: Callable[[Strips], None]) -> None:
         """All columns, some strips of 32 at a time."""
@@ -197,10 +193,10 @@ class _TileProduct:
                 action(Strips(js * (together * STRIP), js * together, together, STRIP))
         if left:
             with self.emit.loop(1), self.body.point():
-                action(Strips(_i32(groups * together * STRIP), _i32(groups * together), left, STRIP))
+                action(Strips(i32(groups * together * STRIP), i32(groups * together), left, STRIP))
         if rest:
             with self.emit.loop(1), self.body.point():
-                action(Strips(_i32(whole * STRIP), _i32(whole), 1, rest))
+                action(Strips(i32(whole * STRIP), i32(whole), 1, rest))
 
     def _rows(self, part: _Part, start: Expr, rows: int, everything: PackedB | None, kind: object) -> None:
         emit = self.emit
@@ -210,7 +206,7 @@ class _TileProduct:
         def group(g: Strips) -> None:
             b = everything
             if b is None:
-                b = PackedB(emit.alloc(self.packing.b_words(part, g.count), "i32", "bp"), _i32(0), g.number, g.count)
+                b = PackedB(emit.alloc(self.packing.b_words(part, g.count), "i32", "bp"), i32(0), g.number, g.count)
                 self.packing.b(part, b, g)
             tile = emit.alloc(STRIP * STRIP, "f32", "tile")
             with ExitStack() as stack:
@@ -220,7 +216,7 @@ class _TileProduct:
                     strips(g, b, tile, io * STRIP, STRIP)
                 if rest:
                     with self.body.point():
-                        strips(g, b, tile, _i32(whole * STRIP), rest)
+                        strips(g, b, tile, i32(whole * STRIP), rest)
 
         def strips(g: Strips, b: PackedB, tile: Buffer, row: Expr, height: int) -> None:
             with emit.loop(g.count, SERIAL, "n") as n, self.body.point():
@@ -286,7 +282,7 @@ class _TileProduct:
                 before = pa, pb
         for r, c in sums:
             if part.last:
-                registers.store(2 * r + c, strip.tile, _i32((r * STRIP + c) * SIDE), 4 * STRIP)
+                registers.store(2 * r + c, strip.tile, i32((r * STRIP + c) * SIDE), 4 * STRIP)
             else:
                 registers.store(2 * r + c, part.partial, kept(r, c))
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from tvm import tirx
 
-from .emit import SERIAL, VECTOR, Buffer, Emitter, Expr, literal
+from .emit import SERIAL, VECTOR, Buffer, Emitter, Expr, i32
 
 SIDE = 16
 WORDS = SIDE * SIDE
@@ -39,10 +39,6 @@ ORDER = {1: ((0, 0),), 3: ((1, 1), (0, 1), (0, 2), (0, 0), (1, 0), (2, 0))}
 LEFT_PLACES, RIGHT_PLACES = {1: (0,), 3: (1, 0, 2)}, {1: (0,), 3: (2, 0, 1)}
 # The bits of the least magnitude that does not round to a finite bf16.
 TOO_LARGE = 0x7F7F8000
-
-
-def _i32(value: int) -> Expr:
-    return literal(value, "i32")
 
 
 def _u32(value: int) -> Expr:
@@ -90,11 +86,11 @@ class Registers:
         # Palette, bytes per row of each tile in 16 bits, rows of each tile in 8.
         words = [1, 0, 0, 0, *[LINE << 16 | LINE] * 4, 0, 0, 0, 0, *[SIDE * 0x01010101] * 2, 0, 0]
         for i, word in enumerate(words):
-            self.emit.store(own, _i32(word), _i32(i))
-        self._do("sttilecfg", self._address(before, _i32(0)))
-        self._do("ldtilecfg", self._address(own, _i32(0)))
+            self.emit.store(own, i32(word), i32(i))
+        self._do("sttilecfg", self._address(before, i32(0)))
+        self._do("ldtilecfg", self._address(own, i32(0)))
         yield
-        self._do("ldtilecfg", self._address(before, _i32(0)))
+        self._do("ldtilecfg", self._address(before, i32(0)))
 
 
 class Magnitudes:
@@ -103,7 +99,7 @@ class Magnitudes:
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
         self._largest = emit.alloc(SIDE, "i32", "largest")
-        emit.add(tirx.BufferStore(self._largest, tirx.Broadcast(_i32(0), SIDE), [tirx.Ramp(0, 1, SIDE)]))
+        emit.add(tirx.BufferStore(self._largest, tirx.Broadcast(i32(0), SIDE), [tirx.Ramp(0, 1, SIDE)]))
 
     def note(self, value: Expr) -> None:
         """In a vector loop, or for one number."""
@@ -119,14 +115,14 @@ class Magnitudes:
             with self.emit.loop(half, VECTOR if half > 1 else SERIAL, "l") as lane:
                 other = tirx.BufferLoad(self._largest, [lane + half])
                 self.emit.store(self._largest, tirx.max(tirx.BufferLoad(self._largest, [lane]), other), lane)
-        return tirx.Select(tirx.BufferLoad(self._largest, [_i32(0)]) >= TOO_LARGE, _i32(1), _i32(0))
+        return tirx.Select(tirx.BufferLoad(self._largest, [i32(0)]) >= TOO_LARGE, i32(1), i32(0))
 
 
 def pair_words(emit: Emitter, pair: Sequence[Expr], parts: int) -> list[Expr]:
     """The words of a pair of numbers, the first in the lower half, one for each part. A pair may lack its second number, or both.
     Numbers of one part are bf16 already, so that the upper half of the f32 is all of it."""
     if not pair:
-        return [_i32(0)] * parts
+        return [i32(0)] * parts
     words = []
     left = list(pair)
     for part in range(parts):

@@ -27,8 +27,8 @@ from penstock.ir.types import FLOATS
 from .body import Body, NotOneKernel, parallel_if
 from .elements import Index, linear, unravel, zero
 from .elementwise import emit_nest
-from .emit import HALVES, SERIAL, Expr, literal
-from .gemm import Product, ceil_div, emit_product
+from .emit import HALVES, SERIAL, Expr, ceil_div, literal
+from .gemm import Product, emit_product
 from .sums import LOWEST
 from .transpose import pieces, separate_pairs
 
