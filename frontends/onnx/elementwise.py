@@ -9,7 +9,9 @@ import numpy as np
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from .node import Node, Refused, Result, Rule
+from ..formulas.elementwise import elu, hard_sigmoid, leaky, negative, positive, power, softplus
+from ..writer import Refused
+from .node import Node, Result, Rule
 from .source import our_dtype
 
 
@@ -49,27 +51,6 @@ def _mean(n: Node) -> Result:
     for i in range(1, n.count):
         total = n.emit("add", total, n.value(i))
     return n.emit("mul", total, 1.0 / n.count) if n.count > 1 else total
-
-
-def power(n: Node, x: Value, exponent: float) -> Value:
-    """x to a constant power; the powers that models use become products and roots, which have cheap gradients."""
-    match exponent:
-        case 1.0:
-            return x
-        case 2.0:
-            return n.emit("mul", x, x)
-        case 3.0:
-            return n.emit("mul", n.emit("mul", x, x), x)
-    if x.type.dtype in FLOATS:
-        match exponent:
-            case 0.5:
-                return n.emit("sqrt", x)
-            case -0.5:
-                return n.emit("rsqrt", x)
-            case -1.0:
-                return n.emit("div", 1.0, x)
-        return n.emit("pow", x, exponent)
-    raise Refused(f"integers to the power {exponent:g} are not supported, only 1, 2 and 3")
 
 
 def _pow(n: Node) -> Result:
@@ -114,31 +95,6 @@ def _gelu(n: Node) -> Result:
     return n.emit("gelu", n.value(), approximate=approximate)
 
 
-def positive(n: Node, x: Value) -> Value:
-    return n.emit("maximum", x, 0.0)
-
-
-def negative(n: Node, x: Value) -> Value:
-    return n.emit("minimum", x, 0.0)
-
-
-def _softplus(n: Node, x: Value) -> Value:
-    # max(x, 0) + log(1 + e^-|x|): never overflows.
-    return n.emit("add", positive(n, x), n.emit("log", n.emit("add", n.emit("exp", n.emit("neg", n.emit("abs", x))), 1.0)))
-
-
-def _hard_sigmoid(n: Node, x: Value, alpha: float, beta: float) -> Value:
-    return n.emit("minimum", n.emit("maximum", n.emit("add", n.emit("mul", x, alpha), beta), 0.0), 1.0)
-
-
-def _elu(n: Node, x: Value, alpha: float) -> Value:
-    return n.emit("add", positive(n, x), n.emit("mul", n.emit("sub", n.emit("exp", negative(n, x)), 1.0), alpha))
-
-
-def _leaky(n: Node, x: Value, slope: Value | float) -> Value:
-    return n.emit("where", n.emit("less", x, 0.0), n.emit("mul", x, slope), x)
-
-
 def _celu(n: Node, x: Value) -> Value:
     alpha = n.float_attr("alpha", 1.0)
     return n.emit("add", positive(n, x), n.emit("mul", n.emit("sub", n.emit("exp", n.emit("div", negative(n, x), alpha)), 1.0), alpha))
@@ -146,7 +102,7 @@ def _celu(n: Node, x: Value) -> Value:
 
 def _selu(n: Node, x: Value) -> Value:
     alpha, gamma = n.float_attr("alpha", 1.6732632423543772), n.float_attr("gamma", 1.0507009873554805)
-    return n.emit("mul", _elu(n, x, alpha), gamma)
+    return n.emit("mul", elu(n, x, alpha), gamma)
 
 
 def _not_a_number(n: Node) -> Result:
@@ -202,18 +158,18 @@ RULES: dict[str, Rule] = {
     "Pow": _pow,
     "Clip": _clip,
     "Gelu": _gelu,
-    "LeakyRelu": unary(lambda n, x: _leaky(n, x, n.float_attr("alpha", 0.01))),
-    "PRelu": lambda n: _leaky(n, n.value(0), n.value(1)),
+    "LeakyRelu": unary(lambda n, x: leaky(n, x, n.float_attr("alpha", 0.01))),
+    "PRelu": lambda n: leaky(n, n.value(0), n.value(1)),
     "ThresholdedRelu": unary(lambda n, x: n.emit("where", n.emit("less", n.literal(n.float_attr("alpha", 1.0), x.type.dtype), x), x, 0.0)),
-    "Elu": unary(lambda n, x: _elu(n, x, n.float_attr("alpha", 1.0))),
+    "Elu": unary(lambda n, x: elu(n, x, n.float_attr("alpha", 1.0))),
     "Celu": unary(_celu),
     "Selu": unary(_selu),
-    "Softplus": unary(_softplus),
+    "Softplus": unary(softplus),
     "Softsign": unary(lambda n, x: n.emit("div", x, n.emit("add", n.emit("abs", x), 1.0))),
-    "Mish": unary(lambda n, x: n.emit("mul", x, n.emit("tanh", _softplus(n, x)))),
+    "Mish": unary(lambda n, x: n.emit("mul", x, n.emit("tanh", softplus(n, x)))),
     "Swish": unary(lambda n, x: n.emit("mul", x, n.emit("sigmoid", n.emit("mul", x, n.float_attr("alpha", 1.0))))),
-    "HardSigmoid": unary(lambda n, x: _hard_sigmoid(n, x, n.float_attr("alpha", 0.2), n.float_attr("beta", 0.5))),
-    "HardSwish": unary(lambda n, x: n.emit("mul", x, _hard_sigmoid(n, x, 1 / 6, 0.5))),
+    "HardSigmoid": unary(lambda n, x: hard_sigmoid(n, x, n.float_attr("alpha", 0.2), n.float_attr("beta", 0.5))),
+    "HardSwish": unary(lambda n, x: n.emit("mul", x, hard_sigmoid(n, x, 1 / 6, 0.5))),
     # element types, and what does nothing at inference
     "Cast": _cast,
     "CastLike": _cast_like,

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
-from .node import Refused
+from ..writer import Refused
 
 # Results above this many elements stay operations: a mask repeated over a batch is cheaper to broadcast than to store.
 LARGEST = 1 << 22

@@ -31,10 +31,11 @@ from penstock.ir.graph import BUFFER, PARAM, Graph, Module, Op, Value, Var, subs
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, TensorType, dtype_of
 
+from ..names import Names, legal
 from ..pruning import live_ops
+from ..writer import Refused
 from .folding import LARGEST, fold
-from .names import Names, legal
-from .node import Builder, Known, Lost, Node, Refused, Result, Tensor, Weight
+from .node import Builder, Known, Lost, Node, Result, Tensor, Weight
 from .source import Source, our_dtype
 from .table import FOLD_ONLY, RULES
 
@@ -175,7 +176,7 @@ class _Importer:
         self.source = source
         self.opset = opset
         self.inferred = inferred
-        self.builder = Builder(source, Names(every), opset)
+        self.builder = Builder(Names(every), source=source, opset=opset)
         self.inputs: list[Value] = []
         self.problems: list[str] = []
         self.folded: list[str] = []

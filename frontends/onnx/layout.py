@@ -11,43 +11,16 @@ from math import prod
 import numpy as np
 import onnx
 
-from penstock.ir.graph import Value
 from penstock.ir.types import broadcast_shapes
 
-from .node import Node, Refused, Result, Rule
-
-
-def axis_of(n: Node, axis: int, rank: int) -> int:
-    n.require(-rank <= axis < rank or rank == 0, f"axis {axis} is outside a tensor of rank {rank}")
-    return axis % rank if rank else 0
-
-
-def reshape(n: Node, x: Value, shape: Sequence[int]) -> Value:
-    """x in another shape; x itself when it has that shape already."""
-    return x if x.type.shape == tuple(shape) else n.emit("reshape", x, shape=tuple(shape))
+from ..formulas.layout import axis_of, cut, expand, reshape, transpose, triangle
+from ..writer import Refused
+from .node import Node, Result, Rule
 
 
 def reshaped(n: Node, shape: Sequence[int]) -> Result:
     """Operand 0 in another shape; nothing is written when it has that shape already."""
     return n.tensor(0) if n.type().shape == tuple(shape) else reshape(n, n.value(), shape)
-
-
-def transpose(n: Node, x: Value, perm: Sequence[int]) -> Value:
-    return x if list(perm) == list(range(x.type.rank)) else n.emit("transpose", x, perm=tuple(perm))
-
-
-def cut(n: Node, x: Value, axis: int, start: int, stop: int) -> Value:
-    """x[..., start:stop, ...] along one axis."""
-    dims = x.type.dims
-    if (start, stop) == (0, dims[axis]):
-        return x
-    starts = tuple(start if i == axis else 0 for i in range(len(dims)))
-    stops = tuple(stop if i == axis else size for i, size in enumerate(dims))
-    return n.emit("slice", x, start=starts, stop=stops, step=(1,) * len(dims))
-
-
-def expand(n: Node, x: Value, shape: Sequence[int]) -> Value:
-    return x if x.type.shape == tuple(shape) else n.emit("broadcast", x, shape=tuple(shape))
 
 
 def _reshape(n: Node) -> Result:
@@ -180,13 +153,6 @@ def _tile(n: Node) -> Result:
     spread = reshape(n, n.value(), [part for size in dims for part in (1, size)])
     tiled = expand(n, spread, [part for r, size in zip(repeats, dims, strict=True) for part in (r, size)])
     return reshape(n, tiled, [r * size for r, size in zip(repeats, dims, strict=True)])
-
-
-def triangle(n: Node, rows: int, columns: int, diagonal: int = 0) -> Value:
-    """bool[rows,columns], true where column <= row + diagonal."""
-    row = n.emit("iota", dtype="i32", shape=(rows, 1), axis=0)
-    column = n.emit("iota", dtype="i32", shape=(1, columns), axis=1)
-    return n.emit("less_equal", column, n.emit("add", row, diagonal) if diagonal else row)
 
 
 def _trilu(n: Node) -> Result:

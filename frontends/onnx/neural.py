@@ -8,7 +8,9 @@ from math import prod, sqrt
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from .layout import axis_of, cut, expand, reshape, transpose, triangle
+from ..formulas.attention import repeat_heads, split_heads
+from ..formulas.layout import axis_of, cut, expand, reshape, transpose, triangle
+from ..formulas.norms import grouped_norm, per_channel
 from .node import Node, Result, Rule
 
 # ---------------------------------------------------------------------------------------- products
@@ -173,22 +175,10 @@ def _batch_norm(n: Node) -> Result:
     return n.emit("batch_norm", n.value(0), n.value(1), n.value(2), *statistics, eps=n.float_attr("epsilon", 1e-5))
 
 
-def _grouped_norm(n: Node, x: Value, groups: int, eps: float) -> Value:
-    """(x - mean) / sqrt(variance + eps) over space and the channels of each group, in x's shape."""
-    rows = reshape(n, x, (x.type.dims[0], groups, prod(x.type.dims[1:]) // groups))
-    centred = n.emit("sub", rows, n.emit("mean", rows, axes=(2,), keep=True))
-    variance = n.emit("mean", n.emit("mul", centred, centred), axes=(2,), keep=True)
-    return reshape(n, n.emit("mul", centred, n.emit("rsqrt", n.emit("add", variance, eps))), x.type.dims)
-
-
-def _per_channel(n: Node, x: Value, weight: Value) -> Value:
-    return reshape(n, weight, (1, x.type.dims[1], *(1,) * (x.type.rank - 2)))
-
-
 def _instance_norm(n: Node) -> Result:
     x = n.value()
-    y = _grouped_norm(n, x, x.type.dims[1], n.float_attr("epsilon", 1e-5))
-    return n.emit("add", n.emit("mul", y, _per_channel(n, x, n.value(1))), _per_channel(n, x, n.value(2)))
+    y = grouped_norm(n, x, x.type.dims[1], n.float_attr("epsilon", 1e-5))
+    return n.emit("add", n.emit("mul", y, per_channel(n, x, n.value(1))), per_channel(n, x, n.value(2)))
 
 
 def _group_norm(n: Node) -> Result:
@@ -196,8 +186,8 @@ def _group_norm(n: Node) -> Result:
     n.require(groups > 0 and x.type.dims[1] % groups == 0, f"{x.type} does not divide into {groups} groups")
     n.require(n.int_attr("stash_type", 1) == 1, "stash_type other than 1 (statistics in f32) is not supported")
     n.require(n.type(1).dims == (x.type.dims[1],), f"scale and bias must have one entry per channel, got {n.type(1)}")
-    y = _grouped_norm(n, x, groups, n.float_attr("epsilon", 1e-5))
-    return n.emit("add", n.emit("mul", y, _per_channel(n, x, n.value(1))), _per_channel(n, x, n.value(2)))
+    y = grouped_norm(n, x, groups, n.float_attr("epsilon", 1e-5))
+    return n.emit("add", n.emit("mul", y, per_channel(n, x, n.value(1))), per_channel(n, x, n.value(2)))
 
 
 # ---------------------------------------------------------------------------------------- reductions
@@ -278,36 +268,16 @@ def _arg(sign: str) -> Rule:
 # ---------------------------------------------------------------------------------------- attention
 
 
-def _heads(n: Node, x: Value, heads: int) -> Value:
-    """[batch, positions, heads * size] as [batch, heads, positions, size]."""
-    if x.type.rank == 4:
-        return x
-    n.require(x.type.rank == 3 and heads > 0, f"needs four dimensions, or three and the number of heads, got {x.type}")
-    batch, positions, width = x.type.dims
-    n.require(width % heads == 0, f"{width} of {x.type} does not divide into {heads} heads")
-    return transpose(n, reshape(n, x, (batch, positions, heads, width // heads)), (0, 2, 1, 3))
-
-
-def _repeat_heads(n: Node, x: Value, heads: int) -> Value:
-    """Each key and value head serves a group of query heads."""
-    batch, own, positions, size = x.type.dims
-    n.require(heads % own == 0, f"{heads} query heads do not divide into {own} key heads")
-    if heads == own:
-        return x
-    spread = expand(n, reshape(n, x, (batch, own, 1, positions, size)), (batch, own, heads // own, positions, size))
-    return reshape(n, spread, (batch, heads, positions, size))
-
-
 def _attention(n: Node) -> Result:
     n.only_first_output()
     n.require(not any(n.has(i) for i in (4, 5, 6)), "past keys and values are not supported")
     n.ignore("qk_matmul_output_mode")  # speaks of the fourth result
     precision = n.int_attr("softmax_precision", 1)
     n.require(precision in (1, 10, 11, 16), f"softmax_precision={precision} is not known")
-    q = _heads(n, n.value(0), n.int_attr("q_num_heads"))
-    k, v = (_heads(n, n.value(i), n.int_attr("kv_num_heads")) for i in (1, 2))
+    q = split_heads(n, n.value(0), n.int_attr("q_num_heads"))
+    k, v = (split_heads(n, n.value(i), n.int_attr("kv_num_heads")) for i in (1, 2))
     heads = q.type.dims[1]
-    k, v = _repeat_heads(n, k, heads), _repeat_heads(n, v, heads)
+    k, v = repeat_heads(n, k, heads), repeat_heads(n, v, heads)
     scale = n.float_attr("scale", 1.0 / sqrt(q.type.dims[-1]))
     causal, cap = bool(n.int_attr("is_causal")), n.float_attr("softcap")
     rows, columns = q.type.dims[2], k.type.dims[2]

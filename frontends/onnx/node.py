@@ -17,19 +17,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 
-from penstock.ir.graph import BUFFER, PARAM, Attr, Op, Value, Var
-from penstock.ir.ops import make
-from penstock.ir.types import FLOATS, TensorType, dtype_of
+from penstock.ir.graph import PARAM, Value
+from penstock.ir.types import TensorType
 
-from .names import Names, legal
+from ..names import legal
+from ..writer import Program, Refused, Writer
 from .source import Source
-
-# Constants up to this size are written into the program as `const`; larger ones become buffers beside the weights.
-INLINE = 16
-
-
-class Refused(Exception):
-    """Why a node cannot be imported."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +50,16 @@ class Lost:
 
 
 Tensor = Known | Weight | Value | Lost
-Operand = Value | np.ndarray | bool | int | float
 Result = Tensor | np.ndarray
 Rule = Callable[["Node"], "Result | Sequence[Result]"]
 
 
-def _is_triangle(array: np.ndarray) -> bool:
-    """One number on and below the diagonal of a matrix, another one above it, as in causal masks."""
-    if array.ndim < 2 or array.size != array.shape[-2] * array.shape[-1] or min(array.shape[-2:]) < 2:
-        return False
-    rows, columns = array.shape[-2:]
-    matrix = array.reshape(rows, columns)
-    return np.array_equal(matrix, np.where(np.tri(rows, columns, dtype=bool), matrix[0, 0], matrix[0, 1]))
-
-
 @dataclass
-class Builder:
-    """The graph under construction: operations in order, variables in order of first use, and their weights."""
+class Builder(Program):
+    """The program under construction, and what is known of each tensor of the ONNX graph."""
 
-    source: Source
-    names: Names
-    opset: int
-    ops: list[Op] = field(default_factory=list)
-    vars: dict[str, Var] = field(default_factory=dict)
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    source: Source = field(kw_only=True)
+    opset: int = field(kw_only=True)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     _values: dict[str, Value] = field(default_factory=dict)
 
@@ -89,7 +68,7 @@ class Builder:
         if tensor.name not in self._values:
             name = self.names[tensor.name]
             if isinstance(tensor, Weight):
-                self._values[tensor.name] = self._variable(name, tensor.type, PARAM, self.source.array(tensor.tensor))
+                self._values[tensor.name] = self.variable(name, tensor.type, PARAM, self.source.array(tensor.tensor))
             else:
                 self._values[tensor.name] = self.constant(name, tensor.array, tensor.name)
         return self._values[tensor.name]
@@ -102,64 +81,18 @@ class Builder:
         """Drop values whose operations were taken back."""
         self._values = {name: value for name, value in self._values.items() if value not in values}
 
-    def constant(self, name: str, array: np.ndarray, loc: str) -> Value:
-        """A constant as an op where it is small or has one value throughout, as a buffer otherwise."""
-        try:
-            kind = TensorType(dtype_of(array.dtype), array.shape)
-        except ValueError as error:
-            raise Refused(str(error)) from error
-        value: Attr
-        first = array.reshape(-1)[:1]
-        if array.ndim == 0 or (array.size and bool((array == first).all())):
-            value = first.item()
-        elif array.size <= INLINE:
-            value = tuple(array.reshape(-1).tolist())
-        elif _is_triangle(array):
-            return self._triangle(name, array, legal(loc), kind.dtype)
-        else:
-            return self._variable(name, kind, BUFFER, array)
-        self.ops.append(make("const", (), (name,), legal(loc), value=value, dtype=kind.dtype, shape=array.shape))
-        return self.ops[-1].outs[0]
 
-    def _triangle(self, name: str, array: np.ndarray, loc: str, dtype: str) -> Value:
-        """A causal mask as a comparison of positions: it takes no memory, and passes can tell what it is."""
-        lead, (rows, columns) = (1,) * (array.ndim - 2), array.shape[-2:]
-
-        def emit(kind: str, *ins: Value, **attrs: Attr) -> Value:
-            self.ops.append(make(kind, ins, (self.names.fresh(f"{name}.{kind}"),), loc, **attrs))
-            return self.ops[-1].outs[0]
-
-        row = emit("iota", dtype="i32", shape=(*lead, rows, 1), axis=array.ndim - 2)
-        column = emit("iota", dtype="i32", shape=(*lead, 1, columns), axis=array.ndim - 1)
-        below, above = (x.item() for x in (array[..., 0, 0].reshape(-1)[0], array[..., 0, 1].reshape(-1)[0]))
-        if dtype != "bool":
-            values = [emit("const", value=x, dtype=dtype) for x in (below, above)]
-            self.ops.append(make("where", (emit("less_equal", column, row), *values), (name,), loc))
-        else:
-            kind, ins = ("less_equal", (column, row)) if below else ("less", (row, column))
-            self.ops.append(make(kind, ins, (name,), loc))
-        return self.ops[-1].outs[0]
-
-    def _variable(self, name: str, kind: TensorType, role: str, array: np.ndarray) -> Value:
-        self.vars[name] = Var(name, kind, role)
-        self.weights[name] = array
-        value = Value(name, kind)
-        self.ops.append(Op("read", (), (value,), {"var": name}, name))
-        return value
-
-
-class Node:
+class Node(Writer):
     """One ONNX node under import."""
 
     def __init__(self, builder: Builder, proto: onnx.NodeProto, index: int) -> None:
+        self.name = proto.name or f"{proto.op_type}_{index}"
+        super().__init__(builder, legal(self.name))
         self._builder = builder
-        self._first = len(builder.ops)
         self._attributes = {a.name: a for a in proto.attribute}
         self._asked: set[str] = set()
         self.proto = proto
         self.kind = proto.op_type
-        self.name = proto.name or f"{proto.op_type}_{index}"
-        self.loc = legal(self.name)
         self.opset = builder.opset
         self.wanted = sum(1 for name in proto.output if name)
 
@@ -182,10 +115,7 @@ class Node:
         """Type of an operand, without making it a value."""
         tensor = self.tensor(i)
         if isinstance(tensor, Known):
-            try:
-                return TensorType(dtype_of(tensor.array.dtype), tensor.array.shape)
-            except ValueError as error:
-                raise Refused(str(error)) from error
+            return self._builder.type_of(tensor.array)
         assert tensor.type is not None, "a node with an operand of unknown type is not imported"
         return tensor.type
 
@@ -267,53 +197,22 @@ class Node:
 
     # ------------------------------------------------------------------------------------ results
 
-    def require(self, condition: bool, reason: str) -> None:
-        if not condition:
-            raise Refused(reason)
-
     def only_first_output(self) -> None:
         self.require(not any(self.proto.output[1:]), f"only the first result is supported, {', '.join(self.proto.output[1:])} is asked for")
 
-    def emit(self, kind: str, *operands: Operand, **attrs: Attr) -> Value:
-        """One operation with one result. Numbers among the operands take the element type of the tensors beside them."""
-        return self.emit_all(kind, 1, *operands, **attrs)[0]
-
-    def emit_all(self, kind: str, results: int, *operands: Operand, **attrs: Attr) -> tuple[Value, ...]:
-        dtype = next((v.type.dtype for v in reversed(operands) if isinstance(v, Value)), "f32")
-        ins = [v if isinstance(v, Value) else self.literal(v, dtype) for v in operands]
-        names = [self._builder.names.fresh(f"{self._base}.{kind}") for _ in range(results)]
-        op = make(kind, ins, names, self.loc, **attrs)
-        self._builder.ops.append(op)
-        return op.outs
-
-    def literal(self, value: np.ndarray | bool | int | float, dtype: str) -> Value:
-        """A constant of the rule's own making: a number of the given element type, or an array as it is."""
-        name = self._builder.names.fresh(f"{self._base}.const")
-        if isinstance(value, np.ndarray):
-            return self._builder.constant(name, value, self.loc)
-        number: Attr = float(value) if dtype in FLOATS else bool(value) if dtype == "bool" else int(value)
-        op = make("const", (), (name,), self.loc, value=number, dtype=dtype)
-        self._builder.ops.append(op)
-        return op.outs[0]
-
     @property
-    def _base(self) -> str:
+    def base(self) -> str:
         return self._builder.names[next(name for name in self.proto.output if name)]
 
-    def abandon(self) -> None:
-        """Take back what a refused rule wrote; variables it read first are dropped with their reads."""
-        for op in self._builder.ops[self._first :]:
-            if op.kind == "read":
-                self._builder.vars.pop(op.var, None)
-                self._builder.weights.pop(op.var, None)
-        written = {op.outs[0] for op in self._builder.ops[self._first :]}
-        self._builder.forget(written)
-        del self._builder.ops[self._first :]
+    def abandon(self) -> set[Value]:
+        gone = super().abandon()
+        self._builder.forget(gone)
+        return gone
 
     def finish(self, results: Sequence[Result]) -> None:
         """Bind the results to the node's outputs; a value written by this node takes the ONNX name of the output."""
         builder = self._builder
-        mine = {v for op in builder.ops[self._first :] if op.kind not in ("read",) for v in op.outs} - builder.materialised()
+        mine = {v for op in self.written() if op.kind not in ("read",) for v in op.outs} - builder.materialised()
         renamed: dict[Value, Value] = {}
         for name, result in zip(self.proto.output, results, strict=False):
             if not name:
@@ -325,9 +224,4 @@ class Node:
                 builder.tensors[name] = renamed[result]
             else:
                 builder.tensors[name] = renamed.get(result, result) if isinstance(result, Value) else result
-        if renamed:
-            for i in range(self._first, len(builder.ops)):
-                op = builder.ops[i]
-                ins = tuple(renamed.get(v, v) for v in op.ins)
-                outs = tuple(renamed.get(v, v) for v in op.outs)
-                builder.ops[i] = Op(op.kind, ins, outs, op.attrs, op.loc)
+        self.rename(renamed)

@@ -1,6 +1,6 @@
-"""Names of an ONNX file as names of the IR.
+"""Names of a source model as names of the IR.
 
-In: every tensor name of the graph. Out: one IR name for each, the same string wherever the text form of the IR can print it. A
+In: every tensor name of its graph. Out: one IR name for each, the same string wherever the text form of the IR can print it. A
 character outside `[A-Za-z0-9_./:-]` becomes `_`; where two names would meet, the changed one gets `.1`, `.2`, ... Names that need no
 change are never changed, whatever the others are called, so the mapping is injective, and `changed` turns it back.
 """
@@ -21,7 +21,7 @@ def legal(name: str) -> str:
 
 
 class Names:
-    """IR names of ONNX tensors, and fresh names for the values in between."""
+    """IR names of the source's tensors, and fresh names for the values in between."""
 
     def __init__(self, names: Iterable[str]) -> None:
         names = [n for n in dict.fromkeys(names) if n]
@@ -39,6 +39,6 @@ class Names:
         return self._namer.fresh(legal(base))
 
     def changed(self, used: Iterable[str]) -> dict[str, str]:
-        """IR name -> ONNX name for those of `used` (IR names) that differ."""
+        """IR name -> the source's name for those of `used` (IR names) that differ."""
         used = set(used)
         return {ours: theirs for theirs, ours in self._table.items() if ours != theirs and ours in used}

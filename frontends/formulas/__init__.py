@@ -1,0 +1,1 @@
+"""Decompositions that the rules of several frontends share, written through `Writer`."""

@@ -1,0 +1,54 @@
+"""Elements found by the values of an index tensor.
+
+The IR looks up and replaces whole entries along one axis. Element by element and over several dimensions at once that is the same on a tensor of
+one dimension: indices become row-major positions, and `gather` and `scatter` compute these where they read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from penstock.ir.graph import Value
+
+from ..writer import Writer
+from .layout import cut, reshape
+
+
+def from_the_front(w: Writer, indices: Value, size: int) -> Value:
+    """Negative indices count from the end: add the size to them."""
+    return w.emit("where", w.emit("less", indices, 0), w.emit("add", indices, size), indices)
+
+
+def positions(w: Writer, indices: Value, axis: int, dims: Sequence[int]) -> Value:
+    """Row-major positions in a tensor of `dims` of the elements with these indices along `axis`, and their own along the others."""
+    w.require(indices.type.rank == len(dims), f"indices {indices.type} must have {len(dims)} dimensions")
+    sizes = indices.type.dims
+    w.require(
+        all(size <= limit for i, (size, limit) in enumerate(zip(sizes, dims, strict=True)) if i != axis),
+        f"indices {indices.type} are larger than {list(dims)}",
+    )
+    strides = [prod(dims[i + 1 :]) for i in range(len(dims))]
+    wide = indices if indices.type.dtype == "i64" else w.emit("cast", indices, dtype="i64")
+    total = from_the_front(w, wide, dims[axis])
+    total = w.emit("mul", total, strides[axis]) if strides[axis] != 1 else total
+    for i, size in enumerate(sizes):
+        if i != axis and size > 1:
+            line = w.emit("iota", dtype="i64", shape=(size, *(1,) * (len(sizes) - 1 - i)), axis=0)
+            total = w.emit("add", total, w.emit("mul", line, strides[i]) if strides[i] != 1 else line)
+    return total
+
+
+def entries(w: Writer, x: Value, indices: Value) -> tuple[Value, Value]:
+    """x with the dimensions that index vectors reach into as one, and the vectors as positions in it."""
+    dims, depth = x.type.dims, indices.type.dims[-1]
+    w.require(1 <= depth <= len(dims), f"indices {indices.type} are too deep for {x.type}")
+    flat: Value | None = None
+    last = indices.type.rank - 1
+    for i in range(depth):
+        part = reshape(w, cut(w, indices, last, i, i + 1), indices.type.dims[:-1])
+        if depth > 1:  # negative entries count from the end of their own dimension
+            part = from_the_front(w, part, dims[i])
+        flat = part if flat is None else w.emit("add", w.emit("mul", flat, dims[i]), part)
+    assert flat is not None
+    return reshape(w, x, (prod(dims[:depth]), *dims[depth:])), flat

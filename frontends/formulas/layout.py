@@ -1,0 +1,44 @@
+"""Elements moved, repeated and cut: what rules of every frontend need. All shapes are numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.ir.graph import Value
+
+from ..writer import Writer
+
+
+def axis_of(w: Writer, axis: int, rank: int) -> int:
+    w.require(-rank <= axis < rank or rank == 0, f"axis {axis} is outside a tensor of rank {rank}")
+    return axis % rank if rank else 0
+
+
+def reshape(w: Writer, x: Value, shape: Sequence[int]) -> Value:
+    """x in another shape; x itself when it has that shape already."""
+    return x if x.type.shape == tuple(shape) else w.emit("reshape", x, shape=tuple(shape))
+
+
+def transpose(w: Writer, x: Value, perm: Sequence[int]) -> Value:
+    return x if list(perm) == list(range(x.type.rank)) else w.emit("transpose", x, perm=tuple(perm))
+
+
+def cut(w: Writer, x: Value, axis: int, start: int, stop: int) -> Value:
+    """x[..., start:stop, ...] along one axis."""
+    dims = x.type.dims
+    if (start, stop) == (0, dims[axis]):
+        return x
+    starts = tuple(start if i == axis else 0 for i in range(len(dims)))
+    stops = tuple(stop if i == axis else size for i, size in enumerate(dims))
+    return w.emit("slice", x, start=starts, stop=stops, step=(1,) * len(dims))
+
+
+def expand(w: Writer, x: Value, shape: Sequence[int]) -> Value:
+    return x if x.type.shape == tuple(shape) else w.emit("broadcast", x, shape=tuple(shape))
+
+
+def triangle(w: Writer, rows: int, columns: int, diagonal: int = 0) -> Value:
+    """bool[rows,columns], true where column <= row + diagonal."""
+    row = w.emit("iota", dtype="i32", shape=(rows, 1), axis=0)
+    column = w.emit("iota", dtype="i32", shape=(1, columns), axis=1)
+    return w.emit("less_equal", column, w.emit("add", row, diagonal) if diagonal else row)

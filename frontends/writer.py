@@ -1,0 +1,159 @@
+"""The graph that a frontend writes: the program under construction, and the writer of the operations that stand for one source node.
+
+In: a rule's calls. Out: IR operations in order, the variables they read, and the elements of these. A rule that cannot go on raises `Refused`; what it
+wrote so far is then taken back with `abandon`, so that one refused node leaves no trace and the next one can be looked at.
+
+Formulas (formulas/) and the rules of all frontends write through `Writer` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.ir.graph import BUFFER, Attr, Op, Value, Var
+from penstock.ir.ops import make
+from penstock.ir.types import FLOATS, TensorType, dtype_of
+
+from .names import Names, legal
+
+# Constants up to this size are written into the program as `const`; larger ones become buffers beside the weights.
+INLINE = 16
+
+Operand = Value | np.ndarray | bool | int | float
+
+
+class Refused(Exception):
+    """Why a node cannot be imported."""
+
+
+def _is_triangle(array: np.ndarray) -> bool:
+    """One number on and below the diagonal of a matrix, another one above it, as in causal masks."""
+    if array.ndim < 2 or array.size != array.shape[-2] * array.shape[-1] or min(array.shape[-2:]) < 2:
+        return False
+    rows, columns = array.shape[-2:]
+    matrix = array.reshape(rows, columns)
+    return np.array_equal(matrix, np.where(np.tri(rows, columns, dtype=bool), matrix[0, 0], matrix[0, 1]))
+
+
+@dataclass
+class Program:
+    """The graph under construction: operations in order, variables in order of first use, and their elements."""
+
+    names: Names
+    ops: list[Op] = field(default_factory=list)
+    vars: dict[str, Var] = field(default_factory=dict)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def type_of(self, array: np.ndarray) -> TensorType:
+        try:
+            return TensorType(dtype_of(array.dtype), array.shape)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    def constant(self, name: str, array: np.ndarray, loc: str) -> Value:
+        """A constant as an op where it is small or has one value throughout, as a buffer otherwise."""
+        kind = self.type_of(array)
+        value: Attr
+        first = array.reshape(-1)[:1]
+        if array.ndim == 0 or (array.size and bool((array == first).all())):
+            value = first.item()
+        elif array.size <= INLINE:
+            value = tuple(array.reshape(-1).tolist())
+        elif _is_triangle(array):
+            return self._triangle(name, array, legal(loc), kind.dtype)
+        else:
+            return self.variable(name, kind, BUFFER, array)
+        self.ops.append(make("const", (), (name,), legal(loc), value=value, dtype=kind.dtype, shape=array.shape))
+        return self.ops[-1].outs[0]
+
+    def _triangle(self, name: str, array: np.ndarray, loc: str, dtype: str) -> Value:
+        """A causal mask as a comparison of positions: it takes no memory, and passes can tell what it is."""
+        lead, (rows, columns) = (1,) * (array.ndim - 2), array.shape[-2:]
+
+        def emit(kind: str, *ins: Value, **attrs: Attr) -> Value:
+            self.ops.append(make(kind, ins, (self.names.fresh(f"{name}.{kind}"),), loc, **attrs))
+            return self.ops[-1].outs[0]
+
+        row = emit("iota", dtype="i32", shape=(*lead, rows, 1), axis=array.ndim - 2)
+        column = emit("iota", dtype="i32", shape=(*lead, 1, columns), axis=array.ndim - 1)
+        below, above = (x.item() for x in (array[..., 0, 0].reshape(-1)[0], array[..., 0, 1].reshape(-1)[0]))
+        if dtype != "bool":
+            values = [emit("const", value=x, dtype=dtype) for x in (below, above)]
+            self.ops.append(make("where", (emit("less_equal", column, row), *values), (name,), loc))
+        else:
+            kind, ins = ("less_equal", (column, row)) if below else ("less", (row, column))
+            self.ops.append(make(kind, ins, (name,), loc))
+        return self.ops[-1].outs[0]
+
+    def variable(self, name: str, kind: TensorType, role: str, array: np.ndarray) -> Value:
+        """A variable of that name and the value that reads it."""
+        self.vars[name] = Var(name, kind, role)
+        self.weights[name] = array
+        value = Value(name, kind)
+        self.ops.append(Op("read", (), (value,), {"var": name}, name))
+        return value
+
+
+class Writer:
+    """Writes the operations that stand for one node of the source, which is called `loc` in the program."""
+
+    def __init__(self, program: Program, loc: str) -> None:
+        self._program = program
+        self._first = len(program.ops)
+        self.loc = loc
+
+    @property
+    def base(self) -> str:
+        """What the names of new values begin with."""
+        return self.loc
+
+    def require(self, condition: bool, reason: str) -> None:
+        if not condition:
+            raise Refused(reason)
+
+    def emit(self, kind: str, *operands: Operand, **attrs: Attr) -> Value:
+        """One operation with one result. Numbers among the operands take the element type of the tensors beside them."""
+        return self.emit_all(kind, 1, *operands, **attrs)[0]
+
+    def emit_all(self, kind: str, results: int, *operands: Operand, **attrs: Attr) -> tuple[Value, ...]:
+        dtype = next((v.type.dtype for v in reversed(operands) if isinstance(v, Value)), "f32")
+        ins = [v if isinstance(v, Value) else self.literal(v, dtype) for v in operands]
+        names = [self._program.names.fresh(f"{self.base}.{kind}") for _ in range(results)]
+        op = make(kind, ins, names, self.loc, **attrs)
+        self._program.ops.append(op)
+        return op.outs
+
+    def literal(self, value: np.ndarray | bool | int | float, dtype: str) -> Value:
+        """A constant of the rule's own making: a number of the given element type, or an array as it is."""
+        name = self._program.names.fresh(f"{self.base}.const")
+        if isinstance(value, np.ndarray):
+            return self._program.constant(name, value, self.loc)
+        number: Attr = float(value) if dtype in FLOATS else bool(value) if dtype == "bool" else int(value)
+        op = make("const", (), (name,), self.loc, value=number, dtype=dtype)
+        self._program.ops.append(op)
+        return op.outs[0]
+
+    def written(self) -> list[Op]:
+        """What has been written for this node so far."""
+        return self._program.ops[self._first :]
+
+    def abandon(self) -> set[Value]:
+        """Take back what was written; variables that were read here first are dropped with their reads. Gives the values that are gone."""
+        gone = self.written()
+        for op in gone:
+            if op.kind == "read":
+                self._program.vars.pop(op.var, None)
+                self._program.weights.pop(op.var, None)
+        del self._program.ops[self._first :]
+        return {op.outs[0] for op in gone}
+
+    def rename(self, table: Mapping[Value, Value]) -> None:
+        """Give values that were written here other names."""
+        if table:
+            self._program.ops[self._first :] = [
+                Op(op.kind, tuple(table.get(v, v) for v in op.ins), tuple(table.get(v, v) for v in op.outs), op.attrs, op.loc)
+                for op in self.written()
+            ]
