@@ -497,4 +497,4 @@ VJP: dict[str, Rule] = {
 }
 
 # Float operations, or choices made by float values, whose gradient is zero wherever it exists: training through them does nothing.
-FLAT = ("floor", "sign", "argmax")
+FLAT = ("floor", "round", "sign", "argmax")

@@ -298,6 +298,7 @@ MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "abs": torch.abs,
     "sign": lambda x: torch.where(x.isnan(), x, torch.sign(x)) if x.is_floating_point() else torch.sign(x),
     "floor": torch.floor,
+    "round": torch.round,
     "exp": torch.exp,
     "log": torch.log,
     "sqrt": torch.sqrt,

@@ -127,6 +127,7 @@ RULES: dict[str, Rule] = {
     "Abs": same("abs"),
     "Sign": same("sign"),
     "Floor": same("floor"),
+    "Round": same("round"),
     "Sqrt": same("sqrt"),
     "Exp": same("exp"),
     "Log": same("log"),

@@ -12,5 +12,5 @@ RULES: dict[str, Rule] = {**elementwise.RULES, **layout.RULES, **indexing.RULES,
 FOLD_ONLY = frozenset({
     "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor",
     "Compress", "Cosh", "CumProd", "DepthToSpace", "Einsum", "EyeLike", "IsInf", "Mod", "NonZero",
-    "ReverseSequence", "Round", "Shrink", "Sinh", "SpaceToDepth", "Tan", "Unique",
+    "ReverseSequence", "Shrink", "Sinh", "SpaceToDepth", "Tan", "Unique",
 })

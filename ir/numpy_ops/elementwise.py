@@ -76,6 +76,7 @@ RULES: dict[str, Rule] = {
     "abs": _map(np.abs),
     "sign": _map(np.sign),
     "floor": _map(np.floor),
+    "round": _map(np.rint),
     "exp": _map(np.exp),
     "log": _map(np.log),
     "sqrt": _map(np.sqrt),

@@ -68,6 +68,7 @@ ROWS = (
     row("abs", "elementwise", 1, _number, "|x|", flops=per_element(1)),
     row("sign", "elementwise", 1, _number, "-1, 0 or 1", flops=per_element(1)),
     row("floor", "elementwise", 1, _float, "largest integer not above x", flops=per_element(1)),
+    row("round", "elementwise", 1, _float, "nearest integer, of two the even one", flops=per_element(1)),
     row("exp", "elementwise", 1, _float, "e^x", flops=per_element(10)),
     row("log", "elementwise", 1, _float, "natural logarithm", flops=per_element(10)),
     row("sqrt", "elementwise", 1, _float, "square root", flops=per_element(4)),

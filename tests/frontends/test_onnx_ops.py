@@ -20,6 +20,8 @@ CASES = """
 13 | float[2,3] x => float[] y | y = Abs(x)
 13 | float[2,3] x => float[] y | y = Sign(x)
 13 | float[2,3] x => float[] y | y = Floor(x)
+13 | float[2,3] x => float[] y | y = Round(x)
+13 | float[2,3] x => float[] y | h = Constant<value_float = 0.5>() f = Floor(x) s = Add(f, h) y = Round(s)
 13 | float[2,3] x => float[] y | y = Ceil(x)
 13 | float[2,3] p => float[] y | y = Sqrt(p)
 13 | float[2,3] p => float[] y | y = Reciprocal(p)

@@ -50,6 +50,12 @@ def nasty(rng: np.random.Generator, t: TensorType) -> Array:
     return rng.choice(values, t.dims).astype(numpy_dtype(t.dtype))
 
 
+def halves(rng: np.random.Generator, t: TensorType) -> Array:
+    """Whole numbers, those in the middle between two, and their neighbours."""
+    near = np.asarray(rng.integers(-9, 9, t.dims) / 2).astype(numpy_dtype(t.dtype))
+    return np.where(rng.random(t.dims) < 0.3, np.nextafter(near, near.dtype.type(100)), near).astype(near.dtype)
+
+
 def huge(rng: np.random.Generator, t: TensorType) -> Array:
     """Where exponentials overflow unless the largest is taken off first."""
     return np.asarray(rng.standard_normal(t.dims) * 300).astype(numpy_dtype(t.dtype))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from penstock.ir.types import DTYPES, FLOATS, INTS
 
-from .data import HALF, nasty, normal, positive, ties, wrapping
+from .data import HALF, halves, nasty, normal, positive, ties, wrapping
 from .table import refuse, sample
 
-_UNARY_FLOAT = ("floor", "exp", "sin", "cos", "tanh", "sigmoid", "erf", "gelu")
+_UNARY_FLOAT = ("floor", "round", "exp", "sin", "cos", "tanh", "sigmoid", "erf", "gelu")
 _UNARY_NUMBER = ("neg", "abs", "sign", "relu")
 for _kind in _UNARY_FLOAT + _UNARY_NUMBER:
     sample(_kind, "T[3,37]", dtypes=("f32", "f64"))
@@ -25,8 +25,9 @@ for _kind in ("log", "sqrt", "rsqrt"):
     sample(_kind, "T[21]", dtypes=HALF, draws=positive)
     sample(_kind, "T[40]", dtypes=("f32", "f64"), draws=nasty)
     refuse(_kind, "i32[3]", because="needs a floating-point operand")
-for _kind in ("neg", "abs", "sign", "exp", "tanh", "sigmoid", "relu", "erf"):
+for _kind in ("neg", "abs", "sign", "exp", "tanh", "sigmoid", "relu", "erf", "floor", "round"):
     sample(_kind, "f32[40]", draws=nasty)
+sample("round", "T[64]", dtypes=FLOATS, draws=halves)
 sample("gelu", "f32[64]", approximate="tanh")
 sample("gelu", "f64[9]", approximate="tanh")
 refuse("gelu", "f32[3]", approximate="exact", because="approximate")

@@ -127,6 +127,7 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "abs": lambda f, a, x: _abs(x),
     "sign": lambda f, a, x: _sign(x),
     "floor": lambda f, a, x: tirx.floor(x),
+    "round": lambda f, a, x: tirx.nearbyint(x),
     "exp": lambda f, a, x: f.exp(x),
     "log": lambda f, a, x: f.log(x),
     "sqrt": lambda f, a, x: f.sqrt(x),
