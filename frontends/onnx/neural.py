@@ -1,15 +1,14 @@
-"""ONNX operators of neural networks: products, convolutions, pooling, normalisation, reductions, attention."""
+"""ONNX operators of neural networks: products, convolutions, pooling, normalisation, reductions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod, sqrt
+from math import prod
 
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..formulas.attention import repeat_heads, split_heads
-from ..formulas.layout import axis_of, cut, expand, reshape, transpose, triangle
+from ..formulas.layout import axis_of, cut, expand, reshape
 from ..formulas.norms import grouped_norm, per_channel
 from .node import Node, Result, Rule
 
@@ -265,45 +264,6 @@ def _arg(sign: str) -> Rule:
     return rule
 
 
-# ---------------------------------------------------------------------------------------- attention
-
-
-def _attention(n: Node) -> Result:
-    n.only_first_output()
-    n.require(not any(n.has(i) for i in (4, 5, 6)), "past keys and values are not supported")
-    n.ignore("qk_matmul_output_mode")  # speaks of the fourth result
-    precision = n.int_attr("softmax_precision", 1)
-    n.require(precision in (1, 10, 11, 16), f"softmax_precision={precision} is not known")
-    q = split_heads(n, n.value(0), n.int_attr("q_num_heads"))
-    k, v = (split_heads(n, n.value(i), n.int_attr("kv_num_heads")) for i in (1, 2))
-    heads = q.type.dims[1]
-    k, v = repeat_heads(n, k, heads), repeat_heads(n, v, heads)
-    scale = n.float_attr("scale", 1.0 / sqrt(q.type.dims[-1]))
-    causal, cap = bool(n.int_attr("is_causal")), n.float_attr("softcap")
-    rows, columns = q.type.dims[2], k.type.dims[2]
-    if not n.has(3) and not cap and (rows == columns or not causal):
-        y = n.emit_all("attention", 3, q, k, v, causal=causal, scale=scale)[0]
-    else:
-        scores = n.emit("mul", n.emit("matmul", q, k, tb=True), scale)
-        if cap:
-            scores = n.emit("mul", n.emit("tanh", n.emit("div", scores, cap)), cap)
-        keep = triangle(n, rows, columns) if causal else None
-        if n.has(3):
-            mask = n.value(3)
-            if mask.type.dtype == "bool":
-                keep = mask if keep is None else n.emit("and", mask, keep)
-            else:
-                scores = n.emit("add", scores, mask)
-        # A finite number hides, and what is hidden gets weight 0 after the softmax: a row that sees nothing gives 0, never nan.
-        lowest = -65504.0 if scores.type.dtype == "f16" else -3e38
-        weights = n.emit("softmax", scores if keep is None else n.emit("where", keep, scores, lowest), axis=-1)
-        y = n.emit("matmul", weights if keep is None else n.emit("where", keep, weights, 0.0), v)
-    if n.type().rank == 4:
-        return y
-    batch, _, positions, size = y.type.dims
-    return reshape(n, transpose(n, y, (0, 2, 1, 3)), (batch, positions, heads * size))
-
-
 RULES: dict[str, Rule] = {
     # products
     "MatMul": _matmul,
@@ -336,6 +296,4 @@ RULES: dict[str, Rule] = {
     "ReduceProd": _reduce_product,
     "ArgMax": _arg("+"),
     "ArgMin": _arg("-"),
-    # attention
-    "Attention": _attention,
 }

@@ -1,0 +1,49 @@
+"""Losses over classes: what a model was trained with may be part of the model."""
+
+from __future__ import annotations
+
+from math import prod
+
+from penstock.ir.graph import Value
+
+from ..writer import Writer
+from .layout import reshape, transpose
+
+
+def negative_log_likelihood(w: Writer, logs: Value, target: Value, weight: Value | None, reduction: str, ignored: int | None) -> Value:
+    """-logs[n, target[n, ...], ...] times the weight of the class, 0 where the target is `ignored`; `mean` divides by the sum of the weights.
+
+    logs is [batch, classes, ...], target the same without classes."""
+    dims = logs.type.dims
+    w.require(len(dims) >= 2, f"needs batch and classes, got {logs.type}")
+    w.require(target.type.dims == (dims[0], *dims[2:]), f"targets {target.type} do not fit {logs.type}")
+    w.require(reduction in ("none", "mean", "sum"), f"reduction={reduction} is not known")
+    classes, places = dims[1], target.type.dims
+    dtype = logs.type.dtype
+    chosen = target if target.type.dtype == "i64" else w.emit("cast", target, dtype="i64")
+    counts: Value | None = None
+    if ignored is not None:
+        counts = w.emit("not", w.emit("equal", chosen, ignored))
+        chosen = w.emit("where", counts, chosen, 0)
+    rows = reshape(w, transpose(w, logs, (0, *range(2, len(dims)), 1)), (prod(places) * classes,))
+    line = reshape(w, w.emit("iota", dtype="i64", shape=(prod(places),), axis=0), places)
+    loss = w.emit("neg", w.emit("gather", rows, w.emit("add", w.emit("mul", line, classes), chosen), axis=0))
+    weights: Value | None = None
+    if weight is not None:
+        w.require(weight.type.dims == (classes,), f"weights {weight.type} do not fit {classes} classes")
+        weights = w.emit("gather", weight, chosen, axis=0)
+        weights = weights if counts is None else w.emit("where", counts, weights, 0.0)
+    elif counts is not None:
+        weights = w.emit("cast", counts, dtype=dtype)
+    if weights is not None:
+        # Not the product alone: what is ignored may be infinite.
+        loss = w.emit("mul", loss if counts is None else w.emit("where", counts, loss, 0.0), weights)
+    axes = tuple(range(len(places)))
+    match reduction:
+        case "none":
+            return loss
+        case "sum":
+            return w.emit("sum", loss, axes=axes)
+    if weights is None:
+        return w.emit("mean", loss, axes=axes)
+    return w.emit("div", w.emit("sum", loss, axes=axes), w.emit("sum", weights, axes=axes))
