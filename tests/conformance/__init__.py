@@ -1,0 +1,1 @@
+"""ONNX's own backend tests, run against Penstock (README.md)."""
