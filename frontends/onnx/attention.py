@@ -133,7 +133,8 @@ def _rotary(n: Node) -> Result:
         lead, length, half = part.type.dims
         n.require(2 * half == count, f"{half} entries of the caches do not turn {count} entries in pairs")
         parts.append(reshape(n, part, (lead, length, 1, half) if flat else (lead, 1, length, half)))
-    return reshape(n, rotate(n, turned, *parts, interleaved=bool(n.int_attr("interleaved"))), x.type.dims)
+    cos, sin = parts
+    return reshape(n, rotate(n, turned, cos, sin, bool(n.int_attr("interleaved"))), x.type.dims)
 
 
 def _linear_attention(n: Node) -> Sequence[Result]:
@@ -165,7 +166,7 @@ def _causal_conv(n: Node) -> Sequence[Result]:
     activation = n.text_attr("activation", "none")
     n.require(activation in ("none", "silu", "swish"), f"activation={activation} is not known")
     n.require(x.type.rank == w.type.rank == 3, f"needs three dimensions, got {x.type} and {w.type}")
-    batch, channels, length = x.type.dims
+    _, channels, length = x.type.dims
     before = w.type.dims[2] - 1
     if n.has(3):
         padded = n.emit("concat", n.value(3), x, axis=2) if before else x

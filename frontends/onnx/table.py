@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from . import attention, elementwise, indexing, layout, losses, neural
+from . import attention, elementwise, images, indexing, layout, losses, neural
 from .node import Rule
 
-RULES: dict[str, Rule] = {**elementwise.RULES, **layout.RULES, **indexing.RULES, **neural.RULES, **attention.RULES, **losses.RULES}
+RULES: dict[str, Rule] = {
+    **elementwise.RULES,
+    **layout.RULES,
+    **indexing.RULES,
+    **neural.RULES,
+    **attention.RULES,
+    **losses.RULES,
+    **images.RULES,
+}
 
 # fmt: off
 # Operators without a rule whose results may still be computed at import, when all their operands are known.
