@@ -8,6 +8,9 @@
     cluster.toml         the devices it was compiled for, when a cluster was given
     stages/...           compiled code, one or more files per stage
     weights/sN.safetensors   the initial values that stage N needs, and no others
+    source/names.json        the names that the source model has for the variables whose elements it stored
+    source/model.onnx        the source model without those elements, when it was an ONNX file: what `penstock export` fills in
+    source/model.onnx.data   elements that stay with the source model, where it had them in a file of their own
 
 `write_bundle` fills a sibling directory, flushes it and renames it into place: a bundle is there whole or not at all. The same inputs give
 the same bytes; there is no time, path or host name of the build in it. `open_bundle` checks names, sizes and hashes of everything before
@@ -44,6 +47,7 @@ from .tensor_file import write_tensors
 FORMAT = 1
 MANIFEST, MANIFEST_HASH, MODULE, REFERENCE = "manifest.json", "manifest.sha256", "module.ir", "reference.ir"
 PLAN, CLUSTER = "plan.json", "cluster.toml"
+SOURCE, NAMES, STRUCTURE = "source", "source/names.json", "source/model.onnx"
 _TOOLS = ("penstock", "apache-tvm", "apache-tvm-ffi", "numpy", "torch", "onnx")
 _CHUNK = 1 << 22
 
@@ -77,6 +81,14 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What a bundle keeps of the model it was compiled from: names of that model for variables, and files of its structure."""
+
+    names: Mapping[str, str]
+    files: Sequence[Path] = ()
+
+
+@dataclass(frozen=True)
 class Bundle:
     """An opened bundle: everything it lists (or everything one rank needs) was checked."""
 
@@ -96,6 +108,22 @@ class Bundle:
     @cached_property
     def plan(self) -> dict[str, Any]:
         return json.loads((self.path / PLAN).read_bytes())  # type: ignore[no-any-return]
+
+    @cached_property
+    def source_names(self) -> dict[str, str] | None:
+        """The source model's name of every variable that it stored; None in a bundle of a module that no frontend read."""
+        if NAMES not in self.manifest.files:
+            return None
+        path = self.path / NAMES
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        except msgspec.MsgspecError as error:
+            raise VerifyError(str(error), where=str(path)) from error
+
+    @property
+    def source_structure(self) -> Path | None:
+        """The ONNX model without its weights, when the bundle was compiled from one."""
+        return self.path / STRUCTURE if STRUCTURE in self.manifest.files else None
 
     @property
     def module_hash(self) -> str:
@@ -125,6 +153,12 @@ def stage_vars(module: Module, stage: int) -> dict[str, Var]:
     return {name: var for name, var in module.vars.items() if name in touched or (var.stage == stage and var.role in ("param", "buffer"))}
 
 
+def stored_vars(module: Module) -> dict[str, Var]:
+    """The variables of all stages that begin with elements of the source model."""
+    found = {name: var for stage in module.stages for name, var in stage_vars(module, stage.index).items()}
+    return {name: var for name, var in found.items() if var.init == "file"}
+
+
 # ------------------------------------------------------------------------------------------------ writing
 
 
@@ -139,6 +173,7 @@ def write_bundle(
     source_hash: str = "",
     tools: Mapping[str, str] | None = None,
     reference: Module | None = None,
+    origin: Origin | None = None,
 ) -> Bundle:
     """Write a bundle in place of nothing, of an empty directory or of another bundle, and give it back opened.
 
@@ -147,7 +182,7 @@ def write_bundle(
     out = Path(os.path.abspath(out_dir))
     check_replaceable(out)
     stages = [stage.index for stage in module.stages]
-    _check_weights(module, stages, weights)
+    _check_weights(module, weights)
     out.parent.mkdir(parents=True, exist_ok=True)
     work = out.parent / f".{out.name}.{secrets.token_hex(4)}.tmp"
     work.mkdir()
@@ -168,6 +203,11 @@ def write_bundle(
         if module.cluster is not None:
             toml = module.cluster.to_toml()
             add(CLUSTER, lambda path: _write_bytes(path, toml.encode()))
+        if origin is not None:
+            names = json.dumps(dict(origin.names), indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+            add(NAMES, lambda path: _write_bytes(path, names))
+            for file in origin.files:
+                add(f"{SOURCE}/{file.name}", lambda path, file=file: _copy(file, path))  # type: ignore[misc]
         of_stage: dict[int, list[str]] = {}
         for stage in stages:
             of_stage[stage] = [
@@ -271,9 +311,9 @@ def _looks_like_bundle(path: Path) -> bool:
     return isinstance(found, dict) and {"format", "ranks", "files"} <= found.keys()
 
 
-def _check_weights(module: Module, stages: Iterable[int], weights: Mapping[str, np.ndarray]) -> None:
+def _check_weights(module: Module, weights: Mapping[str, np.ndarray]) -> None:
     problems = []
-    for name, var in {name: var for stage in stages for name, var in stage_vars(module, stage).items() if var.init == "file"}.items():
+    for name, var in stored_vars(module).items():
         array = weights.get(name)
         if array is None:
             problems.append(f"{name}: no weights were given")

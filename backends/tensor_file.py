@@ -3,7 +3,9 @@
     8 bytes little-endian: length of the header · header: JSON, name -> {dtype, shape, data_offsets}, padded with blanks · data
 
 The data starts at a multiple of 64 bytes and the tensors follow each other in the order of their names, larger items first, so that the
-same arrays give the same bytes. The file is flushed to the disk before the hash is handed back. Reading is left to the safetensors package.
+same arrays give the same bytes. The file is flushed to the disk before the hash is handed back.
+
+`map_tensors` gives the arrays of a file without reading them. Workers leave reading to the safetensors package.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..ir.types import ITEM_BYTES, dtype_of
+from ..ir.errors import VerifyError
+from ..ir.types import ITEM_BYTES, dtype_of, numpy_dtype
 
 _NAMES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "f64": "F64", "i64": "I64", "i32": "I32", "i8": "I8", "u8": "U8", "bool": "BOOL"}
 _ALIGNMENT = 64
@@ -51,3 +56,23 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> tuple[str, i
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest(), size
+
+
+def map_tensors(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file by name, memory-mapped and read-only."""
+    dtypes = {theirs: numpy_dtype(ours) for ours, theirs in _NAMES.items()}
+    found: dict[str, np.ndarray] = {}
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(length if length <= path.stat().st_size else 0))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            dtype, shape, (start, end) = dtypes[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            if prod(shape) * dtype.itemsize != end - start:
+                raise ValueError(f"{name} has {end - start} bytes")
+            found[name] = np.memmap(path, dtype, "r", 8 + length + start, shape) if end > start else np.zeros(shape, dtype)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise VerifyError(f"not a readable safetensors file: {error}", where=str(path)) from error
+    return found

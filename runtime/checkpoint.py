@@ -1,7 +1,7 @@
 """Checkpoints: the state of a drained pipeline, and how to go on from it.
 
     DIR/latest                       name of the newest checkpoint, replaced in one rename
-    DIR/step-000100/index.json       step, module, schedule, data position, and for every tensor its file and version
+    DIR/step-000100/index.json       step, module, schedule, data position, bundle, and for every tensor its file and version
     DIR/step-000100/index.sha256     hash of the index
     DIR/step-000100/rank0.safetensors          newest parameters, gradients left out, optimiser state, buffers; by the model's names
     DIR/step-000100/rank0.older.safetensors    the version before, when it is still needed (2bw), by the same names
@@ -25,8 +25,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ..backends.bundle import contained, file_problems, flush_directory, move_into_place, stage_vars
-from ..backends.tensor_file import write_tensors
+from ..backends.bundle import Bundle, contained, file_problems, flush_directory, move_into_place, stage_vars, stored_vars
+from ..backends.tensor_file import map_tensors, write_tensors
 from ..ir.errors import UsageError, VerifyError
 from ..ir.graph import GRAD, Module
 from .control import DataSpec
@@ -45,7 +45,8 @@ class SavedFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Index(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """`step` is the number of steps done, which is also the newest version and the next batch to read."""
+    """`step` is the number of steps done, which is also the newest version and the next batch to read. `bundle` is where the bundle stood, and
+    `source_hash` that of its model; both are empty in checkpoints of versions that did not write them."""
 
     format: int
     step: int
@@ -54,6 +55,8 @@ class Index(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     microbatches: int
     data: DataSpec | None
     files: dict[str, SavedFile]
+    bundle: str = ""
+    source_hash: str = ""
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -79,11 +82,13 @@ def save_part(
     return msgspec.json.encode(files)
 
 
-def finish_save(work: Path, directory: Path, step: int, module: Module, data: DataSpec | None, parts: list[bytes]) -> Path:
+def finish_save(work: Path, directory: Path, step: int, bundle: Bundle, data: DataSpec | None, parts: list[bytes]) -> Path:
     """Index the files of all ranks and put the checkpoint in its place."""
+    module = bundle.module
     assert module.schedule is not None
     files = {name: file for part in parts for name, file in msgspec.json.decode(part, type=dict[str, SavedFile]).items()}
-    index = Index(FORMAT, step, module.name, module.schedule.name, module.schedule.microbatches, data, files)
+    schedule, source_hash = module.schedule, bundle.manifest.source_hash
+    index = Index(FORMAT, step, module.name, schedule.name, schedule.microbatches, data, files, str(bundle.path), source_hash)
     text = msgspec.json.format(msgspec.json.encode(index, order="sorted"), indent=2) + b"\n"
     _write(work / INDEX, text)
     _write(work / INDEX_HASH, f"{hashlib.sha256(text).hexdigest()}  {INDEX}\n".encode())
@@ -182,6 +187,25 @@ def check_resume(index: Index, module: Module, data: DataSpec | None, where: str
     if data is not None and index.data is not None and data != index.data:
         return [f"the data is now {_describe(data)}, the checkpoint was trained on {_describe(index.data)}"]
     return []
+
+
+def read_newest(checkpoint: Path, index: Index, module: Module) -> dict[str, np.ndarray]:
+    """All stored variables of a bundle's module at the step of a checkpoint, memory-mapped. Refused is a checkpoint of other variables."""
+    types = {name: type for file in index.files.values() if file.version == index.step for name, type in file.tensors.items()}
+    wanted = stored_vars(module)
+    problems = [
+        f"{name}: the bundle has {var.type}, the checkpoint {types.get(name, 'nothing')}"
+        for name, var in wanted.items()
+        if types.get(name) != str(var.type)
+    ]
+    problems += [f"{name}: the bundle has no such variable" for name in types if name not in module.vars]
+    if problems:
+        raise VerifyError("the checkpoint does not fit the bundle:" + "".join(f"\n  - {p}" for p in problems), where=str(checkpoint))
+    found: dict[str, np.ndarray] = {}
+    for file, names in files_for(index, set(wanted), index.step).items():
+        arrays = map_tensors(check_file(checkpoint, index, file))
+        found |= {name: arrays[name] for name in names}
+    return found
 
 
 def files_for(index: Index, names: set[str], version: int) -> dict[str, set[str]]:

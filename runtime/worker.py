@@ -197,7 +197,7 @@ class Worker:
             older = {version: {name: as_array(t) for name, t in tensors.items()} for version, tensors in self.store.older().items()}
             parts = self.group.gather(f"{key}/part", checkpoint.save_part(place, self.rank, self.module, newest, older, step))
             if work is not None:
-                checkpoint.finish_save(work, directory, step, self.module, self.setup.data, parts)
+                checkpoint.finish_save(work, directory, step, self.bundle, self.setup.data, parts)
         except BaseException as error:
             if work is not None:
                 checkpoint.abandon_save(work)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ from ..writer import Refused
 from .folding import LARGEST, fold
 from .node import Builder, Known, Lost, Node, Result, Tensor, Weight
 from .source import Source, our_dtype
+from .structure import Structure, take_structure
 from .table import FOLD_ONLY, RULES
 
 OPSETS = range(13, 25)
@@ -46,19 +47,22 @@ _DOMAINS = ("", "ai.onnx")
 @dataclass(frozen=True)
 class Imported:
     """A model as read: `weights` holds the elements of each variable by its name and is read-only; `source_hash` is taken over all files;
-    `report` says what was folded, frozen and left out; `names` gives the ONNX name of everything that had to be spelled otherwise."""
+    `report` says what was folded, frozen and left out; `names` gives the ONNX name of everything that had to be spelled otherwise;
+    `structure` is the file without the elements of the variables."""
 
     module: Module
     weights: dict[str, np.ndarray]
     source_hash: str
     report: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    structure: Structure | None = None
 
 
 def import_onnx(path: str | Path, *, dims: Mapping[str, int] | None = None, frozen: str | None = None) -> Imported:
     """The model at `path` as a Module. `dims` gives sizes for symbolic dimensions by name."""
     source = Source(path)
     where = str(source.path)
+    original = source.model
     opset = _opset(source)
     _check(source)
     if source.model.functions:
@@ -73,7 +77,9 @@ def import_onnx(path: str | Path, *, dims: Mapping[str, int] | None = None, froz
     for index, node in enumerate(graph.node):
         importer.take_node(node, index)
     importer.complain()
-    return importer.finish(dims or {})
+    imported = importer.finish(dims or {})
+    shapes = {name: var.type.dims for name, var in imported.module.vars.items()}
+    return replace(imported, structure=take_structure(original, source, shapes, imported.names))
 
 
 # ---------------------------------------------------------------------------------------- before the nodes

@@ -147,6 +147,11 @@ class Source:
             raise UsageError(f"needs bytes {offset} to {offset + needed} of {location}, which has only {size}", where=where)
         return file, offset
 
+    def external(self, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
+        """File, offset and number of bytes of a tensor that is external data."""
+        file, offset = self._span(tensor)
+        return file, offset, int(np.prod(tensor.dims, dtype=np.int64)) * self._stored_dtype(tensor).itemsize
+
     def _contained(self, location: str, where: str) -> Path:
         if location in self._files:
             return self._files[location]

@@ -8,6 +8,8 @@
     with ps.open("bundle/") as job:
         for batch in batches:
             loss = job.step(batch)
+        job.save("ckpt/")
+    ps.export("bundle/", checkpoint="ckpt/", onnx="trained.onnx")
 
 Names are imported when they are first used, so that `import penstock` is quick.
 """
@@ -23,6 +25,7 @@ _HOMES = {
     "from_onnx": "penstock.api",
     "plan": "penstock.api",
     "compile": "penstock.api",
+    "export": "penstock.exporting",
     "Model": "penstock.api",
     "Plan": "penstock.api",
     "open": "penstock.runtime.job",
@@ -36,12 +39,27 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from penstock.api import Model, Plan, compile, from_onnx, plan
+    from penstock.exporting import export
     from penstock.frontends.training import SGD, AdamW, Momentum, Training
     from penstock.ir.cluster import Cluster
     from penstock.ir.errors import PenstockError
     from penstock.runtime.job import open
 
-__all__ = ["SGD", "AdamW", "Cluster", "Model", "Momentum", "PenstockError", "Plan", "Training", "compile", "from_onnx", "open", "plan"]
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Cluster",
+    "Model",
+    "Momentum",
+    "PenstockError",
+    "Plan",
+    "Training",
+    "compile",
+    "export",
+    "from_onnx",
+    "open",
+    "plan",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -127,6 +127,7 @@ def compile(
     """Make machine code for every stage, and write the bundle. `jobs` is the most processes to compile with: one per core if not given."""
     from penstock.backends.bundle import write_bundle
     from penstock.backends.interface import CompileOptions, backend_of
+    from penstock.exporting import keep_source
 
     maker = backend_of(backend)
     stages = [stage.index for stage in plan.module.stages]
@@ -143,5 +144,6 @@ def compile(
             plan=plan.as_dict(),
             source_hash=plan.model.imported.source_hash,
             reference=plan.reference,
+            origin=keep_source(plan.model.imported, plan.module, Path(scratch)),
         )
     return bundle.path

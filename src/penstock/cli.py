@@ -137,6 +137,17 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=float, default=60.0, metavar="S", help="give up when a peer keeps a rank waiting this long (default: 60)"
     )
 
+    export = add("export", "write trained weights back into the ONNX model they came from, or into a safetensors file")
+    export.add_argument("source", metavar="BUNDLE|CHECKPOINT", help="a bundle, or a checkpoint whose bundle stands where it stood")
+    export.add_argument("--onnx", metavar="OUT.onnx", help="the model that was compiled, with these weights and its own names")
+    export.add_argument("--safetensors", metavar="OUT.safetensors", help="the weights alone, by the model's own names")
+    export.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="take the weights of this checkpoint, or of the newest one in this directory; with 2bw the newer of its two versions "
+        "(default: the weights that the model had when it was compiled)",
+    )
+
     inspect = add("inspect", "look into a bundle or an IR file")
     inspect.add_argument("file", metavar="BUNDLE|FILE.ir")
     inspect.add_argument("--graph", metavar="NAME", help="print one graph, e.g. s0.F")

@@ -195,6 +195,14 @@ def infer_command(arguments: Namespace) -> None:
         say(f"{name}: {array.dtype} {list(array.shape)}")
 
 
+def export_command(arguments: Namespace) -> None:
+    from penstock.exporting import export
+
+    done = export(arguments.source, onnx=arguments.onnx, safetensors=arguments.safetensors, checkpoint=arguments.checkpoint)
+    age = "as compiled" if done.step is None else f"after {done.step} steps"
+    say(f"wrote {', '.join(map(str, done.files))}: {done.tensors} tensors {age}")
+
+
 def demo_command(arguments: Namespace) -> int:
     from penstock.demo import run_demo
 

@@ -1,0 +1,229 @@
+"""A model file without the elements of its weights, and with them again: what a bundle keeps of its source, and how a trained model is written.
+
+take_structure   the file as it was read, and the module's variables -> Structure: the model without the elements of the initializers that
+                 became variables; everything else as it stood, local functions and subgraphs included
+save_structure   Structure -> `model.onnx` in a folder, and `model.onnx.data` where elements that stay were external data
+write_model      such a `model.onnx`, and elements for initializers by name -> an ONNX file a user can deploy
+
+Elements are written little-endian as raw data, in the element type of the initializer. Those that were external data are external data again,
+in one file beside the model, called like it with `.data` behind; and where the model would not fit into the 2 GiB of a protobuf message, so
+are all filled-in ones of 1 KiB and more. Both files are written under other names, flushed and renamed, the model last: at no time does a
+model stand beside elements that are not its own.
+
+A variable belongs to the one initializer with its name and shape, in whatever graph it stands. Variables that were computed at import, and
+those whose name several subgraphs use, belong to none.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
+from onnx.helper import tensor_dtype_to_np_dtype
+
+from penstock.ir.errors import UsageError, VerifyError
+
+from .source import Source
+
+MODEL = "model.onnx"
+# A protobuf message cannot be larger; what is inline must leave room for the keys and lengths of its fields.
+LARGEST_MESSAGE = 2**31 - 2**20
+_SMALL = 1024
+_ALIGNMENT = 64
+_CHUNK = 1 << 24
+_ELEMENTS = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data", "external_data")
+
+# A file, an offset and a number of bytes.
+Span = tuple[Path, int, int]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """`model` is the serialised model, without the elements of the initializers that `initializers` gives for variables; `spans` says where
+    the elements of the tensors that are still external lie, in the order of the file."""
+
+    model: bytes
+    initializers: Mapping[str, str]
+    spans: tuple[Span, ...]
+
+
+def take_structure(model: onnx.ModelProto, source: Source, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str]) -> Structure:
+    """Take the elements of variables out of `model`, which is of no other use afterwards. `shapes` are those of the variables, and `names`
+    gives the file's name for those that are called otherwise."""
+    stored = [tensor for graph in _graphs(model.graph) for tensor in graph.initializer]
+    times = Counter(tensor.name for tensor in stored)
+    tensors = {tensor.name: tensor for tensor in stored if times[tensor.name] == 1}
+    found: dict[str, str] = {}
+    for variable, shape in shapes.items():
+        tensor = tensors.get(names.get(variable, variable))
+        if tensor is not None and tuple(tensor.dims) == shape:
+            found[variable] = tensor.name
+            for field in _ELEMENTS:
+                tensor.ClearField(field)
+    spans = [source.external(tensor) for tensor in _external(model) if tensor.external_data]
+    return Structure(model.SerializeToString(deterministic=True), found, tuple(spans))
+
+
+def save_structure(structure: Structure, folder: Path, arrays: Mapping[str, np.ndarray]) -> list[Path]:
+    """Write what a bundle keeps. `arrays` are by initializer, for those whose elements nothing else of the bundle holds."""
+    return _write(onnx.ModelProto.FromString(structure.model), arrays, structure.spans, folder / MODEL)
+
+
+def write_model(kept: Path, arrays: Mapping[str, np.ndarray], out: Path) -> list[Path]:
+    """Write the model whose structure `kept` is. `arrays` are by initializer, for all those whose elements were left out. The answer is the
+    files written."""
+    model = _read(kept)
+    spans = [_kept_span(tensor, kept) for tensor in _external(model) if tensor.external_data]
+    return _write(model, arrays, spans, out)
+
+
+def data_file(model: Path) -> Path:
+    """Where the external data of a model is written."""
+    return model.with_name(model.name + ".data")
+
+
+def element_types(kept: Path) -> dict[str, np.dtype]:
+    """The element type of every initializer of a kept structure."""
+    return {tensor.name: _dtype(tensor) for graph in _graphs(_read(kept).graph) for tensor in graph.initializer}
+
+
+# ------------------------------------------------------------------------------------------------ what a model stores
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and the subgraphs of its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+                yield from _graphs(inner)
+
+
+def _external(message: Message) -> Iterator[onnx.TensorProto]:
+    """The tensors anywhere in a message whose elements are external data, in the order of the file."""
+    if isinstance(message, onnx.TensorProto):
+        if message.data_location == onnx.TensorProto.EXTERNAL:
+            yield message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for inner in (value,) if isinstance(value, Message) else value:
+                yield from _external(inner)
+
+
+def _read(kept: Path) -> onnx.ModelProto:
+    try:
+        model: onnx.ModelProto = onnx.ModelProto.FromString(kept.read_bytes())
+    except DecodeError as error:
+        raise VerifyError(f"not a readable ONNX file: {error}", where=str(kept)) from error
+    return model
+
+
+def _kept_span(tensor: onnx.TensorProto, kept: Path) -> Span:
+    """Where elements lie that were kept as external data: only ever in the one file beside the structure."""
+    fields = {entry.key: entry.value for entry in tensor.external_data}
+    data = data_file(kept)
+    offset, length = fields.get("offset", ""), fields.get("length", "")
+    numbers = all(text.isascii() and text.isdecimal() for text in (offset, length))
+    if fields.get("location") != data.name or not numbers or not data.is_file() or int(offset) + int(length) > data.stat().st_size:
+        raise VerifyError(f"tensor {tensor.name} has no elements where they should be, in {data.name}", where=str(kept))
+    return data, int(offset), int(length)
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def _write(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], spans: Sequence[Span], out: Path) -> list[Path]:
+    """Fill in arrays, and write the model and its external data; tensors that are external without saying where stay empty."""
+    _fill(model, arrays, str(out))
+    mark = f"{secrets.token_hex(4)}.tmp"
+    data = data_file(out)
+    work, data_work = (path.with_name(f".{path.name}.{mark}") for path in (out, data))
+    try:
+        written = _write_data(model, arrays, iter(spans), data_work, data.name)
+        with work.open("wb") as file:
+            file.write(model.SerializeToString(deterministic=True))
+            _flush(file)
+        if written:
+            # An older model must not stand beside the new data.
+            out.unlink(missing_ok=True)
+            data_work.replace(data)
+        work.replace(out)
+    finally:
+        work.unlink(missing_ok=True)
+        data_work.unlink(missing_ok=True)
+    return [out, data] if written else [out]
+
+
+def _fill(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], where: str) -> None:
+    """Put elements into the initializers, and mark those that are to be external data."""
+    tensors = {t.name: t for graph in _graphs(model.graph) for t in graph.initializer if t.name in arrays}
+    strange = [name for name in arrays if name not in tensors or tuple(tensors[name].dims) != arrays[name].shape]
+    if strange:
+        raise VerifyError(f"the model has no initializers of these names and shapes: {', '.join(strange)}", where=where)
+    sizes = {name: int(arrays[name].size) * _dtype(tensor).itemsize for name, tensor in tensors.items()}
+    inline = {name for name, tensor in tensors.items() if tensor.data_location != onnx.TensorProto.EXTERNAL}
+    if model.ByteSize() + sum(sizes[name] for name in inline) > LARGEST_MESSAGE:
+        for name in [name for name in inline if sizes[name] >= _SMALL]:
+            tensors[name].data_location = onnx.TensorProto.EXTERNAL
+            inline.remove(name)
+    for name in inline:
+        tensors[name].raw_data = _elements(arrays[name], tensors[name]).tobytes()
+
+
+def _write_data(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], spans: Iterator[Span], path: Path, location: str) -> bool:
+    """Write the elements of all external tensors, and say in each where they are; whether there are any."""
+    todo = [tensor for tensor in _external(model) if tensor.external_data or tensor.name in arrays]
+    if not todo:
+        return False
+    with path.open("wb") as file:
+        for tensor in todo:
+            file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+            offset = file.tell()
+            for piece in _copied(next(spans)) if tensor.external_data else _pieces(_elements(arrays[tensor.name], tensor)):
+                file.write(piece)
+            entries = {"location": location, "offset": str(offset), "length": str(file.tell() - offset)}
+            del tensor.external_data[:]
+            tensor.external_data.extend(onnx.StringStringEntryProto(key=key, value=value) for key, value in entries.items())
+        _flush(file)
+    return True
+
+
+def _elements(array: np.ndarray, tensor: onnx.TensorProto) -> np.ndarray:
+    """In the element type of the initializer: training keeps 32 bits of what the file has in 16."""
+    return np.ascontiguousarray(array.astype(_dtype(tensor), copy=False))
+
+
+def _dtype(tensor: onnx.TensorProto) -> np.dtype:
+    return np.dtype(tensor_dtype_to_np_dtype(tensor.data_type))
+
+
+def _pieces(array: np.ndarray) -> Iterator[memoryview]:
+    data = array.reshape(-1).view(np.uint8).data
+    for start in range(0, len(data), _CHUNK):
+        yield data[start : start + _CHUNK]
+
+
+def _copied(span: Span) -> Iterator[bytes]:
+    path, offset, left = span
+    with path.open("rb") as file:
+        file.seek(offset)
+        while left:
+            piece = file.read(min(left, _CHUNK))
+            if not piece:
+                raise UsageError(f"has become shorter, {left} bytes are missing", where=str(path))
+            left -= len(piece)
+            yield piece
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,165 @@
+"""Weights back out of a bundle, under the names of the model it was compiled from.
+
+keep_source   at compile time: what a bundle has to keep of its model for that
+export        a bundle, or a checkpoint of one -> an ONNX file, a safetensors file, or both
+
+The ONNX file is the model that was compiled, with its own inputs and outputs (no loss), nodes and names; the elements of initializers that
+became variables are those of the bundle or the checkpoint, in the initializer's element type, and everything else is as it was, bit for bit.
+The safetensors file has what the model stored of the bundle's variables, by its names and in its element types: parameters, and constants too
+large to be written into the program; what the loss does not need is in no bundle's variables, only in the ONNX file. Weights are the newest of the checkpoint: under 2bw the older version, which only a resumed run needs, is
+not exported.
+
+Files are there whole or not at all, and replace files of the same name, as those of `penstock infer` do.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.backends.bundle import Bundle, Origin, open_bundle, stored_vars
+from penstock.backends.tensor_file import map_tensors, write_tensors
+from penstock.ir.errors import UsageError, VerifyError
+from penstock.ir.graph import PARAM, Module
+
+if TYPE_CHECKING:
+    from penstock.frontends.onnx import Imported
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The files that were written, the number of tensors whose elements were filled in, and the step of the checkpoint they are from."""
+
+    files: tuple[Path, ...]
+    tensors: int
+    step: int | None
+
+
+def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
+    """What a bundle of `module` keeps of its source. Elements that no stage holds stay with the structure, which is written into `folder`."""
+    stored = stored_vars(module)
+    structure = imported.structure
+    if structure is None:
+        return Origin({name: imported.names.get(name, name) for name in stored})
+    from penstock.frontends.onnx.structure import save_structure
+
+    names = {variable: theirs for variable, theirs in structure.initializers.items() if variable in stored}
+    rest = {theirs: imported.weights[variable] for variable, theirs in structure.initializers.items() if variable not in stored}
+    return Origin(names, save_structure(structure, folder, rest))
+
+
+def export(
+    source: str | Path, *, onnx: str | Path | None = None, safetensors: str | Path | None = None, checkpoint: str | Path | None = None
+) -> Exported:
+    """Write the weights of a bundle, as compiled or as in a checkpoint, into the ONNX model it was compiled from, or into a safetensors file.
+
+    `source` is a bundle, or a checkpoint whose bundle stands where it stood. Of a directory of checkpoints the newest is taken."""
+    outs = {flag: Path(os.path.realpath(path)) for flag, path in (("--onnx", onnx), ("--safetensors", safetensors)) if path is not None}
+    bundle, place = _find(Path(source), None if checkpoint is None else Path(checkpoint))
+    _check_places(outs, bundle)
+    names = _names_of(bundle)
+    if onnx is not None and bundle.source_structure is None:
+        raise UsageError("was not compiled from an ONNX model", where=str(bundle.path), hint="--safetensors writes its weights")
+    arrays, step = _weights(bundle, place)
+    own = {theirs: arrays[variable] for variable, theirs in names.items()}
+    files: list[Path] = []
+    if onnx is not None:
+        from penstock.frontends.onnx.structure import write_model
+
+        assert bundle.source_structure is not None
+        files += write_model(bundle.source_structure, own, outs["--onnx"])
+    if safetensors is not None:
+        files.append(_write_safetensors(outs["--safetensors"], own, bundle))
+    return Exported(tuple(files), len(own), step)
+
+
+def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:
+    """The bundle, and the checkpoint if there is one. A checkpoint that stands alone says where its bundle was."""
+    from penstock.runtime.checkpoint import INDEX, LATEST, find_checkpoint, read_index
+
+    if not ((source / INDEX).exists() or (source / LATEST).exists()):
+        return open_bundle(source), None if checkpoint is None else find_checkpoint(checkpoint)
+    if checkpoint is not None:
+        raise UsageError("is a checkpoint itself", where=str(source), hint=f"penstock export BUNDLE --checkpoint {source}")
+    place = find_checkpoint(source)
+    there = read_index(place).bundle
+    if not there or not Path(there).is_dir():
+        found = f"its bundle is no longer at {there}" if there else "does not say which bundle it is of"
+        raise UsageError(found, where=str(place), hint=f"penstock export BUNDLE --checkpoint {source}")
+    return open_bundle(there), place
+
+
+def _check_places(outs: Mapping[str, Path], bundle: Bundle) -> None:
+    """Refuse places where nothing can be written, all of them at once, before the work."""
+    from penstock.frontends.onnx.structure import data_file
+    from penstock.runtime.options import file_problem, is_inside
+
+    problems = [] if outs else ["nothing to write: give --onnx FILE, --safetensors FILE or both"]
+    places = [*outs.items(), *((flag, data_file(path)) for flag, path in outs.items() if flag == "--onnx")]
+    for flag, path in places:
+        if problem := file_problem(str(path)):
+            problems.append(f"{flag} {path}: {problem}")
+        elif path.exists() and not path.is_file():
+            problems.append(f"{flag} {path}: is not a plain file")
+        elif is_inside(str(path), os.path.realpath(bundle.path)):
+            problems.append(f"{flag} {path}: is inside the bundle, which would be damaged by it")
+    if len({path for _, path in places}) < len(places):
+        problems.append(f"{' and '.join(outs)} name the same file")
+    if problems:
+        raise UsageError("; ".join(problems), where="export")
+    for path in outs.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _names_of(bundle: Bundle) -> dict[str, str]:
+    """The model's own names of its variables. A parameter without one could be trained, but not written back."""
+    names = bundle.source_names
+    if names is None:
+        raise UsageError("does not say what its weights are called in the model", where=str(bundle.path), hint="compile the model again")
+    stored = stored_vars(bundle.module)
+    lost = [name for name, var in stored.items() if var.role == PARAM and name not in names]
+    if lost:
+        raise UsageError(f"these parameters stand in no one place of the model: {', '.join(lost)}", where=str(bundle.path))
+    strange = sorted(names.keys() - stored.keys())
+    if strange or len(set(names.values())) < len(names):
+        raise VerifyError(f"names of variables do not fit the module: {', '.join(strange) or 'two have one name'}", where=str(bundle.path))
+    return names
+
+
+def _weights(bundle: Bundle, place: Path | None) -> tuple[dict[str, np.ndarray], int | None]:
+    """Elements of all stored variables, memory-mapped; and the step they are of."""
+    if place is None:
+        files = [map_tensors(bundle.weights_file(entry.stage)) for entry in bundle.manifest.ranks]
+        return {name: array for file in files for name, array in file.items()}, None
+    from penstock.runtime.checkpoint import read_index, read_newest
+
+    index = read_index(place)
+    if index.source_hash and index.source_hash != bundle.manifest.source_hash:
+        raise VerifyError(
+            f"the checkpoint is of another model: of {index.module} with hash {index.source_hash[:16]}, the bundle is of "
+            f"{bundle.module.name} with hash {bundle.manifest.source_hash[:16]}",
+            where=str(place),
+            hint=f"its bundle was {index.bundle}",
+        )
+    return read_newest(place, index, bundle.module), index.step
+
+
+def _write_safetensors(out: Path, arrays: Mapping[str, np.ndarray], bundle: Bundle) -> Path:
+    dtypes: Mapping[str, np.dtype] = {}
+    if bundle.source_structure is not None:
+        from penstock.frontends.onnx.structure import element_types
+
+        dtypes = element_types(bundle.source_structure)
+    work = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        write_tensors(work, {name: array.astype(dtypes.get(name, array.dtype), copy=False) for name, array in arrays.items()})
+        work.replace(out)
+    finally:
+        work.unlink(missing_ok=True)
+    return out
