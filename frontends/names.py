@@ -38,6 +38,12 @@ class Names:
     def fresh(self, base: str) -> str:
         return self._namer.fresh(legal(base))
 
+    def new(self, base: str) -> str:
+        """A fresh name that is also the source's name for something: for tensors that the source does not name itself, or names more than once."""
+        name = self.fresh(base)
+        self._table[name] = name
+        return name
+
     def changed(self, used: Iterable[str]) -> dict[str, str]:
         """IR name -> the source's name for those of `used` (IR names) that differ."""
         used = set(used)

@@ -1,5 +1,7 @@
 """ONNX models as modules: `import_onnx` reads a file by its path."""
 
-from .importer import OPSETS, Imported, import_onnx
+from .importer import Imported, import_onnx
+from .report import CannotImport
+from .versions import OPSETS
 
-__all__ = ["OPSETS", "Imported", "import_onnx"]
+__all__ = ["OPSETS", "CannotImport", "Imported", "import_onnx"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.ir.graph import Value
-from penstock.ir.types import FLOATS
+from penstock.ir.types import FLOATS, numpy_dtype
 
 from ..formulas.elementwise import elu, hard_sigmoid, leaky, negative, positive, power, softplus
 from ..writer import Refused
@@ -113,7 +113,7 @@ def _dropout(n: Node) -> Result | tuple[Result, ...]:
     n.ignore("seed")
     if n.has(2):
         n.require(not n.constant(2, "training_mode").any(), "training_mode is on; export the model for inference")
-    mask = np.ones(n.type().dims, np.bool_)
+    mask = np.ones(n.type().dims, np.bool_ if n.opset >= 10 else numpy_dtype(n.type().dtype))
     return (n.tensor(0), mask) if n.wanted > 1 else n.tensor(0)
 
 
@@ -174,6 +174,6 @@ RULES: dict[str, Rule] = {
     # element types, and what does nothing at inference
     "Cast": _cast,
     "CastLike": _cast_like,
-    "Identity": lambda n: n.tensor(0),
+    "Identity": lambda n: n.operand(0),
     "Dropout": _dropout,
 }

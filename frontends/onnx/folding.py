@@ -6,34 +6,35 @@ are independent of each other. A result of another type than shape inference pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
 from ..writer import Refused
+from .node import Node
+from .tensors import Known
 
 # Results above this many elements stay operations: a mask repeated over a batch is cheaper to broadcast than to store.
 LARGEST = 1 << 22
 
 
-def fold(proto: onnx.NodeProto, operands: Sequence[np.ndarray | None], opset: int) -> list[np.ndarray]:
-    """The results of one node on known operands (None for an optional one that is not given)."""
-    names = [f"in{i}" if array is not None else "" for i, array in enumerate(operands)]
-    outs = [f"out{i}" if name else "" for i, name in enumerate(proto.output)]
-    node = onnx.helper.make_node(proto.op_type, names, outs, name="folded", domain=proto.domain)
-    node.attribute.extend(proto.attribute)
+def fold(n: Node, opset: int) -> list[np.ndarray]:
+    """The results of a node whose operands are all known, or optional and not given. It is written in `opset`."""
+    arrays = [t.array if isinstance(t, Known) else None for t in n.operands]
+    names = [f"in{i}" if array is not None else "" for i, array in enumerate(arrays)]
+    outs = [f"out{i}" if name else "" for i, name in enumerate(n.proto.output)]
+    node = onnx.helper.make_node(n.kind, names, outs, name="folded", domain=n.proto.domain)
+    node.attribute.extend(n.attributes)
 
     def values(these: list[str]) -> list[onnx.ValueInfoProto]:
         return [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in dict.fromkeys(these) if name]
 
     graph = onnx.helper.make_graph([node], "folded", values(names), values(outs))
-    feeds = {name: array for name, array in zip(names, operands, strict=True) if name}
+    feeds = {name: array for name, array in zip(names, arrays, strict=True) if array is not None}
     try:
         with np.errstate(all="ignore"):  # constants may hold infinities on purpose
             found = ReferenceEvaluator(graph, opsets={"": opset}).run(None, feeds)
     except Exception as error:  # onnx.reference raises whatever NumPy raises
         raise Refused(f"cannot be computed at import: {error}") from error
     results = iter(found)
-    return [np.asarray(next(results)) if name else np.empty(0) for name in proto.output]
+    return [np.asarray(next(results)) if name else np.empty(0) for name in n.proto.output]

@@ -138,7 +138,15 @@ def _over_space(kind: str) -> Rule:
 
 
 def _row(kind: str) -> Rule:
-    return lambda n: n.emit(kind, n.value(), axis=axis_of(n, n.int_attr("axis", -1), n.type().rank))
+    def rule(n: Node) -> Result:
+        x = n.value()
+        if n.opset >= 13:
+            return n.emit(kind, x, axis=axis_of(n, n.int_attr("axis", -1), x.type.rank))
+        axis = axis_of(n, n.int_attr("axis", 1), x.type.rank)  # over all dimensions from there on
+        flat = reshape(n, x, (*x.type.dims[:axis], prod(x.type.dims[axis:])))
+        return reshape(n, n.emit(kind, flat, axis=axis), x.type.dims)
+
+    return rule
 
 
 def _layer_norm(n: Node) -> Result | Sequence[Result]:
@@ -184,9 +192,14 @@ def _group_norm(n: Node) -> Result:
     x, groups = n.value(), n.int_attr("num_groups")
     n.require(groups > 0 and x.type.dims[1] % groups == 0, f"{x.type} does not divide into {groups} groups")
     n.require(n.int_attr("stash_type", 1) == 1, "stash_type other than 1 (statistics in f32) is not supported")
-    n.require(n.type(1).dims == (x.type.dims[1],), f"scale and bias must have one entry per channel, got {n.type(1)}")
+    scale, bias = n.value(1), n.value(2)
+    if n.opset < 21:  # one entry per group
+        n.require(scale.type.dims == bias.type.dims == (groups,), f"scale and bias must have one entry per group, got {scale.type}")
+        wide = (groups, x.type.dims[1] // groups)
+        scale, bias = (reshape(n, expand(n, reshape(n, v, (groups, 1)), wide), (x.type.dims[1],)) for v in (scale, bias))
+    n.require(scale.type.dims == bias.type.dims == (x.type.dims[1],), f"scale and bias must have one entry per channel, got {scale.type}")
     y = grouped_norm(n, x, groups, n.float_attr("epsilon", 1e-5))
-    return n.emit("add", n.emit("mul", y, per_channel(n, x, n.value(1))), per_channel(n, x, n.value(2)))
+    return n.emit("add", n.emit("mul", y, per_channel(n, x, scale)), per_channel(n, x, bias))
 
 
 # ---------------------------------------------------------------------------------------- reductions

@@ -1,9 +1,8 @@
 """What a rule of the op tables sees: one ONNX node, its operands, and the means to write IR operations in its place.
 
-A tensor of the ONNX graph is one of four things: `Known` (elements known at import: folded), `Weight` (a trainable initializer),
-a `Value` of the IR graph, or `Lost` (the result of a node that could not be imported). Rules ask for what they need: a tensor operand
-with `value`, numbers that must be known (shapes, axes, bounds) with `constant`. Only what is asked for as a tensor becomes a
-variable, so that an initializer used as a shape or a bound never turns into a parameter.
+Rules ask for what they need: a tensor operand with `value`, numbers that must be known (shapes, axes, bounds) with `constant`. Only what is
+asked for as a tensor becomes a variable, so that an initializer used as a shape or a bound never turns into a parameter. tensors.py says what
+an operand can be. A node is seen in its newest form: what older opsets have as attributes and newer ones as operands are operands (versions.py).
 
 A rule returns the results of its node: values, or arrays where the result is known. An attribute that no rule asked for makes the
 node unsupported: nothing of a model is ignored in silence.
@@ -11,7 +10,7 @@ node unsupported: nothing of a model is ignored in silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,45 +22,19 @@ from penstock.ir.types import TensorType
 from ..names import legal
 from ..writer import Program, Refused, Writer
 from .source import Source
+from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, Tensor, TensorList, Weight
 
-
-@dataclass(frozen=True)
-class Known:
-    """A tensor whose elements are known at import. `name` is the ONNX tensor it came from."""
-
-    name: str
-    array: np.ndarray
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A trainable initializer; read from the file only when it is used."""
-
-    name: str
-    type: TensorType
-    tensor: onnx.TensorProto
-
-
-@dataclass(frozen=True)
-class Lost:
-    """The result of a node that was refused. `type` is what shape inference says about it, if it says anything."""
-
-    type: TensorType | None
-
-
-Tensor = Known | Weight | Value | Lost
-Result = Tensor | np.ndarray
 Rule = Callable[["Node"], "Result | Sequence[Result]"]
 
 
 @dataclass
 class Builder(Program):
-    """The program under construction, and what is known of each tensor of the ONNX graph."""
+    """The program under construction. `inputs` gives the model's name of each of its inputs."""
 
     source: Source = field(kw_only=True)
-    opset: int = field(kw_only=True)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[Value, str] = field(default_factory=dict)
     _values: dict[str, Value] = field(default_factory=dict)
+    _standing: set[Value] = field(default_factory=set)
 
     def value_of(self, tensor: Known | Weight) -> Value:
         """The tensor as a value of the graph; the second use of the same tensor gives the same value."""
@@ -71,49 +44,71 @@ class Builder(Program):
                 self._values[tensor.name] = self.variable(name, tensor.type, PARAM, self.source.array(tensor.tensor))
             else:
                 self._values[tensor.name] = self.constant(name, tensor.array, tensor.name)
+            self._standing.add(self._values[tensor.name])
         return self._values[tensor.name]
 
-    def materialised(self) -> set[Value]:
-        """Values that stand for known tensors and weights: they keep their names."""
-        return set(self._values.values())
+    def stands_for_tensor(self, value: Value) -> bool:
+        """Whether a value stands for a known tensor or a weight: then it keeps its name."""
+        return value in self._standing
 
     def forget(self, values: set[Value]) -> None:
         """Drop values whose operations were taken back."""
         self._values = {name: value for name, value in self._values.items() if value not in values}
+        self._standing -= values
+
+    def inputs_behind(self, value: Value) -> list[str]:
+        """The model's inputs that a value is computed from, in the model's order."""
+        reached = {value}
+        for op in reversed(self.ops):
+            if not reached.isdisjoint(op.outs):
+                reached.update(op.ins)
+        return [name for value, name in self.inputs.items() if value in reached]
 
 
 class Node(Writer):
-    """One ONNX node under import."""
+    """One ONNX node under import. `operands` are those of the node's newest form."""
 
-    def __init__(self, builder: Builder, proto: onnx.NodeProto, index: int) -> None:
-        self.name = proto.name or f"{proto.op_type}_{index}"
+    def __init__(self, builder: Builder, proto: onnx.NodeProto, index: int, scope: Scope) -> None:
+        self.name = scope.prefix + (proto.name or f"{proto.op_type}_{index}")
         super().__init__(builder, legal(self.name))
         self._builder = builder
         self._attributes = {a.name: a for a in proto.attribute}
         self._asked: set[str] = set()
+        self.scope = scope
         self.proto = proto
         self.kind = proto.op_type
-        self.opset = builder.opset
+        self.opset = scope.opset
         self.wanted = sum(1 for name in proto.output if name)
+        self.operands = [scope.find(name) if name else None for name in proto.input]
 
     # ------------------------------------------------------------------------------------ operands
 
     @property
     def count(self) -> int:
-        return len(self.proto.input)
+        return len(self.operands)
 
     def has(self, i: int) -> bool:
         """Whether operand i is given: optional ones may be missing or empty."""
-        return i < self.count and bool(self.proto.input[i])
+        return i < self.count and self.operands[i] is not None
 
-    def tensor(self, i: int) -> Tensor:
-        if not self.has(i):
+    def operand(self, i: int) -> Tensor:
+        """An operand, whatever it is."""
+        tensor = self.operands[i] if i < self.count else None
+        if tensor is None:
             raise Refused(f"operand {i} is missing")
-        return self._builder.tensors[self.proto.input[i]]
+        return tensor
+
+    def tensor(self, i: int) -> Known | Weight | Value | Lost:
+        tensor = self.operand(i)
+        if isinstance(tensor, TensorList | Empty):
+            raise Refused(f"operand {i} is {'a sequence' if isinstance(tensor, TensorList) else 'an empty optional'}, not a tensor")
+        return tensor
 
     def type(self, i: int = 0) -> TensorType:
         """Type of an operand, without making it a value."""
-        tensor = self.tensor(i)
+        return self.type_of(self.tensor(i))
+
+    def type_of(self, tensor: Known | Weight | Value | Lost) -> TensorType:
         if isinstance(tensor, Known):
             return self._builder.type_of(tensor.array)
         assert tensor.type is not None, "a node with an operand of unknown type is not imported"
@@ -121,12 +116,14 @@ class Node(Writer):
 
     def value(self, i: int = 0) -> Value:
         """An operand as a tensor of the graph. This is what makes an initializer a parameter."""
-        tensor = self.tensor(i)
+        return self.value_of(self.tensor(i))
+
+    def value_of(self, tensor: Known | Weight | Value | Lost) -> Value:
         if isinstance(tensor, Value):
             return tensor
-        if isinstance(tensor, Lost):
+        if isinstance(tensor, Lost):  # only to look at the node: the import fails anyway
             assert tensor.type is not None
-            return Value(self._builder.names[self.proto.input[i]], tensor.type)
+            return Value(self._builder.names.fresh("lost"), tensor.type)
         return self._builder.value_of(tensor)
 
     def values(self) -> list[Value]:
@@ -139,12 +136,18 @@ class Node(Writer):
 
     def constant(self, i: int, what: str) -> np.ndarray:
         """The elements of an operand that has to be known at import; a trainable initializer is read as it stands."""
-        tensor = self.tensor(i)
+        return self.constant_of(self.tensor(i), what)
+
+    def constant_of(self, tensor: Tensor, what: str) -> np.ndarray:
         if isinstance(tensor, Known):
             return tensor.array
         if isinstance(tensor, Weight):
             return self._builder.source.array(tensor.tensor)
-        raise Refused(f"{what} is computed at run time, it has to be known at import")
+        behind = self._builder.inputs_behind(tensor) if isinstance(tensor, Value) else []
+        if not behind:
+            raise Refused(f"{what} is computed at run time, it has to be known at import")
+        flags = " ".join(f"--known {name}=VALUES" for name in behind)
+        raise NeedsKnown(f"{what} is computed at run time from {', '.join(behind)}, it has to be known at import: {flags}", behind)
 
     def ints(self, i: int, what: str) -> tuple[int, ...]:
         return tuple(int(n) for n in self.constant(i, what).reshape(-1))
@@ -154,8 +157,18 @@ class Node(Writer):
         tensor = self.tensor(i)
         if isinstance(tensor, Weight):
             tensor = Known(tensor.name, self._builder.source.array(tensor.tensor))
-            self._builder.tensors[self.proto.input[i]] = tensor
+            self.scope.replace(self.proto.input[i], tensor)
+            self.operands[i] = tensor
         return self._builder.value_of(tensor) if isinstance(tensor, Known) else self.value(i)
+
+    def add_operand(self, i: int, array: np.ndarray) -> None:
+        """Give operand i, which the node as written does not have."""
+        self.operands.extend([None] * (i + 1 - self.count))
+        self.operands[i] = self.known_of(array)
+
+    def known_of(self, array: np.ndarray) -> Known:
+        """Elements of this node's own making as a tensor."""
+        return Known(self._builder.names.new(f"{self.base}.known"), array)
 
     # ------------------------------------------------------------------------------------ attributes
 
@@ -192,6 +205,14 @@ class Node(Writer):
         """Attributes that change nothing of the result here."""
         self._asked.update(names)
 
+    def drop(self, name: str) -> None:
+        """Take an attribute away: something else says the same now."""
+        self._attributes.pop(name, None)
+
+    @property
+    def attributes(self) -> list[onnx.AttributeProto]:
+        return list(self._attributes.values())
+
     def unread(self) -> list[str]:
         return sorted(set(self._attributes) - self._asked)
 
@@ -202,26 +223,40 @@ class Node(Writer):
 
     @property
     def base(self) -> str:
-        return self._builder.names[next(name for name in self.proto.output if name)]
+        first = next((name for name in self.proto.output if name), self.kind)
+        return self.scope.prefix + first if self.scope.prefix else self._builder.names[first]
 
     def abandon(self) -> set[Value]:
         gone = super().abandon()
         self._builder.forget(gone)
         return gone
 
+    def _label(self, name: str) -> str:
+        """What a result is called among all tensors: in the model's own graph by its name, elsewhere by one that no other has."""
+        return self._builder.names.new(self.scope.prefix + name) if self.scope.prefix else name
+
     def finish(self, results: Sequence[Result]) -> None:
         """Bind the results to the node's outputs; a value written by this node takes the ONNX name of the output."""
-        builder = self._builder
-        mine = {v for op in self.written() if op.kind not in ("read",) for v in op.outs} - builder.materialised()
+        builder, tensors = self._builder, self.scope.tensors
+        mine = {v for op in self.written() if op.kind != "read" for v in op.outs}
         renamed: dict[Value, Value] = {}
-        for name, result in zip(self.proto.output, results, strict=False):
-            if not name:
-                continue
+        bound = [(name, result) for name, result in zip(self.proto.output, results, strict=False) if name]
+        for name, result in bound:
             if isinstance(result, np.ndarray):
-                builder.tensors[name] = Known(name, result)
-            elif isinstance(result, Value) and result in mine and result not in renamed:
-                renamed[result] = Value(builder.names[name], result.type)
-                builder.tensors[name] = renamed[result]
+                tensors[name] = Known(self._label(name), result)
+            elif isinstance(result, Value) and result in mine and result not in renamed and not builder.stands_for_tensor(result):
+                tensors[name] = renamed[result] = Value(builder.names[self._label(name)], result.type)
             else:
-                builder.tensors[name] = renamed.get(result, result) if isinstance(result, Value) else result
+                tensors[name] = result
+        for name, _ in bound:
+            tensors[name] = _with_names(tensors[name], renamed)
         self.rename(renamed)
+
+
+def _with_names(tensor: Tensor | None, renamed: Mapping[Value, Value]) -> Tensor | None:
+    if isinstance(tensor, TensorList):
+        return TensorList(tuple(t for t in (_with_names(item, renamed) for item in tensor.items) if t is not None))
+    return renamed.get(tensor, tensor) if isinstance(tensor, Value) else tensor
+
+
+__all__ = ["Builder", "Node", "Result", "Rule"]

@@ -11,8 +11,9 @@ Known limit: onnx's checker and shape inference are native code; a file made to 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -23,8 +24,11 @@ from onnx.helper import tensor_dtype_to_np_dtype
 from penstock.ir.errors import UsageError
 from penstock.ir.types import TensorType, dtype_of
 
+if TYPE_CHECKING:
+    from .binding import Inputs
+
 # Shape inference only looks into small tensors (shapes, axes); larger ones are given to it by type alone.
-_SMALL = 1024
+SMALL = 1024
 
 
 def element_name(elem_type: int) -> str:
@@ -54,12 +58,20 @@ class Source:
                 self._span(tensor)
 
     def check(self) -> str:
-        """What onnx.checker has against the file; empty when it is valid."""
-        try:
-            onnx.checker.check_model(str(self.path))
-        except Exception as error:  # the checker raises ValidationError, ValueError and RuntimeError alike
-            return str(error).strip()
-        return ""
+        """What onnx.checker has against the file; empty when it is valid. Operators of an older meaning are valid, even where the checker calls
+        them deprecated, and so are functions of another opset."""
+        problem = _complaint(str(self.path))
+        deprecated = "is deprecated in domain_version" in problem
+        if deprecated or "whereas model imports version" in problem:
+            light = self._light()
+            if not deprecated:  # functions may be written in other opsets than the model; each is read in its own
+                del light.functions[:]
+            light.opset_import.append(onnx.helper.make_opsetid("deprecated", 1))
+            for node in light.graph.node:
+                if node.op_type == "GroupNormalization":
+                    node.domain = "deprecated"
+            return _complaint(light)
+        return problem
 
     def type_of(self, tensor: onnx.TensorProto) -> TensorType:
         """The type of a stored tensor; ValueError for an element type that we do not have."""
@@ -90,32 +102,41 @@ class Source:
             total.update(location.encode() + b"\0" + _hash_file(self._files[location]))
         return total.hexdigest()
 
-    def infer_types(self, bound: Mapping[str, tuple[int, ...]]) -> dict[str, onnx.TypeProto]:
-        """What onnx.shape_inference says about every value, once the inputs have the shapes in `bound`."""
+    def _light(self) -> onnx.ModelProto:
+        """The model with its large tensors as inputs."""
         light = onnx.ModelProto()
         light.ir_version = self.model.ir_version
         light.opset_import.extend(self.model.opset_import)
         light.functions.extend(self.model.functions)
         graph, target = self.model.graph, light.graph
-        for node in graph.node:  # shape inference does not fail on this one, it ends the process
-            counts = [a.i for a in node.attribute if a.name == "num_outputs"]
-            if node.op_type == "Split" and counts and counts[0] != len(node.output):
-                raise UsageError(f"node {node.name} splits in {counts[0]}, but has {len(node.output)} results", where=str(self.path))
         target.name = "light"
         target.node.extend(graph.node)
         target.output.extend(graph.output)
-        stored = {t.name for t in graph.initializer}
-        for value in graph.input:
-            if value.name not in stored:
-                shape = bound.get(value.name)
-                elem = value.type.tensor_type.elem_type
-                target.input.append(value if shape is None else onnx.helper.make_tensor_value_info(value.name, elem, shape))
         for tensor in graph.initializer:
             external = tensor.data_location == onnx.TensorProto.EXTERNAL
-            if external or int(np.prod(tensor.dims, dtype=np.int64)) > _SMALL:
+            if external or int(np.prod(tensor.dims, dtype=np.int64)) > SMALL:
                 target.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tuple(tensor.dims)))
             else:
                 target.initializer.append(tensor)
+        stored = {t.name for t in graph.initializer}
+        target.input.extend(value for value in graph.input if value.name not in stored)
+        return light
+
+    def infer_types(self, bound: Inputs) -> dict[str, onnx.TypeProto]:
+        """What onnx.shape_inference says about every value, once the inputs have the shapes and values in `bound`."""
+        for node in self.model.graph.node:  # shape inference does not fail on this one, it ends the process
+            counts = [a.i for a in node.attribute if a.name == "num_outputs"]
+            if node.op_type == "Split" and counts and counts[0] != len(node.output):
+                raise UsageError(f"node {node.name} splits in {counts[0]}, but has {len(node.output)} results", where=str(self.path))
+        light = self._light()
+        for value in light.graph.input:
+            known = bound.known.get(value.name)
+            array = known if isinstance(known, np.ndarray) else None
+            shape = bound.shapes.get(value.name) if array is None else array.shape
+            if shape is not None:
+                value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, shape))
+            if array is not None and array.size <= SMALL:
+                light.graph.initializer.append(numpy_helper.from_array(array, value.name))
         try:
             inferred = onnx.shape_inference.infer_shapes(light, data_prop=True)
         except Exception as error:
@@ -169,6 +190,14 @@ class Source:
             raise UsageError(f"external data at {location!r} is not a regular file", where=where, hint=hint)
         self._files[location] = file
         return file
+
+
+def _complaint(model: str | onnx.ModelProto) -> str:
+    try:
+        onnx.checker.check_model(model)
+    except Exception as error:  # the checker raises ValidationError, ValueError and RuntimeError alike
+        return str(error).strip()
+    return ""
 
 
 def _parse(path: Path) -> onnx.ModelProto:

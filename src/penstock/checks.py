@@ -91,7 +91,9 @@ def _report(rows: list[tuple[str, float]], tolerance: float) -> int:
 # ------------------------------------------------------------------------------------------------ models
 
 
-def verify_model(path: str, *, dims: Mapping[str, int], seed: int, tolerance: float | None, backend: str) -> int:
+def verify_model(
+    path: str, *, dims: Mapping[str, int], known: Mapping[str, object], seed: int, tolerance: float | None, backend: str
+) -> int:
     """Compare the forward pass of an ONNX file: onnxruntime against the interpreter, and against a compiled bundle of one stage."""
     import onnxruntime
 
@@ -99,13 +101,13 @@ def verify_model(path: str, *, dims: Mapping[str, int], seed: int, tolerance: fl
     from penstock.ir.cluster import Cluster
     from penstock.runtime.job import open as open_job
 
-    model = api.from_onnx(path, dims=dims)
+    model = api.from_onnx(path, dims=dims, known=known)
     module = model.module
     inputs = synthetic_batch(module, 1, seed)
     originals = model.imported.names
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [originals.get(name, name) for name in module.outputs]
-    expected = session.run(names, {originals.get(name, name): array for name, array in inputs.items()})
+    expected = session.run(names, {**model.imported.bound, **{originals.get(name, name): array for name, array in inputs.items()}})
     say(f"{module.name}: comparing {len(names)} outputs with onnxruntime {onnxruntime.__version__}")
     store = DictStore(initial_arrays(module, model.imported.weights, list(module.vars), TYPED))
     rows = []

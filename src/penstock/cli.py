@@ -180,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = add("verify", "check a model against onnxruntime, or a bundle against the interpreter")
     verify.add_argument("file", metavar="MODEL.onnx|BUNDLE")
     verify.add_argument("--dim", action="append", default=[], metavar="NAME=INT", help="bind a symbolic dimension of the model")
+    verify.add_argument("--known", action="append", default=[], metavar="NAME=VALUES", help="bind an input of the model, as when compiling")
     verify.add_argument("--steps", type=_positive, default=4, metavar="N", help="optimiser steps for a training bundle (default: 4)")
     verify.add_argument("--seed", type=_seed, default=0, metavar="N", help="for the random inputs (default: 0)")
     verify.add_argument(
@@ -227,6 +228,13 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dim", action="append", default=[], metavar="NAME=INT", help="bind a symbolic dimension; the batch dimension is one microbatch"
+    )
+    parser.add_argument(
+        "--known",
+        action="append",
+        default=[],
+        metavar="NAME=VALUES",
+        help="bind an input to numbers between commas or to FILE.npy, for models that take shapes, axes or counts as inputs",
     )
     parser.add_argument("--frozen", metavar="REGEX", help="parameters that are not trained")
     parser.add_argument(

@@ -11,6 +11,8 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import GRAD, PARAM, Module
@@ -74,7 +76,7 @@ def _plan(arguments: Namespace) -> Plan:
         cluster = Cluster.listed(arguments.devices)
     else:
         cluster = Cluster.local(arguments.devices or arguments.stages or 1)
-    model = api.from_onnx(arguments.model, dims=_dims(arguments.dim), frozen=arguments.frozen)
+    model = api.from_onnx(arguments.model, dims=_dims(arguments.dim), frozen=arguments.frozen, known=_known(arguments.known))
     for line in model.imported.report:
         say(line)
     dump = Dump(arguments.dump_ir) if arguments.dump_ir else None
@@ -101,6 +103,32 @@ def _dims(words: Iterable[str]) -> dict[str, int]:
             raise UsageError(f"bad --dim {word!r}, expected NAME=INT with a number from 1 to {2**31 - 1}, e.g. --dim batch=4")
         dims[name] = int(number)
     return dims
+
+
+def _known(words: Iterable[str]) -> dict[str, object]:
+    """Values of inputs: numbers between commas, or the path of an array file."""
+    found: dict[str, object] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not name or not equals:
+            raise UsageError(f"bad --known {word!r}, expected NAME=NUMBERS or NAME=FILE.npy, e.g. --known axes=0,1")
+        if text.endswith(".npy"):
+            try:
+                found[name] = np.load(text, allow_pickle=False)
+            except (OSError, ValueError) as error:
+                raise UsageError(f"--known {name}: {text} cannot be read: {error}") from error
+            continue
+        try:
+            found[name] = [_number(part.strip()) for part in text.split(",")] if text else []
+        except ValueError:
+            raise UsageError(f"bad --known {word!r}: {text!r} is neither numbers between commas nor the path of a .npy file") from None
+    return found
+
+
+def _number(text: str) -> bool | int | float:
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else float(text)
 
 
 def _training(arguments: Namespace) -> Training | None:
@@ -427,12 +455,13 @@ def verify_command(arguments: Namespace) -> int:
     from penstock.checks import verify_bundle, verify_model
 
     if Path(arguments.file).is_dir():
-        if arguments.dim or arguments.backend:
-            raise UsageError("--dim and --backend are for models; a bundle has both built in")
+        if arguments.dim or arguments.known or arguments.backend:
+            raise UsageError("--dim, --known and --backend are for models; a bundle has them built in")
         return verify_bundle(arguments.file, steps=arguments.steps, seed=arguments.seed, tolerance=arguments.tolerance)
     backend = arguments.backend or "tvm"
     _check_cache(backend)
-    return verify_model(arguments.file, dims=_dims(arguments.dim), seed=arguments.seed, tolerance=arguments.tolerance, backend=backend)
+    dims, known = _dims(arguments.dim), _known(arguments.known)
+    return verify_model(arguments.file, dims=dims, known=known, seed=arguments.seed, tolerance=arguments.tolerance, backend=backend)
 
 
 __all__ = [name for name in dir() if name.endswith("_command")] + ["load_module"]

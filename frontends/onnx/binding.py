@@ -1,0 +1,141 @@
+"""What the user binds before an import: sizes of symbolic dimensions, and values of inputs.
+
+In: the inputs of a graph, sizes by the name of the dimension, values by the name of the input. Out: the shape of every input, the values as
+arrays of the type that the model declares, and why an input can be neither. A dimension without a name is called INPUT.AXIS. A value also says
+the sizes of its input's dimensions. Everything that does not fit is listed by one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx
+from onnx.helper import tensor_dtype_to_np_dtype
+
+from penstock.ir.errors import UsageError
+
+from .source import element_name
+
+# What an input is bound to: numbers, for a sequence a list of them, for an optional also nothing.
+Given = object
+
+
+@dataclass
+class Inputs:
+    """`shapes`: tensors that stay inputs. `known`: those bound to values. `odd`: why the others are neither."""
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    known: dict[str, np.ndarray | list[np.ndarray] | None] = field(default_factory=dict)
+    odd: dict[str, str] = field(default_factory=dict)
+
+
+def _as_declared(array: np.ndarray, kind: onnx.TypeProto.Tensor) -> tuple[np.ndarray | None, str]:
+    """The array in the declared element type and rank, or why it does not fit."""
+    try:
+        dtype = np.dtype(tensor_dtype_to_np_dtype(kind.elem_type))
+    except KeyError:
+        return None, f"element type {element_name(kind.elem_type)} cannot be bound"
+    if array.dtype.kind in "OUSV" and array.dtype != dtype:
+        return None, f"needs numbers, got elements of type {array.dtype}"
+    with np.errstate(all="ignore"):
+        converted = array.astype(dtype)
+    exact = array.dtype == dtype or (converted.dtype.kind == "f" and array.dtype.kind in "fiu") or np.array_equal(converted, array)
+    if not exact:
+        return None, f"has element type {element_name(kind.elem_type)}, which cannot hold {array.reshape(-1)[:8].tolist()}"
+    if kind.HasField("shape"):
+        dims = kind.shape.dim
+        if converted.ndim != len(dims) and converted.size == 1:
+            converted = converted.reshape((1,) * len(dims))
+        static = tuple(d.dim_value if d.HasField("dim_value") else None for d in dims)
+        fits = len(static) == converted.ndim and all(s in (None, n) for s, n in zip(static, converted.shape, strict=True))
+        if not fits:
+            shape = ", ".join(str(d.dim_value) if d.HasField("dim_value") else d.dim_param or "?" for d in dims)
+            return None, f"has shape [{shape}], the values have shape {list(converted.shape)}"
+    return converted, ""
+
+
+def _bind_value(value: onnx.ValueInfoProto, given: Given) -> tuple[np.ndarray | list[np.ndarray] | None, str]:
+    kind = value.type
+    while kind.HasField("optional_type"):
+        if given is None:
+            return None, ""
+        kind = kind.optional_type.elem_type
+    if kind.HasField("sequence_type"):
+        if not isinstance(given, list | tuple):
+            return None, "is a sequence, and takes a list of arrays"
+        items = []
+        for item in given:
+            array, problem = _as_declared(np.asarray(item), kind.sequence_type.elem_type.tensor_type)
+            if array is None:
+                return None, problem
+            items.append(array)
+        return items, ""
+    if not kind.HasField("tensor_type"):
+        return None, f"is of {kind.WhichOneof('value')}, which cannot be bound"
+    return _as_declared(np.asarray(given), kind.tensor_type)
+
+
+def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Given], where: str) -> Inputs:
+    stored = {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
+    inputs = [value for value in graph.input if value.name not in stored]
+    found = Inputs()
+    problems: list[str] = []
+    for name in known:
+        if name not in {value.name for value in inputs}:
+            problems.append(f"--known {name}: there is no such input, the model has {', '.join(v.name for v in inputs) or 'none'}")
+    sizes = dict(dims)
+    for value in inputs:
+        if value.name in known:
+            bound, problem = _bind_value(value, known[value.name])
+            found.known[value.name] = bound
+            if problem:
+                problems.append(f"--known {value.name}: {'' if problem.startswith('needs') else 'the input '}{problem}")
+            elif isinstance(bound, np.ndarray):
+                for dim, size in zip(value.type.tensor_type.shape.dim, bound.shape, strict=False):
+                    if dim.dim_param and sizes.setdefault(dim.dim_param, size) != size:
+                        problems.append(
+                            f"--known {value.name}: dimension {dim.dim_param} is {size} there, elsewhere {sizes[dim.dim_param]}"
+                        )
+    names, flags = _open_dimensions([v for v in inputs if v.name not in known], sizes, found, problems)
+    names.update(d.dim_param for v in inputs if v.name in known for d in v.type.tensor_type.shape.dim if d.dim_param)
+    for name, size in dims.items():
+        if name not in names:
+            there = f"the model has {', '.join(sorted(names))}" if names else "the model has no symbolic dimension"
+            problems.append(f"--dim {name}={size}: there is no such dimension, {there}")
+        elif size < 1:
+            problems.append(f"--dim {name}={size}: a size must be 1 or more")
+    if problems:
+        what = "dimensions" if not known else "dimensions and values"
+        hint = f"add {' '.join(flags)}" if flags else ""
+        raise UsageError(f"{what} do not fit the model:\n" + "\n".join(f"  {p}" for p in problems), where=where, hint=hint)
+    return found
+
+
+def _open_dimensions(
+    inputs: Sequence[onnx.ValueInfoProto], sizes: Mapping[str, int], found: Inputs, problems: list[str]
+) -> tuple[set[str], dict[str, None]]:
+    """Fill in the shapes of inputs. Gives the names of all dimensions, and the flags that are missing."""
+    names: set[str] = set()
+    flags: dict[str, None] = {}
+    for value in inputs:
+        if not value.type.HasField("tensor_type"):
+            found.odd[value.name] = f"is not a tensor but of {value.type.WhichOneof('value')}: --known {value.name}=... binds it to values"
+            continue
+        if not value.type.tensor_type.HasField("shape"):
+            found.odd[value.name] = "has no shape, not even its number of dimensions is known"
+            continue
+        shape = []
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.HasField("dim_value"):
+                shape.append(dim.dim_value)
+                continue
+            name = dim.dim_param or f"{value.name}.{axis}"
+            names.add(name)
+            shape.append(sizes.get(name, 1))
+            if name not in sizes:
+                problems.append(f"input {value.name}, dimension {axis} is {dim.dim_param or 'open'}: --dim {name}=INT")
+                flags[f"--dim {name}=INT"] = None
+        found.shapes[value.name] = tuple(shape)
+    return names, flags

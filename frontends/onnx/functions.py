@@ -1,0 +1,143 @@
+"""Operators that are defined by other operators: a model's own functions, and those that ONNX defines so.
+
+In: a node and a function. Out: what the function's results are, its nodes imported in the node's place. A function sees its own operands only; its nodes
+are read at the opset that the function names. Attributes that refer to the function's are replaced by what this call gives, or by their default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import onnx
+
+from ..writer import Refused
+from .inference import type_proto
+from .node import Node
+from .tensors import Scope, Tensor, is_lost
+from .versions import DOMAINS, OPSETS
+
+Identity = tuple[str, str, str]
+# Nodes that loops, branches and functions may add to a model in all.
+MOST_NODES = 50_000
+
+
+class Unfinished(Exception):
+    """Some node inside could not be imported, which has been noted."""
+
+
+class Bodies(Protocol):
+    """Who imports the nodes of a function or of a graph inside a node."""
+
+    def run_nodes(self, nodes: Sequence[onnx.NodeProto], scope: Scope) -> None: ...
+
+
+def identity(proto: onnx.NodeProto | onnx.FunctionProto) -> Identity:
+    """Domain, name and overload: what a call and its function agree in."""
+    name = proto.op_type if isinstance(proto, onnx.NodeProto) else proto.name
+    return ("" if proto.domain in DOMAINS else proto.domain, name, proto.overload)
+
+
+def results_of(scope: Scope, names: Sequence[str]) -> list[Tensor]:
+    """Tensors by their names in a scope whose nodes have been imported."""
+    found = [scope.find(name) for name in names]
+    if any(map(is_lost, found)):
+        raise Unfinished
+    missing = [name for name, tensor in zip(names, found, strict=True) if tensor is None]
+    if missing:
+        raise Refused(f"{', '.join(missing)} is a result, but was not given as operand")
+    return [tensor for tensor in found if tensor is not None]
+
+
+def call(importer: Bodies, n: Node, function: onnx.FunctionProto) -> list[Tensor]:
+    """The results of a call, in the order of the function."""
+    name = ".".join(identity(function)[:2])
+    if name in n.scope.calls:
+        raise Refused("the function calls itself")
+    if n.count > len(function.input):
+        raise Refused(f"the function takes {len(function.input)} operands, got {n.count}")
+    opsets = {"" if entry.domain in DOMAINS else entry.domain: int(entry.version) for entry in function.opset_import}
+    opsets = {**n.scope.opsets, **opsets}
+    if opsets[""] not in OPSETS:
+        raise Refused(f"the function is written in opset {opsets['']}, which is not supported")
+    given = {a.name: a for a in n.attributes}
+    attributes: dict[str, onnx.AttributeProto | None] = dict.fromkeys(function.attribute)
+    attributes |= {a.name: a for a in function.attribute_proto}
+    attributes |= {name: given[name] for name in attributes if name in given}
+    n.ignore(*attributes)
+    scope = Scope(opsets, f"{n.name}/", f"{n.scope.path}{n.proto.name or n.base}/", calls=(*n.scope.calls, name))
+    for i, formal in enumerate(function.input):
+        scope.tensors[formal] = n.operand(i) if n.has(i) else None
+    importer.run_nodes([_filled_in(node, attributes) for node in function.node], scope)
+    wanted = len(n.proto.output)
+    return results_of(scope, list(function.output)[:wanted])
+
+
+def _filled_in(node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto | None]) -> onnx.NodeProto:
+    """The node with attributes in place of references to them."""
+    if not any(a.ref_attr_name or a.HasField("g") or a.graphs for a in node.attribute):
+        return node
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    _fill_in(copy, attributes)
+    return copy
+
+
+def _fill_in(node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto | None]) -> None:
+    kept = []
+    for attribute in node.attribute:
+        if attribute.ref_attr_name:
+            value = attributes.get(attribute.ref_attr_name)
+            if value is None:  # an optional one that the call does not give
+                continue
+            named = onnx.AttributeProto()
+            named.CopyFrom(value)
+            named.name = attribute.name
+            attribute = named
+        for graph in _graphs(attribute):
+            for inner in graph.node:
+                _fill_in(inner, attributes)
+        kept.append(attribute)
+    whole = [onnx.AttributeProto.FromString(a.SerializeToString()) for a in kept]
+    del node.attribute[:]
+    node.attribute.extend(whole)
+
+
+def _graphs(attribute: onnx.AttributeProto) -> Iterator[onnx.GraphProto]:
+    if attribute.HasField("g"):
+        yield attribute.g
+    yield from attribute.graphs
+
+
+# ---------------------------------------------------------------------------------------- ONNX's own definitions
+
+
+@cache
+def has_definition(kind: str) -> bool:
+    """Whether ONNX defines a standard operator by others, in any opset."""
+    schemas: list[Any] = [s for s in onnx.defs.get_all_schemas() if s.name == kind and s.domain == ""]
+    return any(s.has_function or s.has_context_dependent_function for s in schemas)
+
+
+def definition(n: Node) -> onnx.FunctionProto | None:
+    """ONNX's definition of a standard operator by others, if it has one; it may depend on the types of the operands."""
+    try:
+        schema: Any = onnx.defs.get_schema(n.kind, n.opset, "")
+    except onnx.defs.SchemaError:
+        return None
+    body = b""
+    if schema.has_context_dependent_function:
+        types = [type_proto(tensor) for tensor in n.operands]
+        if all(t is not None for t in types):
+            version = _newest(schema.context_dependent_function_opset_versions, n.opset)
+            parts = [t.SerializeToString() for t in types if t is not None]
+            body = schema.get_context_dependent_function_with_opset_version(version, n.proto.SerializeToString(), parts)
+    elif schema.has_function:
+        body = schema.get_function_with_opset_version(_newest(schema.function_opset_versions, n.opset))
+    return onnx.FunctionProto.FromString(body) if body else None
+
+
+def _newest(versions: Sequence[int], opset: int) -> int:
+    """The newest body not newer than the model; a newer one names its own opset and means the same."""
+    return max((v for v in versions if v <= opset), default=min(versions))

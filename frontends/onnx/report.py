@@ -1,0 +1,80 @@
+"""What an import tells its user: the report of one that worked, and the one error of one that did not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx
+
+from penstock.ir.errors import UnsupportedModel
+from penstock.ir.graph import BUFFER, PARAM, Op, Var
+
+
+@dataclass
+class Findings:
+    """What is worth a line: `problems` end the import; `needs` are the inputs whose values would have to be known."""
+
+    problems: list[str] = field(default_factory=list)
+    needs: dict[str, None] = field(default_factory=dict)
+    bound: list[str] = field(default_factory=list)
+    folded: list[str] = field(default_factory=list)
+    scalars: list[str] = field(default_factory=list)
+    matched: list[str] = field(default_factory=list)
+    expanded: list[str] = field(default_factory=list)
+
+
+class CannotImport(UnsupportedModel):
+    """`needs` names the inputs that some node wants to have known at import: binding them (`known=`) may help."""
+
+    def __init__(self, where: str, rows: Sequence[str], needs: Iterable[str] = ()) -> None:
+        count = f"{len(rows)} places" if len(rows) > 1 else "one place"
+        super().__init__(
+            f"the model cannot be imported, {count}:\n" + "\n".join(f"  {row}" for row in rows),
+            where=where,
+            hint="`penstock ops` lists what is supported",
+        )
+        self.needs = tuple(needs)
+
+
+def row(name: str, node: onnx.NodeProto, reason: str) -> str:
+    return f"{name} ({node.domain or 'ai.onnx'} {node.op_type}): {reason}"
+
+
+def some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+
+
+def report(
+    findings: Findings, ops: Sequence[Op], variables: Mapping[str, Var], dims: Mapping[str, int], nodes: int, unused: Sequence[str]
+) -> list[str]:
+    """`nodes` is how many the model has, `unused` are floating-point initializers that nothing depends on."""
+    params = [v for v in variables.values() if v.role == PARAM]
+    buffers = [v for v in variables.values() if v.role == BUFFER]
+    lines = [
+        f"{len(params)} parameters with {sum(v.type.size for v in params)} elements, "
+        f"{len(buffers)} buffers with {sum(v.type.size for v in buffers)} elements"
+    ]
+    if dims:
+        lines.append("dimensions bound: " + ", ".join(f"{name}={size}" for name, size in dims.items()))
+    if findings.bound:
+        lines.append(f"inputs bound to values: {some(findings.bound)}")
+    users: dict[str, int] = {}
+    for op in ops:
+        for name in {v.name for v in op.ins}:
+            users[name] = users.get(name, 0) + 1
+    tied = [v.name for v in params if users.get(v.name, 0) > 1]
+    if tied:
+        lines.append(f"used more than once, trained as one variable each: {some(tied)}")
+    if findings.folded:
+        lines.append(f"{len(findings.folded)} of {nodes} nodes computed at import: {some(findings.folded)}")
+    if findings.expanded:
+        lines.append(f"written out by ONNX's own definition: {some(findings.expanded)}")
+    if findings.matched:
+        lines.append(f"frozen by name: {some(findings.matched)}")
+    if findings.scalars:
+        lines.append(f"initializers of rank 0, taken as constants: {some(findings.scalars)}")
+    if unused:
+        lines.append(f"floating-point initializers that no result depends on as tensors, left out: {some(unused)}")
+    return lines

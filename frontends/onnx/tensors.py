@@ -1,0 +1,115 @@
+"""What a tensor of the ONNX graph is during an import, and what its name means where.
+
+    Known        elements known at import: constants, shapes, what was folded
+    Weight       a trainable initializer, read from the file only when it is used
+    Value        computed by the IR graph
+    TensorList   a sequence: its length is known, its entries are any of these
+    Empty        an optional that holds nothing; one that holds something is that something
+    Lost         the result of a node that could not be imported
+
+A `Scope` holds the names of one graph: the model's, a branch, one iteration of a loop, one call of a function. A graph inside another one sees the names
+around it; a function sees only its own. Names of the IR are one space, so a scope puts `prefix` before its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx
+
+from penstock.ir.graph import Value
+from penstock.ir.types import TensorType
+
+from ..writer import Refused
+
+
+@dataclass(frozen=True)
+class Known:
+    """`name` is the ONNX tensor it came from, the prefix of its scope before it."""
+
+    name: str
+    array: np.ndarray
+
+
+@dataclass(frozen=True)
+class Weight:
+    name: str
+    type: TensorType
+    tensor: onnx.TensorProto
+
+
+@dataclass(frozen=True)
+class TensorList:
+    items: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Empty:
+    pass
+
+
+@dataclass(frozen=True)
+class Lost:
+    """`type` is what shape inference says about it, if it says anything."""
+
+    type: TensorType | None
+
+
+Tensor = Known | Weight | Value | TensorList | Empty | Lost
+Result = Tensor | np.ndarray
+
+
+class NeedsKnown(Refused):
+    """Numbers that have to be known at import depend on these inputs of the model; binding them may help."""
+
+    def __init__(self, reason: str, inputs: Sequence[str]) -> None:
+        super().__init__(reason)
+        self.inputs = tuple(inputs)
+
+
+@dataclass
+class Scope:
+    """Names of one graph; None is an operand that a function was not given. `path` is the prefix without the numbers of iterations. `opsets` gives the version of each operator domain there, `calls` the functions whose bodies this is in."""
+
+    opsets: Mapping[str, int]
+    prefix: str = ""
+    path: str = ""
+    outer: Scope | None = None
+    tensors: dict[str, Tensor | None] = field(default_factory=dict)
+    calls: tuple[str, ...] = ()
+
+    @property
+    def opset(self) -> int:
+        return self.opsets[""]
+
+    def inside(self, prefix: str, path: str = "") -> Scope:
+        """A scope for a graph that sees this one's names."""
+        return Scope(self.opsets, self.prefix + prefix, self.path + path, self, calls=self.calls)
+
+    def _around(self) -> Iterator[Scope]:
+        scope: Scope | None = self
+        while scope is not None:
+            yield scope
+            scope = scope.outer
+
+    def find(self, name: str) -> Tensor | None:
+        for scope in self._around():
+            if name in scope.tensors:
+                return scope.tensors[name]
+        raise Refused(f"no tensor is called {name}")
+
+    def replace(self, name: str, tensor: Tensor) -> None:
+        """Another thing under a name that is there."""
+        for scope in self._around():
+            if name in scope.tensors:
+                scope.tensors[name] = tensor
+                return
+
+
+def is_lost(tensor: Tensor | None) -> bool:
+    """Whether nothing can be said about a tensor, because the node that makes it was refused."""
+    if isinstance(tensor, TensorList):
+        return any(map(is_lost, tensor.items))
+    return isinstance(tensor, Lost) and tensor.type is None

@@ -1,0 +1,146 @@
+"""Which versions of ONNX are read, and nodes of older opsets in their newest form.
+
+What an operator once took as attributes and now takes as operands becomes operands, so that the rules of the op tables, and the folding of constants,
+know one form of it only. Where an operator of the same form meant something else (Softmax before 13 flattened its operand), its rule asks for the
+opset, and `CHANGED` keeps such nodes from being computed at import by the implementation of the newer meaning.
+
+In: a node. Out: nothing; the node's kind, attributes and operands are changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from penstock.ir.errors import UnsupportedModel, UsageError
+from penstock.ir.types import numpy_dtype
+
+from ..writer import Refused
+from .node import Node
+from .source import Source
+
+OPSETS = range(7, 29)
+IR_VERSIONS = range(3, 15)
+DOMAINS = ("", "ai.onnx")
+# Other domains whose operators have rules, with their only version.
+OTHERS = {"com.microsoft": 1}
+
+
+def opsets_of(source: Source) -> dict[str, int]:
+    """The opset of each domain of a model; the default domain is called ''."""
+    model, where = source.model, str(source.path)
+    versions = {entry.domain: int(entry.version) for entry in model.opset_import}
+    found = next((versions[d] for d in DOMAINS if d in versions), None)
+    if found is None:
+        problem = source.check() or "it names no opset of the default domain"
+        raise UsageError(f"not a valid ONNX model: {problem}", where=where)
+    if model.ir_version > IR_VERSIONS[-1]:
+        raise UnsupportedModel(
+            f"IR version {model.ir_version} is not supported, only {IR_VERSIONS[0]} to {IR_VERSIONS[-1]}",
+            where=where,
+            hint="save the model with an older version of onnx",
+        )
+    if found not in OPSETS:
+        raise UnsupportedModel(
+            f"opset {found} is not supported, only {OPSETS[0]} to {OPSETS[-1]}",
+            where=where,
+            hint="onnx.version_converter can change the opset of a model, or export it again",
+        )
+    for domain, version in OTHERS.items():
+        if versions.get(domain, version) != version:
+            raise UnsupportedModel(f"version {versions[domain]} of domain {domain} is not supported, only {version}", where=where)
+    return {**versions, "": found}
+
+
+# ---------------------------------------------------------------------------------------- older forms
+
+
+def _moved(**operands: int) -> Callable[[Node], None]:
+    """Lists of integers that became operands."""
+
+    def upgrade(n: Node) -> None:
+        for name, i in operands.items():
+            if n.given(name):
+                n.add_operand(i, np.array(n.ints_attr(name), np.int64))
+                n.drop(name)
+
+    return upgrade
+
+
+def _clip(n: Node) -> None:
+    for name, i in (("min", 1), ("max", 2)):
+        if n.given(name):
+            n.add_operand(i, np.array(n.float_attr(name), numpy_dtype(n.type().dtype)))
+            n.drop(name)
+
+
+def _pad(n: Node) -> None:
+    _moved(pads=1)(n)
+    n.add_operand(2, np.array(n.float_attr("value"), numpy_dtype(n.type().dtype)))
+    n.drop("value")
+
+
+def _topk(n: Node) -> None:
+    n.add_operand(1, np.array([n.int_attr("k")], np.int64))
+    n.drop("k")
+
+
+def _dropout(n: Node) -> None:
+    n.add_operand(1, np.array(n.float_attr("ratio", 0.5), np.float32))
+    n.drop("ratio")
+
+
+def _spatial(n: Node) -> None:
+    if n.int_attr("spatial", 1) != 1:
+        raise Refused("spatial=0 (statistics for every position) is not supported")
+    n.drop("spatial")
+
+
+def _dft(n: Node) -> None:
+    n.add_operand(2, np.array(n.int_attr("axis", 1), np.int64))
+    n.drop("axis")
+
+
+def _scatter(n: Node) -> None:
+    n.kind = "ScatterElements"
+
+
+_AXES = _moved(axes=1)
+# operator -> (first opset with the newest form, how an older node gets it)
+UPGRADES: dict[str, tuple[int, Callable[[Node], None]]] = {
+    "Slice": (10, _moved(starts=1, ends=2, axes=3)),
+    "TopK": (10, _topk),
+    "BatchNormalization": (9, _spatial),
+    "Clip": (11, _clip),
+    "Pad": (11, _pad),
+    "Scatter": (11, _scatter),
+    "Dropout": (12, _dropout),
+    "Split": (13, _moved(split=1)),
+    "Squeeze": (13, _AXES),
+    "Unsqueeze": (13, _AXES),
+    "ReduceSum": (13, _AXES),
+    **{f"Reduce{kind}": (18, _AXES) for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")},
+    "DFT": (20, _dft),
+}
+
+# operator -> first opset of its present meaning (BatchNormalization: the first that onnx.reference computes right)
+CHANGED = {
+    "Softmax": 13,
+    "LogSoftmax": 13,
+    "Hardmax": 13,
+    "GroupNormalization": 21,
+    "Resize": 11,
+    "Upsample": 11,
+    "Dropout": 10,
+    "BatchNormalization": 14,
+}
+
+
+def upgrade(n: Node) -> int:
+    """Give a node of the default domain its newest form. Returns the opset that it is written in now."""
+    first, change = UPGRADES.get(n.kind, (0, None))
+    if change is None or n.opset >= first:
+        return n.opset
+    change(n)
+    return first
