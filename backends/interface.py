@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # done, total, what is being worked on
 Progress = Callable[[int, int, str], None]
 
-# The alignment, in bytes, that compiled kernels may rely on for every tensor they are given.
+# The alignment, in bytes, that kernels for GPUs rely on for every tensor they are given, and that every buffer of a stage has.
 ALIGNMENT = 64
 
 BACKENDS = ("tvm", "numpy")

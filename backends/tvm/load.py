@@ -3,8 +3,9 @@
 In: the library of a stage. Out: a StageProgram. Torch tensors go to TVM's virtual machine as they are and come back as torch tensors, without
 copies. The interpreter lock is released during a call.
 
-Compiled code moves aligned vectors and does not check: an argument that is not on a 64-byte boundary would end the process. Such an input
-is copied; a slot, which is updated in place and must not be copied, is an error.
+Kernels check the strides of their tensors. A graph without slots is called at once, and once more with copies if that finds an input that is not
+contiguous; where slots are updated in place, tensors are looked at beforehand, and a slot that does not fit is an error. Code for a CPU takes
+tensors at any address; code for a GPU (cuda/load.py) moves aligned vectors and does not check, so that addresses are looked at here.
 
 Limits: one caller at a time per program. The number of threads is a property of the process: TVM reads it once, before the first parallel loop.
 """
@@ -17,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.ir.errors import UsageError, VerifyError
-from penstock.ir.graph import Graph, Signature, signature
+from penstock.ir.graph import Graph, Signature, Slot, signature
 
-from ..interface import ALIGNMENT
 from .group import PACKED
 from .tiles import allow_tiles
 
@@ -60,16 +60,21 @@ def set_threads(threads: int) -> None:
 
 
 class _Entry(NamedTuple):
-    """A graph's function, and how to call it."""
+    """A graph's function, and how to call it. What a call needs to know is worked out beforehand: a small kernel takes no longer than a few lines of Python."""
 
     function: Any
-    signature: Signature
     arguments: int
     results: int
+    # Whether tensors are looked at before a call.
+    careful: bool
+    signature: Signature
 
 
 class TvmProgram:
     """The functions of one stage's library."""
+
+    # What addresses of tensors are multiples of.
+    boundary = 1
 
     def __init__(self, library: Path, graphs: Sequence[Graph], threads: int = 1, device: torch.device | None = None) -> None:
         import torch
@@ -82,14 +87,15 @@ class TvmProgram:
 
         self._entries = {g.name: self._entry(g) for g in graphs}
         self._packs = {g.name: self._machine[pack_name(function_name(g.name))] for g in graphs if has_packed(g)}
-        self._tensor, self._taken = torch.Tensor, torch.utils.dlpack.from_dlpack
+        self._taken = torch.utils.dlpack.from_dlpack
         # Iterating over results in TVM's own array costs as much as a small kernel.
         self._item: Any = get_global_func("ffi.ArrayGetItem")
         self._held: dict[str, tuple[list[int], list[torch.Tensor]]] = {}
 
     def _entry(self, graph: Graph) -> _Entry:
         sig = signature(graph)
-        return _Entry(self._machine[function_name(graph.name)], sig, len(sig.ins) + len(sig.slots), len(sig.results))
+        careful = bool(sig.slots) or self.boundary > 1
+        return _Entry(self._machine[function_name(graph.name)], len(sig.ins) + len(sig.slots), len(sig.results), careful, sig)
 
     def _open(self, library: Path) -> Any:
         # Only now: TVM reads the number of threads when it is loaded.
@@ -106,44 +112,53 @@ class TvmProgram:
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run one graph; slots among the arguments are updated in place."""
-        function, sig, count, results = self._entries[graph]
+        function, count, results, careful, sig = self._entries[graph]
         if len(args) != count:
             raise VerifyError(f"takes {len(sig.ins)} inputs and {len(sig.slots)} slots, got {len(args)} tensors", where=f"graph {graph}")
-        for x in args:
-            if x.data_ptr() % ALIGNMENT or not x.is_contiguous():
-                args = [self._aligned(graph, sig, i, x) for i, x in enumerate(args)]
-                break
-        if graph in self._packs:
-            args = [*args, *self._packed(graph, args[len(sig.ins) :])]
-        found = function(*args)
-        # Results come back as torch tensors if any argument was one.
-        tensor, taken = self._tensor, self._taken
+        if careful:
+            args = self._fitting(graph, args)
+            if graph in self._packs:
+                args = [*args, *self._packed(graph, args[len(sig.ins) :])]
+            found = function(*args)
+        else:
+            try:
+                found = function(*args)
+            except ValueError:
+                # Nothing was changed, so that a second call does no harm; if it was not the strides, it says the same again.
+                found = function(*self._fitting(graph, args))
         if results == 1:
-            return [found if isinstance(found, tensor) else taken(found)]
+            # Results come as torch tensors if any argument was one.
+            return [found] if count else [self._taken(found)]
         item = self._item
-        return [x if isinstance(x, tensor) else taken(x) for x in (item(found, i) for i in range(results))]
+        parts = [item(found, i) for i in range(results)]
+        return parts if count else [self._taken(x) for x in parts]
 
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
         """Pack now what the graph's kernels want packed; calls with the same tensors need not do it again."""
         if graph in self._packs:
             sig = self._entries[graph].signature
-            ready = [self._aligned(graph, sig, len(sig.ins) + i, x) for i, x in enumerate(slots)]
+            ready = [self._as_slot(slot, x, graph) for slot, x in zip(sig.slots, slots, strict=True)]
             self._held[graph] = ([x.data_ptr() for x in ready], list(self._packs[graph](*ready)))
 
     def _packed(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         where, packed = self._held.get(graph, (None, []))
         return packed if where == [x.data_ptr() for x in slots] else list(self._packs[graph](*slots))
 
-    @staticmethod
-    def _aligned(graph: str, sig: Signature, i: int, x: torch.Tensor) -> torch.Tensor:
-        if x.data_ptr() % ALIGNMENT == 0 and x.is_contiguous():
+    def _fits(self, x: torch.Tensor) -> bool:
+        return x.is_contiguous() and (self.boundary == 1 or x.data_ptr() % self.boundary == 0)
+
+    def _fitting(self, graph: str, args: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The arguments, inputs that do not fit as copies that do."""
+        if all(map(self._fits, args)):
+            return args
+        sig = self._entries[graph].signature
+        inputs, slots = args[: len(sig.ins)], args[len(sig.ins) :]
+        # A fresh tensor is contiguous and, from torch's allocator, aligned.
+        copies = [x if self._fits(x) else x.new_empty(x.shape).copy_(x) for x in inputs]
+        return [*copies, *(self._as_slot(slot, x, graph) for slot, x in zip(sig.slots, slots, strict=True))]
+
+    def _as_slot(self, slot: Slot, x: torch.Tensor, graph: str) -> torch.Tensor:
+        if self._fits(x):
             return x
-        if i < len(sig.ins):
-            # A fresh tensor is contiguous and, from torch's allocator, aligned.
-            return x.new_empty(x.shape).copy_(x)
-        slot = sig.slots[i - len(sig.ins)]
-        raise VerifyError(
-            f"the buffer of @{slot.var} is not contiguous on a {ALIGNMENT}-byte boundary",
-            where=f"graph {graph}",
-            hint="align views in flat buffers",
-        )
+        where = f" on a {self.boundary}-byte boundary" if self.boundary > 1 else ""
+        raise VerifyError(f"the buffer of @{slot.var} is not contiguous{where}", where=f"graph {graph}", hint="align views in flat buffers")

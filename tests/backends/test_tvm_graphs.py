@@ -322,7 +322,7 @@ def test_progress_and_dumps(small: Graph, tmp_path: Path) -> None:
 
 
 def test_arguments_are_checked(small: Graph, tmp_path: Path) -> None:
-    """Compiled code would end the process on an unaligned argument: inputs are copied, slots are refused."""
+    """Tensors may lie at any address. Inputs that are not contiguous are copied, slots are refused, and nothing is changed then."""
     w = Writer()
     g = value("g", "f32[20]")
     w.state("accum", "w.grad", g)
@@ -334,8 +334,17 @@ def test_arguments_are_checked(small: Graph, tmp_path: Path) -> None:
     assert not difference(found, crooked.exp())
     (found,) = program.call("s0.F", [flat[:80].view(20, 4).t()])
     assert not difference(found, flat[:80].view(20, 4).t().exp())
-    with pytest.raises(VerifyError, match=r"buffer of @w.grad is not contiguous on a 64-byte boundary"):
-        program.call("s0.B", [flat[:20], flat[1:21]])
+    total = flat[101:121].clone()
+    total = torch.cat([torch.zeros(1), total])[1:]
+    expected = total + flat[1:21]
+    program.call("s0.B", [flat[1:21], total])
+    assert not difference(total, expected)
+    spread = torch.zeros(40)
+    with pytest.raises(VerifyError, match=r"buffer of @w.grad is not contiguous\n"):
+        program.call("s0.B", [flat[:20], spread[::2]])
+    assert not spread.any()
+    with pytest.raises(ValueError, match="b0"):
+        program.call("s0.F", [flat[:80].view(5, 16)])
     with pytest.raises(VerifyError, match="takes 1 inputs and 0 slots, got 2 tensors"):
         program.call("s0.F", [crooked, crooked])
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Graph
 
+from ...interface import ALIGNMENT
 from ..load import TvmProgram
 from . import torch_calls
 
@@ -75,6 +76,8 @@ def load_cuda_runtime() -> None:
 
 class CudaProgram(TvmProgram):
     """The functions of one stage's library, on one GPU."""
+
+    boundary = ALIGNMENT
 
     def __init__(self, library: Path, graphs: Sequence[Graph], device: torch.device, threads: int = 1) -> None:
         super().__init__(library, graphs, threads, device)

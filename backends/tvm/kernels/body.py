@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from tvm import tirx
 
 from penstock.ir.graph import Op, Slot, Value, slot_of
+from penstock.ir.types import ITEM_BYTES
 
 from ..group import EFFECTS, PACKED, Group, Kernel, NotOneKernel, Packing, packed_value
 from ..pipeline import HOLDS_BOOLS
@@ -102,11 +103,13 @@ class Body:
 
     def _view(self, key: Value | Slot | tuple[str, Value], value: Value, table: dict[Any, Buffer]) -> Buffer:
         if key not in self._views:
-            shape = value.type.dims
-            table[key] = tirx.decl_buffer(shape, TVM_DTYPES[value.type.dtype], name=f"b{len(self._views)}")
+            shape, number = value.type.dims, len(self._views)
+            # No vector is promised to lie on a boundary: on one that does, moves for any place are as fast.
+            anywhere = {"data_alignment": ITEM_BYTES[value.type.dtype]}
+            table[key] = tirx.decl_buffer(shape, TVM_DTYPES[value.type.dtype], name=f"b{number}", **anywhere)
             data = tirx.buffer_data(table[key])
             size = max(value.type.size, 1)
-            self._views[key] = tirx.decl_buffer((size,), self.memory_dtypes[value.type.dtype], name=f"f{len(self._views)}", data=data)
+            self._views[key] = tirx.decl_buffer((size,), self.memory_dtypes[value.type.dtype], name=f"f{number}", data=data, **anywhere)
         return self._views[key]
 
     def operand(self, value: Value) -> Buffer:

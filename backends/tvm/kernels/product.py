@@ -225,8 +225,8 @@ class _Tiles:
 
     def _panel(self, block: _Block, j: Expr, columns: int) -> None:
         """Some columns of all rows of a block. A whole panel of B that lies along j is packed by the first tile."""
-        emit = self.emit
-        count, odd = divmod(block.rows, self.rows)
+        emit, height = self.emit, self._height(block, columns)
+        count, odd = divmod(block.rows, height)
         first = 0
         panel: _Panel | None = None
         if self.ready is not None:
@@ -235,16 +235,24 @@ class _Tiles:
             panel = _Panel(emit.alloc(block.k_size * columns, self.dtype, "bp"))
             with self.body.point():
                 # The lower tile at the end, if there is one: that saves code.
-                self._tile(block, literal(count if odd else 0, "i32"), odd or self.rows, replace(panel, fill=True), j, columns)
+                at = literal(count * height if odd else 0, "i32")
+                self._tile(block, at, odd or height, replace(panel, fill=True), j, columns)
             first, odd = (0 if odd else 1), 0
         elif self.pack_b:
             panel = _Panel(emit.alloc(block.k_size * self._padded(columns), self.dtype, "bp"))
             self._pack_b(block, j, columns, panel)
         with emit.loop(count - first, SERIAL, "io") as io, self.body.point():
-            self._tile(block, io + first if first else io, self.rows, panel, j, columns)
+            self._tile(block, (io + first if first else io) * height, height, panel, j, columns)
         if odd:
             with self.body.point():
-                self._tile(block, literal(count, "i32"), odd, panel, j, columns)
+                self._tile(block, literal(count * height, "i32"), odd, panel, j, columns)
+
+    def _height(self, block: _Block, columns: int) -> int:
+        """Rows of a tile. One of few columns takes more of them, so that as many sums are in flight; where A is packed, its tiles say."""
+        vectors = ceil_div(columns, self.lanes)
+        if block.packed is not None or vectors >= self.vectors or not self.pack_b:
+            return self.rows
+        return max(min(self.rows * self.vectors // vectors, block.rows), 1)
 
     # ------------------------------------------------------------------------------ packing
 
@@ -318,10 +326,10 @@ class _Tiles:
 
     # ------------------------------------------------------------------------------ tiles
 
-    def _tile(self, block: _Block, io: Expr, height: int, panel: _Panel | None, j: Expr, columns: int) -> None:
+    def _tile(self, block: _Block, at: Expr, height: int, panel: _Panel | None, j: Expr, columns: int) -> None:
+        """`height` rows from row `at` of the block on."""
         emit, p, lanes = self.emit, self.p, self.lanes
         lead, start, partial = block.lead, block.start, block.partial
-        at = io * self.rows
         padded = panel is not None
         if padded:
             spans = [(v * lanes, lanes) for v in range(ceil_div(columns, lanes))]
@@ -348,7 +356,7 @@ class _Tiles:
                     emit.store(panel.packed, self._vector(line, *span), self._at(k * width + span[0], span[1]))
             for r, acc in enumerate(accs):
                 if block.packed is not None:
-                    place = io * self._tile_size(block.k_size) + k * self.rows + r
+                    place = tirx.floordiv(at, self.rows) * self._tile_size(block.k_size) + k * self.rows + r
                     x = emit.bind(tirx.BufferLoad(block.packed, [place]), "a")
                 else:
                     x = p.a(lead, start + at + r, block.k_from + k)
