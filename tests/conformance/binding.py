@@ -1,7 +1,7 @@
 """Inputs that a static compiler has to know: sizes, axes, shapes, numbers of repetitions.
 
 Many node tests give such numbers as inputs of the graph, where models have constants. `shape_like` names the inputs that reach an operand of
-this kind; `with_known` is the model with them as initializers.
+this kind, `attempts` what to bind at import, and in what order.
 
 `Shape` and `Size` end the search: sizes are known without the tensor.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import onnx
 
 from .cases import graphs_of
@@ -67,12 +66,3 @@ def shape_like(model: onnx.ModelProto, positions: Mapping[str, Iterable[int]]) -
 def _reads(node: onnx.NodeProto) -> list[str]:
     inner = [a.g for a in node.attribute if a.HasField("g")] + [g for a in node.attribute for g in a.graphs]
     return [*node.input, *(name for graph in inner for g in graphs_of(graph) for n in g.node for name in n.input)]
-
-
-def with_known(model: onnx.ModelProto, known: Mapping[str, np.ndarray]) -> onnx.ModelProto:
-    """The model with these inputs as initializers; the inputs stay listed, which older formats want."""
-    bound = onnx.ModelProto()
-    bound.CopyFrom(model)
-    for name, array in known.items():
-        bound.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    return bound

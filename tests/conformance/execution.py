@@ -17,7 +17,7 @@ from penstock.frontends.onnx import Imported, import_onnx
 from penstock.ir.errors import PenstockError, UnsupportedModel, UsageError
 from penstock.ir.interp import DictStore, run_graph
 
-from .binding import attempts, with_known
+from .binding import attempts
 from .cases import Case, plain
 
 PASSED, KNOWN, FOLDED, FAILED = "passed", "known", "folded", "failed"
@@ -47,8 +47,7 @@ def judged(case: Case, execute: Execute) -> tuple[str, str]:
 
 def _imported(case: Case, known: tuple[str, ...], path: Path) -> Imported:
     named = dict(zip((value.name for value in case.model.graph.input), case.inputs, strict=True))
-    model = with_known(case.model, {name: plain(named[name]) for name in known})
-    path.write_bytes(model.SerializeToString())
+    path.write_bytes(case.model.SerializeToString())
     dims = {}
     for value in case.model.graph.input:
         if value.name in known:
@@ -56,7 +55,7 @@ def _imported(case: Case, known: tuple[str, ...], path: Path) -> Imported:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if not dim.HasField("dim_value"):
                 dims[dim.dim_param or f"{value.name}.{axis}"] = plain(named[value.name]).shape[axis]
-    return import_onnx(path, dims=dims)
+    return import_onnx(path, dims=dims, known={name: plain(named[name]) for name in known})
 
 
 def _failure(case: Case, imported: Imported, known: tuple[str, ...], execute: Execute, folder: Path) -> str:
