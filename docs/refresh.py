@@ -46,6 +46,17 @@ def onnx_operators() -> str:
     return f"{len(RULES)} operators: {', '.join(sorted(RULES))}.\n\nOnly on operands known at import: {', '.join(sorted(FOLD_ONLY))}.\n"
 
 
+def torch_operations() -> str:
+    from penstock.frontends.torch.table import CHECKS, RULES, WHOLE
+
+    lines = [
+        f"{len(RULES)} operations and overloads of ATen: {', '.join(f'`{name}`' for name in sorted(RULES))}.",
+        f"Kept whole, though torch could decompose them: {', '.join(f'`{name}`' for name in sorted(WHOLE))}.",
+        f"Left out, because they compute nothing: {', '.join(f'`{name}`' for name in sorted(CHECKS))}.",
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
 def conformance() -> str:
     """How many of ONNX's node tests pass, by the lists of those that do not, which the tests keep true."""
     sys.path.insert(0, str(HERE.parent / "tests"))
@@ -124,6 +135,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "verifier": lambda: docstring("penstock.ir.verify", "typed ", "Cost:"),
     "ops": ops,
     "onnx-operators": onnx_operators,
+    "torch-operations": torch_operations,
     "conformance": conformance,
     "passes": passes,
     "training-pipeline": pipeline(True),

@@ -21,6 +21,7 @@ HEAVY = ("torch", "onnx", "onnxruntime", "tvm", "tvm_ffi")
 FORBIDDEN = {
     "ir": (("frontends", "passes", "backends", "runtime", "cli", "commands", "api"), HEAVY),
     "frontends": (("passes", "backends", "runtime", "cli", "commands", "api"), ("torch", "onnxruntime", "tvm", "tvm_ffi")),
+    "frontends.torch": (("passes", "backends", "runtime", "cli", "commands", "api"), ("onnx", "onnxruntime", "tvm", "tvm_ffi")),
     "passes": (("frontends", "backends", "runtime", "cli", "commands", "api"), HEAVY),
     "backends": (("frontends", "runtime", "cli", "commands", "api"), ("onnx", "onnxruntime")),
     "backends.bundle": (("frontends", "passes", "runtime", "backends.tvm"), ("onnx", "onnxruntime", "tvm", "tvm_ffi")),
@@ -28,6 +29,9 @@ FORBIDDEN = {
     "cli": ((*FOLDERS[1:], "api"), HEAVY),
     "": (("frontends", "passes", "backends", "runtime"), HEAVY),
 }
+
+# The code generator, which may import tvm, and the reader of torch's programs, which imports torch, have processes of their own below.
+_APART = {"backends": "tvm", "frontends": "torch"}
 
 
 def _modules_of(part: str) -> list[str]:
@@ -38,8 +42,8 @@ def _modules_of(part: str) -> list[str]:
     if folder.with_suffix(".py").is_file():
         return [f"penstock.{part}"]
     files = sorted(path.relative_to(folder) for path in folder.rglob("*.py"))
-    if part == "backends":  # the code generator has a process of its own below, and may import tvm
-        files = [path for path in files if path.parts[0] != "tvm"]
+    apart = _APART.get(part)
+    files = [path for path in files if path.parts[0] != apart]
     dotted = [".".join((f"penstock.{part}", *path.with_suffix("").parts)).removesuffix(".__init__") for path in files]
     assert dotted, f"no modules in {folder}"
     return dotted
@@ -70,6 +74,10 @@ def test_imports_go_one_way(part: str) -> None:
 
 def test_only_the_tvm_backend_imports_tvm() -> None:
     assert "tvm" in _imported_by(_modules_of("backends.tvm"))
+
+
+def test_only_the_torch_frontend_imports_torch() -> None:
+    assert "torch" in _imported_by(_modules_of("frontends.torch"))
 
 
 def test_the_import_check_sees_an_offender() -> None:

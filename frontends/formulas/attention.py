@@ -86,3 +86,10 @@ def linear_attention(
     if not outs:
         return w.emit("const", value=0.0, dtype=k.type.dtype, shape=(batch, q.type.dims[1], 0, width)), state
     return outs[0] if len(outs) == 1 else w.emit("concat", *outs, axis=2), state
+
+
+def sees_nothing(w: Writer, mask: Value) -> Value:
+    """For a mask of scores (bool: what is seen; numbers: added, -inf hides): whether a row sees nothing at all, [..., rows, 1]."""
+    seen = mask if mask.type.dtype == "bool" else w.emit("less", w.literal(float("-inf"), mask.type.dtype), mask)
+    count = w.emit("sum", w.emit("cast", seen, dtype="i32"), axes=(mask.type.rank - 1,), keep=True)
+    return w.emit("equal", count, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..writer import Refused, Writer
+from ..writer import Operand, Refused, Writer
 
 
 def power(w: Writer, x: Value, exponent: float) -> Value:
@@ -52,3 +52,94 @@ def elu(w: Writer, x: Value, alpha: float) -> Value:
 
 def leaky(w: Writer, x: Value, slope: Value | float) -> Value:
     return w.emit("where", w.emit("less", x, 0.0), w.emit("mul", x, slope), x)
+
+
+# ---------------------------------------------------------------------------------------- exact near zero, finite far away
+
+
+def expm1(w: Writer, x: Value) -> Value:
+    """e^x - 1 = tanh(x / 2) * (e^x + 1), where nothing cancels; from 1 on, where the product would meet infinity sooner, the difference."""
+    small = w.emit("minimum", x, 1.0)
+    near = w.emit("mul", w.emit("tanh", w.emit("mul", small, 0.5)), w.emit("add", w.emit("exp", small), 1.0))
+    return w.emit("where", w.emit("less", x, 1.0), near, w.emit("sub", w.emit("exp", x), 1.0))
+
+
+def log1p(w: Writer, x: Value) -> Value:
+    """log(1 + x) less what the sum 1 + x was rounded by, over the sum; between -1/2 and 1, outside of which that changes nothing."""
+    near = w.emit("maximum", w.emit("minimum", x, 1.0), -0.5)
+    total = w.emit("add", near, 1.0)
+    lost = w.emit("div", w.emit("sub", w.emit("sub", total, 1.0), near), total)
+    return w.emit("sub", w.emit("log", w.emit("add", x, 1.0)), lost)
+
+
+def sinh(w: Writer, x: Value) -> Value:
+    return w.emit("mul", w.emit("sub", expm1(w, x), expm1(w, w.emit("neg", x))), 0.5)
+
+
+def cosh(w: Writer, x: Value) -> Value:
+    return w.emit("mul", w.emit("add", w.emit("exp", x), w.emit("exp", w.emit("neg", x))), 0.5)
+
+
+def inverse_sinh(w: Writer, x: Value) -> Value:
+    """sign(x) * log(1 + |x| + x^2 / (1 + sqrt(1 + x^2)))"""
+    size = w.emit("abs", x)
+    square = w.emit("mul", x, x)
+    root = w.emit("add", w.emit("sqrt", w.emit("add", square, 1.0)), 1.0)
+    found = log1p(w, w.emit("add", size, w.emit("div", square, root)))
+    return w.emit("where", w.emit("less", x, 0.0), w.emit("neg", found), found)
+
+
+def inverse_cosh(w: Writer, x: Value) -> Value:
+    """log(1 + t + sqrt(t * (t + 2))) with t = x - 1"""
+    t = w.emit("sub", x, 1.0)
+    return log1p(w, w.emit("add", t, w.emit("sqrt", w.emit("mul", t, w.emit("add", t, 2.0)))))
+
+
+def inverse_tanh(w: Writer, x: Value) -> Value:
+    return w.emit("mul", w.emit("sub", log1p(w, x), log1p(w, w.emit("neg", x))), 0.5)
+
+
+def scaled_softplus(w: Writer, x: Value, beta: float, threshold: float) -> Value:
+    """log(1 + e^(beta * x)) / beta, and x itself where beta * x is above the threshold."""
+    scaled = x if beta == 1.0 else w.emit("mul", x, beta)
+    y = softplus(w, scaled)
+    y = y if beta == 1.0 else w.emit("div", y, beta)
+    return w.emit("where", w.emit("less", w.literal(threshold, x.type.dtype), scaled), x, y)
+
+
+# ---------------------------------------------------------------------------------------- rounding and what remains
+
+
+def ceil(w: Writer, x: Value) -> Value:
+    return w.emit("neg", w.emit("floor", w.emit("neg", x)))
+
+
+def truncate(w: Writer, x: Value) -> Value:
+    """Rounding toward zero; integers as they are."""
+    if x.type.dtype not in FLOATS:
+        return x
+    return w.emit("where", w.emit("less", x, 0.0), ceil(w, x), w.emit("floor", x))
+
+
+def floor_divide(w: Writer, x: Operand, y: Operand) -> Value:
+    """The quotient rounded down."""
+    quotient = w.emit("div", x, y)
+    if quotient.type.dtype in FLOATS:
+        return w.emit("floor", quotient)
+    rest = w.emit("sub", x, w.emit("mul", quotient, y))
+    return w.emit("where", _against(w, rest, y), w.emit("sub", quotient, 1), quotient)
+
+
+def remainder(w: Writer, x: Operand, y: Operand) -> Value:
+    """What remains of x, with the sign of y."""
+    quotient = w.emit("div", x, y)
+    if quotient.type.dtype in FLOATS:
+        return w.emit("sub", x, w.emit("mul", w.emit("floor", quotient), y))
+    rest = w.emit("sub", x, w.emit("mul", quotient, y))
+    return w.emit("where", _against(w, rest, y), w.emit("add", rest, y), rest)
+
+
+def _against(w: Writer, rest: Value, y: Operand) -> Value:
+    """Whether a remainder is not zero and of the other sign than the divisor."""
+    signs_differ = w.emit("not", w.emit("equal", w.emit("less", rest, 0), w.emit("less", w.emit("add", w.emit("mul", rest, 0), y), 0)))
+    return w.emit("and", w.emit("not", w.emit("equal", rest, 0)), signs_differ)

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from math import prod
 
 from penstock.ir.graph import Value
+from penstock.ir.types import FLOATS
 
 from ..writer import Writer
-from .layout import cut, reshape
+from .layout import cut, reshape, transpose
 
 
 def from_the_front(w: Writer, indices: Value, size: int) -> Value:
@@ -52,3 +53,34 @@ def entries(w: Writer, x: Value, indices: Value) -> tuple[Value, Value]:
         flat = part if flat is None else w.emit("add", w.emit("mul", flat, dims[i]), part)
     assert flat is not None
     return reshape(w, x, (prod(dims[:depth]), *dims[depth:])), flat
+
+
+def scatter_extreme(w: Writer, x: Value, axis: int, indices: Value, src: Value, *, largest: bool, own: bool) -> Value:
+    """x with the largest (or smallest) of itself, if `own`, and of what is put there, element by element along one axis.
+
+    Every index is compared with every place: the cost is the product of both counts.
+    """
+    rank, size, count = x.type.rank, x.type.dims[axis], indices.type.dims[axis]
+    dims = x.type.dims
+    if not largest:
+        return w.emit("neg", scatter_extreme(w, w.emit("neg", x), axis, indices, w.emit("neg", src), largest=True, own=own))
+    others = [size for i, size in enumerate(indices.type.dims) if i != axis]
+    w.require(
+        others == [size for i, size in enumerate(dims) if i != axis], f"indices {indices.type} must cover {x.type} but for axis {axis}"
+    )
+    w.require(count > 0, "there is nothing to put")
+    perm = [*(i for i in range(rank) if i != axis), axis]
+    wide = indices if indices.type.dtype == "i64" else w.emit("cast", indices, dtype="i64")
+    at, what = (reshape(w, transpose(w, v, perm), (*others, 1, count)) for v in (from_the_front(w, wide, size), src))
+    here = w.emit("equal", at, w.emit("iota", dtype="i64", shape=(size, 1), axis=0))
+    lowest = w.literal(lowest_of(x.type.dtype), x.type.dtype)
+    found = w.emit("max", w.emit("where", here, what, lowest), axes=(rank,), keep=False)
+    any_here = w.emit("less", 0, w.emit("sum", w.emit("cast", here, dtype="i32"), axes=(rank,), keep=False))
+    mine = transpose(w, x, perm)
+    joined = w.emit("where", any_here, w.emit("maximum", mine, found) if own else found, mine)
+    return transpose(w, joined, [perm.index(i) for i in range(rank)])
+
+
+def lowest_of(dtype: str) -> float | int:
+    """What no element is below."""
+    return float("-inf") if dtype in FLOATS else {"i64": -(2**63), "i32": -(2**31), "i8": -128}.get(dtype, 0)

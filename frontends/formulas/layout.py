@@ -37,6 +37,17 @@ def expand(w: Writer, x: Value, shape: Sequence[int]) -> Value:
     return x if x.type.shape == tuple(shape) else w.emit("broadcast", x, shape=tuple(shape))
 
 
+def tile(w: Writer, x: Value, repeats: Sequence[int]) -> Value:
+    """x that many times after itself in each dimension."""
+    dims = x.type.dims
+    w.require(len(repeats) == len(dims), f"{len(repeats)} repeats do not fit {x.type}")
+    if all(r == 1 for r in repeats):
+        return x
+    spread = reshape(w, x, [part for size in dims for part in (1, size)])
+    tiled = expand(w, spread, [part for r, size in zip(repeats, dims, strict=True) for part in (r, size)])
+    return reshape(w, tiled, [r * size for r, size in zip(repeats, dims, strict=True)])
+
+
 def triangle(w: Writer, rows: int, columns: int, diagonal: int = 0) -> Value:
     """bool[rows,columns], true where column <= row + diagonal."""
     row = w.emit("iota", dtype="i32", shape=(rows, 1), axis=0)

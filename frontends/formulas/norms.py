@@ -20,3 +20,19 @@ def grouped_norm(w: Writer, x: Value, groups: int, eps: float) -> Value:
 
 def per_channel(w: Writer, x: Value, weight: Value) -> Value:
     return reshape(w, weight, (1, x.type.dims[1], *(1,) * (x.type.rank - 2)))
+
+
+def rms_norm(w: Writer, x: Value, axis: int, eps: float) -> Value:
+    """x over the root of its mean square over dimensions `axis` and after; 16-bit floats are computed in f32."""
+    wide = x if x.type.dtype in ("f32", "f64") else w.emit("cast", x, dtype="f32")
+    square = w.emit("mean", w.emit("mul", wide, wide), axes=tuple(range(axis, x.type.rank)), keep=True)
+    y = w.emit("mul", wide, w.emit("rsqrt", w.emit("add", square, eps)))
+    return y if y.type.dtype == x.type.dtype else w.emit("cast", y, dtype=x.type.dtype)
+
+
+def batch_statistics(w: Writer, x: Value) -> tuple[Value, Value, Value]:
+    """Mean and variance of each channel over batch and space, and x less the mean."""
+    axes = tuple(i for i in range(x.type.rank) if i != 1)
+    mean = w.emit("mean", x, axes=axes)
+    centred = w.emit("sub", x, per_channel(w, x, mean))
+    return mean, w.emit("mean", w.emit("mul", centred, centred), axes=axes), centred

@@ -78,6 +78,13 @@ def taps_around(at: np.ndarray, weights: np.ndarray, size: int, exclude_outside:
     return Taps(np.clip(places, 0, size - 1), weights, np.zeros(len(at)))
 
 
+def taps_of(matrix: np.ndarray) -> Taps:
+    """The entries of each row of weights [new size, old size] that are not zero."""
+    count = max(1, int((matrix != 0).sum(axis=1).max(initial=0)))
+    places = np.argsort(matrix == 0, axis=1, kind="stable")[:, :count]
+    return Taps(places, np.take_along_axis(matrix, places, axis=1), np.zeros(len(matrix)))
+
+
 def resample(w: Writer, x: Value, axis: int, taps: Taps) -> Value:
     """x with the entries along `axis` replaced by weighted sums of them."""
     dims = x.type.dims

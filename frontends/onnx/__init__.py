@@ -1,6 +1,7 @@
 """ONNX models as modules: `import_onnx` reads a file by its path."""
 
-from .importer import Imported, import_onnx
+from ..imported import Imported
+from .importer import import_onnx
 from .report import CannotImport
 from .versions import OPSETS
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ from penstock.ir.graph import Graph, Module, Op, Value, Var, substitute
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, TensorType, dtype_of
 
+from ..imported import Imported
 from ..names import Names, legal
 from ..pruning import live_ops
 from ..writer import Refused
@@ -42,25 +43,10 @@ from .inference import Promises, promised_by_node, static_types
 from .node import Builder, Node
 from .report import CannotImport, Findings, report, row
 from .source import Source, our_dtype
-from .structure import Structure, take_structure
+from .structure import take_structure
 from .table import FOLD_ONLY, RULES
 from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, TensorList, Weight, is_lost
 from .versions import CHANGED, DOMAINS, UPGRADES, opsets_of, upgrade
-
-
-@dataclass(frozen=True)
-class Imported:
-    """A model as read: `weights` holds the elements of each variable by its name and is read-only; `source_hash` is taken over all files;
-    `report` says what was folded, frozen and left out; `names` gives the ONNX name of everything that had to be spelled otherwise; `bound` holds the
-    elements of inputs that were bound to values; `structure` is the file without the elements of the variables."""
-
-    module: Module
-    weights: dict[str, np.ndarray]
-    source_hash: str
-    report: tuple[str, ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
-    bound: Mapping[str, object] = field(default_factory=dict)
-    structure: Structure | None = None
 
 
 def import_onnx(

@@ -13,7 +13,7 @@ import onnx
 
 from penstock.ir.types import broadcast_shapes
 
-from ..formulas.layout import axis_of, cut, expand, reshape, transpose, triangle
+from ..formulas.layout import axis_of, cut, reshape, tile, transpose, triangle
 from ..writer import Refused
 from .node import Node, Result, Rule
 
@@ -146,13 +146,8 @@ def _pad(n: Node) -> Result:
 
 
 def _tile(n: Node) -> Result:
-    dims, repeats = n.type().dims, n.ints(1, "the list of repeats")
-    n.require(len(repeats) == len(dims), f"{len(repeats)} repeats do not fit {n.type()}")
-    if all(r == 1 for r in repeats):
-        return n.tensor(0)
-    spread = reshape(n, n.value(), [part for size in dims for part in (1, size)])
-    tiled = expand(n, spread, [part for r, size in zip(repeats, dims, strict=True) for part in (r, size)])
-    return reshape(n, tiled, [r * size for r, size in zip(repeats, dims, strict=True)])
+    repeats = n.ints(1, "the list of repeats")
+    return n.tensor(0) if repeats and all(r == 1 for r in repeats) else tile(n, n.value(), repeats)
 
 
 def _trilu(n: Node) -> Result:

@@ -9,32 +9,17 @@ from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
 from ..formulas.layout import axis_of, cut, expand, reshape
-from ..formulas.norms import grouped_norm, per_channel
+from ..formulas.norms import grouped_norm, per_channel, rms_norm
+from ..formulas.products import product, scaled_sum
 from .node import Node, Result, Rule
 
 # ---------------------------------------------------------------------------------------- products
 
 
-def _matmul(n: Node) -> Result:
-    x, y = n.value(0), n.value(1)
-    left, right = x.type.rank == 1, y.type.rank == 1
-    lhs = reshape(n, x, (1, *x.type.dims)) if left else x
-    rhs = reshape(n, y, (*y.type.dims, 1)) if right else y
-    product = n.emit("matmul", lhs, rhs)
-    dims = product.type.dims
-    shape = dims[:-2] + (() if left else dims[-2:-1]) + (() if right else dims[-1:])
-    return reshape(n, product, shape)
-
-
 def _gemm(n: Node) -> Result:
     y = n.emit("matmul", n.value(0), n.value(1), ta=bool(n.int_attr("transA")), tb=bool(n.int_attr("transB")))
     alpha, beta = n.float_attr("alpha", 1.0), n.float_attr("beta", 1.0)
-    if alpha != 1.0:
-        y = n.emit("mul", y, alpha)
-    if n.has(2) and beta != 0.0:
-        c = n.value(2)
-        y = n.emit("add", y, c if beta == 1.0 else n.emit("mul", c, beta))
-    return y
+    return scaled_sum(n, y, n.value(2) if n.has(2) and beta != 0.0 else None, alpha, beta)
 
 
 # ---------------------------------------------------------------------------------------- sliding windows
@@ -167,10 +152,7 @@ def _rms_norm(n: Node) -> Result:
     x = n.value()
     n.require(n.int_attr("stash_type", 1) == 1, "stash_type other than 1 (statistics in f32) is not supported")
     axis = axis_of(n, n.int_attr("axis", -1), x.type.rank)
-    wide = x if x.type.dtype in ("f32", "f64") else n.emit("cast", x, dtype="f32")
-    square = n.emit("mean", n.emit("mul", wide, wide), axes=tuple(range(axis, x.type.rank)), keep=True)
-    y = n.emit("mul", wide, n.emit("rsqrt", n.emit("add", square, n.float_attr("epsilon", 1e-5))))
-    y = y if y.type.dtype == x.type.dtype else n.emit("cast", y, dtype=x.type.dtype)
+    y = rms_norm(n, x, axis, n.float_attr("epsilon", 1e-5))
     return n.emit("mul", y, n.value(1))
 
 
@@ -279,7 +261,7 @@ def _arg(sign: str) -> Rule:
 
 RULES: dict[str, Rule] = {
     # products
-    "MatMul": _matmul,
+    "MatMul": lambda n: product(n, n.value(0), n.value(1)),
     "Gemm": _gemm,
     # sliding windows
     "Conv": _conv,

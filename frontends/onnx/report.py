@@ -10,6 +10,8 @@ import onnx
 from penstock.ir.errors import UnsupportedModel
 from penstock.ir.graph import BUFFER, PARAM, Op, Var
 
+from ..imported import some
+
 
 @dataclass
 class Findings:
@@ -39,11 +41,6 @@ class CannotImport(UnsupportedModel):
 
 def row(name: str, node: onnx.NodeProto, reason: str) -> str:
     return f"{name} ({node.domain or 'ai.onnx'} {node.op_type}): {reason}"
-
-
-def some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:8])
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
 def report(

@@ -1,4 +1,4 @@
-"""Penstock compiles an ONNX model into a multi-device pipeline bundle, and trains and runs it on unequal devices.
+"""Penstock compiles an ONNX or torch model into a multi-device pipeline bundle, and trains and runs it on unequal devices.
 
     import penstock as ps
     model = ps.from_onnx("model.onnx", dims={"batch": 4})
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "from_onnx": "penstock.api",
+    "from_torch": "penstock.api",
     "plan": "penstock.api",
     "compile": "penstock.api",
     "export": "penstock.exporting",
@@ -38,7 +39,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from penstock.api import Model, Plan, compile, from_onnx, plan
+    from penstock.api import Model, Plan, compile, from_onnx, from_torch, plan
     from penstock.exporting import export
     from penstock.frontends.training import SGD, AdamW, Momentum, Training
     from penstock.ir.cluster import Cluster
@@ -57,6 +58,7 @@ __all__ = [
     "compile",
     "export",
     "from_onnx",
+    "from_torch",
     "open",
     "plan",
 ]

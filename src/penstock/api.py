@@ -1,6 +1,7 @@
-"""From a model file to a bundle: the three steps that the command line and Python users share.
+"""From a model to a bundle: the three steps that the command line and Python users share.
 
 from_onnx   file -> Model: the module and its weights
+from_torch  torch module or exported program -> Model
 plan        Model, cluster, training -> Plan: the module after all passes; look at it, print it, throw it away
 compile     Plan -> bundle directory
 """
@@ -18,7 +19,7 @@ from penstock.ir.cluster import Cluster
 from penstock.ir.graph import Attr, Module
 
 if TYPE_CHECKING:
-    from penstock.frontends.onnx import Imported
+    from penstock.frontends.imported import Imported
     from penstock.frontends.training import Training
     from penstock.passes.manager import Call, Dump
 
@@ -75,6 +76,23 @@ def from_onnx(
     from penstock.frontends.onnx import import_onnx
 
     return Model(import_onnx(path, dims=dims or {}, known=known or {}, frozen=frozen))
+
+
+def from_torch(
+    source: object,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dims: Mapping[str, int] | None = None,
+    frozen: str | None = None,
+) -> Model:
+    """Import a program of torch: an nn.Module or torch.fx.GraphModule with example arguments, whose sizes count, or an ExportedProgram.
+
+    `dims` binds symbolic dimensions of an ExportedProgram, by the symbol's name or as INPUT.AXIS; `frozen` is a pattern of parameter names
+    that are not trained, like those that do not require a gradient. Weights are copied."""
+    from penstock.frontends.torch import import_torch
+
+    return Model(import_torch(source, args, kwargs, dims=dims, frozen=frozen))
 
 
 def plan(

@@ -29,7 +29,7 @@ from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import PARAM, Module
 
 if TYPE_CHECKING:
-    from penstock.frontends.onnx import Imported
+    from penstock.frontends.imported import Imported
 
 
 @dataclass(frozen=True)

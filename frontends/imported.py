@@ -1,0 +1,35 @@
+"""What every frontend hands over: a module with one graph `main`, and the elements of its variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.ir.graph import Module
+
+if TYPE_CHECKING:
+    from .onnx.structure import Structure
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A model as read: `weights` holds the elements of each variable by its name and is read-only; `source_hash` is taken over all that was
+    read; `report` says what was folded, frozen and left out; `names` gives the source's name of everything that had to be spelled otherwise;
+    `bound` holds the elements of inputs that were bound to values; `structure` is an ONNX file without the elements of the variables."""
+
+    module: Module
+    weights: dict[str, np.ndarray]
+    source_hash: str
+    report: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    bound: Mapping[str, object] = field(default_factory=dict)
+    structure: Structure | None = None
+
+
+def some(names: Sequence[str]) -> str:
+    """A list of names for a line of the report."""
+    shown = ", ".join(names[:8])
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown

@@ -1,0 +1,8 @@
+"""Programs of torch as modules: `import_torch` takes a module with example arguments, a torch.fx graph, or an ExportedProgram.
+
+This is the only part of the frontends that imports torch.
+"""
+
+from .importer import import_torch
+
+__all__ = ["import_torch"]

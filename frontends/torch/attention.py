@@ -1,0 +1,76 @@
+"""scaled_dot_product_attention as one operation of the IR, whatever its operands' ranks and its mask."""
+
+from __future__ import annotations
+
+from math import prod, sqrt
+
+import torch
+
+from penstock.ir.graph import Value
+from penstock.ir.types import broadcast_shapes
+
+from ..formulas.attention import repeat_heads, sees_nothing
+from ..formulas.layout import expand, reshape, triangle
+from .node import Node, Result, Rule
+
+
+def _four(n: Node, x: Value, lead: tuple[int, ...]) -> Value:
+    """[batch, heads, positions, size], with these dimensions in front of the last two."""
+    x = expand(n, x, (*lead, *x.type.dims[-2:]))
+    front = lead if len(lead) == 2 else (1, *lead) if len(lead) == 1 else (prod(lead[:-1]), lead[-1]) if lead else (1, 1)
+    return reshape(n, x, (*front, *x.type.dims[-2:]))
+
+
+def _four_mask(n: Node, mask: Value, lead: tuple[int, ...]) -> Value:
+    """The mask as it broadcasts to the scores of four dimensions."""
+    own = (1,) * (len(lead) + 2 - mask.type.rank) + mask.type.dims
+    if len(lead) <= 2:
+        return reshape(n, mask, (1,) * (4 - len(own)) + own)
+    rows = own[-2:]
+    if prod(own[:-2]) == 1:
+        return reshape(n, mask, (1, 1, *rows))
+    return reshape(n, expand(n, reshape(n, mask, own), (*lead, *rows)), (prod(lead[:-1]), lead[-1], *rows))
+
+
+def _attention(n: Node) -> Result:
+    n.require(
+        float(n.arg("dropout_p", 0.0)) == 0.0, "dropout of attention weights: there are no random numbers here yet; call eval() before"
+    )
+    q, k, v = (n.value(name) for name in ("query", "key", "value"))
+    if n.arg("enable_gqa"):
+        heads = q.type.dims[-3]
+        k, v = (repeat_heads(n, x, heads) if x.type.rank == 4 else _repeat(n, x, heads) for x in (k, v))
+    given = broadcast_shapes(*(x.type.shape[:-2] for x in (q, k, v)))
+    lead = tuple(int(size) for size in given)
+    rows, columns = q.type.dims[-2], k.type.dims[-2]
+    scale = float(n.arg("scale", 1.0 / sqrt(q.type.dims[-1])))
+    causal = bool(n.arg("is_causal"))
+    parts = [_four(n, x, lead) for x in (q, k, v)]
+    empty = None
+    if causal and rows != columns:
+        parts.append(reshape(n, triangle(n, rows, columns), (1, 1, rows, columns)))
+        causal = False
+    elif n.has("attn_mask"):
+        known = n.known("attn_mask")
+        dtype = "bool" if n.type("attn_mask").dtype == "bool" else q.type.dtype
+        mask = _four_mask(n, n.value("attn_mask", dtype), lead)
+        parts.append(mask)
+        if known is None or _hides_rows(known):
+            empty = sees_nothing(n, mask)
+    y = n.emit_all("attention", 3, *parts, causal=causal, scale=scale)[0]
+    if empty is not None:  # torch gives zeros to a row that sees nothing, and no gradients to what it hides
+        y = n.emit("where", empty, 0.0, y)
+    return reshape(n, y, (*lead, rows, v.type.dims[-1]))
+
+
+def _repeat(n: Node, x: Value, heads: int) -> Value:
+    four = reshape(n, x, (prod(x.type.dims[:-3]), *x.type.dims[-3:]))
+    return reshape(n, repeat_heads(n, four, heads), (*x.type.dims[:-3], heads, *x.type.dims[-2:]))
+
+
+def _hides_rows(mask: torch.Tensor) -> bool:
+    seen = mask if mask.dtype == torch.bool else mask != float("-inf")
+    return not bool(seen.any(-1).all())
+
+
+RULES: dict[str, Rule] = {"scaled_dot_product_attention": _attention}

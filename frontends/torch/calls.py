@@ -1,0 +1,192 @@
+"""One call after the other: computed at import, written by its rule, or noted as a problem.
+
+What a call gives is compared with the type that torch says it has. A call whose operands are all known is computed by torch itself, unless the result
+is large. A call that cannot be imported leaves `Lost` behind, so that all problems are found at once.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch.fx import Node as Call
+
+from penstock.ir.errors import UnsupportedModel
+from penstock.ir.graph import Value
+from penstock.ir.types import TensorType
+
+from ..writer import Refused
+from .arrays import our_dtype
+from .node import Absent, Builder, Known, Lost, Node, Weight
+from .source import Sizes
+from .table import CHECKS, RULES, name_of
+
+# Results above this many elements stay operations: a mask repeated over a batch is cheaper to broadcast than to store.
+LARGEST = 1 << 22
+# Computed by their rules even where all is known: what torch gives is whatever the memory holds.
+_UNSET = ("empty", "new_empty")
+
+
+class Caller:
+    """Imports calls in order."""
+
+    def __init__(self, builder: Builder, sizes: Sizes, problems: list[str]) -> None:
+        self.builder = builder
+        self.sizes = sizes
+        self.problems = problems
+        self.folded: list[str] = []
+
+    def take(self, call: Call) -> None:
+        env = self.builder.env
+        node: Node | None = None
+        try:
+            if isinstance(call.target, torch._ops.OpOverload):
+                if name_of(call.target) in CHECKS:
+                    env[call] = None
+                    return
+                if self._lacks_types(call):
+                    env[call] = self._lost(call)
+                    return
+                node = Node(self.builder, call, location(call))
+                env[call] = self._result(node)
+            else:
+                env[call] = self._other(call)
+        except (Refused, TypeError) as error:
+            if node is not None:
+                node.abandon()
+            self.problems.append(f"{location(call)} ({_called(call)}){_line(call)}: {error}")
+            env[call] = self._lost(call)
+
+    def _result(self, node: Node) -> Any:
+        call = node.call
+        name = name_of(call.target)
+        if torch.Tag.nondeterministic_seeded in call.target.tags and name not in RULES:  # type: ignore[union-attr]
+            raise Refused("there are no random numbers here yet")
+        operands = node.operands()
+        if _plain(operands) and not name.startswith(_UNSET) and self._small(call):
+            result = _computed(call, operands)
+            if isinstance(result, torch.Tensor | tuple | list):
+                self.folded.append(call.name)
+        elif name in RULES:
+            result = RULES[name](node)
+            unread = node.unread()
+            if unread:
+                raise Refused(f"argument {', '.join(unread)} is not supported")
+        else:
+            raise Refused("no rule for this operation")
+        self._compare(call, result)
+        return node.finish(result)
+
+    def _other(self, call: Call) -> Any:
+        """What is not an operation of ATen: picking one of several results, and computing with sizes."""
+        arguments: list[Any] = [self.builder.env[a] if isinstance(a, Call) else a for a in call.args]
+        if call.target is operator.getitem:
+            whole = arguments[0]
+            return self._lost(call) if isinstance(whole, Lost) else whole[arguments[1]]
+        if call.op == "call_function" and all(isinstance(a, bool | int | float) for a in arguments) and not call.kwargs:
+            return call.target(*arguments)  # type: ignore[operator]
+        if call.op == "get_attr":  # the body of a call of control flow, which says what is the matter
+            return Lost(None)
+        if any(isinstance(a, Lost) and a.type is None for a in arguments) and "higher_order" not in type(call.target).__module__:
+            return Lost(None)
+        raise Refused("control flow is not supported" if "higher_order" in str(type(call.target)).lower() else "no rule for this operation")
+
+    # ------------------------------------------------------------------------------------ types
+
+    def _lacks_types(self, call: Call) -> bool:
+        """Whether nothing can be said, because the type of an operand was lost with another call."""
+        found = (self.builder.env[a] for a in call.all_input_nodes)
+        return any(isinstance(one, Lost) and one.type is None for one in found)
+
+    def _promised(self, meta: object) -> TensorType | None:
+        """The type that torch says a result has; None where it is not known or has no counterpart."""
+        if not isinstance(meta, torch.Tensor):
+            return None
+        shape = self.sizes.shape(meta)
+        try:
+            return None if -1 in shape else TensorType(our_dtype(meta.dtype), shape)
+        except ValueError:
+            return None
+
+    def _lost(self, call: Call) -> Any:
+        meta = call.meta.get("val")
+        if isinstance(meta, tuple | list):
+            return tuple(Lost(self._promised(one)) for one in meta)
+        return Lost(self._promised(meta))
+
+    def _small(self, call: Call) -> bool:
+        meta = call.meta.get("val")
+        kinds = [self._promised(one) for one in (meta if isinstance(meta, tuple | list) else (meta,))]
+        return all(kind is None or kind.size <= LARGEST for kind in kinds)
+
+    def _compare(self, call: Call, result: Any) -> None:
+        """Each result against what torch says of it."""
+        metas = call.meta.get("val")
+        pairs = zip(metas, result, strict=False) if isinstance(metas, tuple | list) else [(metas, result)]
+        for i, (meta, one) in enumerate(pairs):
+            promised = self._promised(meta)
+            if isinstance(one, Known | Weight):
+                one = one.tensor
+            if promised is None or not isinstance(one, Value | torch.Tensor):
+                continue
+            found = one.type if isinstance(one, Value) else TensorType(our_dtype(one.dtype), tuple(one.shape))
+            if found != promised:
+                raise Refused(f"result {i} comes out as {found}, but torch says {promised}")
+
+
+def _plain(operands: Sequence[Any]) -> bool:
+    """Whether nothing among the arguments is computed at run time or trained."""
+    return all(_plain(a) if isinstance(a, list | tuple) else not isinstance(a, Value | Weight | Lost | Absent) for a in operands)
+
+
+def _computed(call: Call, operands: Sequence[Any]) -> Any:
+    def elements(value: Any) -> Any:
+        if isinstance(value, Known):
+            return value.tensor
+        return [elements(v) for v in value] if isinstance(value, list | tuple) else value
+
+    schema = call.target._schema.arguments  # type: ignore[union-attr]
+    given = [(a, elements(v)) for a, v in zip(schema, operands, strict=True)]
+    try:
+        with torch.no_grad():
+            return call.target(*(v for a, v in given if not a.kwarg_only), **{a.name: v for a, v in given if a.kwarg_only})  # type: ignore[operator]
+    except (RuntimeError, IndexError, NotImplementedError, ValueError) as error:
+        raise Refused(f"cannot be computed at import: {str(error).splitlines()[0]}") from error
+
+
+# ---------------------------------------------------------------------------------------- words
+
+
+def location(call: Call) -> str:
+    """Where a call stands in the module: the path of the submodule, and the call's own name."""
+    stack = call.meta.get("nn_module_stack") or {}
+    path = next((str(p) for p, _ in reversed(list(stack.values())) if p), "")
+    path = re.sub(r"^L\['self'\]\.?|^L__self___?", "", path)
+    return f"{path}/{call.name}" if path else call.name
+
+
+def _called(call: Call) -> str:
+    return str(call.target) if call.op == "call_function" else call.op
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def _line(call: Call) -> str:
+    """The innermost line of the model's own code, or of its library's, that made the call."""
+    frames = _FRAME.findall(call.meta.get("stack_trace") or "")
+    outside = [frame for frame in frames if "torch" not in PurePath(frame[0]).parts] or frames
+    return f" at {PurePath(outside[-1][0]).name}:{outside[-1][1]}" if outside else ""
+
+
+def complain(where: str, rows: Sequence[str]) -> UnsupportedModel:
+    count = f"{len(rows)} places" if len(rows) > 1 else "one place"
+    return UnsupportedModel(
+        f"the model cannot be imported, {count}:\n" + "\n".join(f"  {row}" for row in rows),
+        where=where,
+        hint="docs/frontends.md lists the operations of ATen that are supported",
+    )

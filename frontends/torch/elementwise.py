@@ -1,0 +1,331 @@
+"""Elementwise ATen operations: one row each. Operands broadcast as in NumPy on both sides; what differs is how element types meet.
+
+torch computes in the type that both operands promote to, and says in the graph which type the result has: arithmetic casts its operands to that,
+comparisons to the common type of their operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite, log
+
+import torch
+
+from penstock.ir.graph import Value
+from penstock.ir.types import FLOATS
+
+from ..formulas.elementwise import (
+    ceil,
+    cosh,
+    elu,
+    expm1,
+    floor_divide,
+    hard_sigmoid,
+    inverse_cosh,
+    inverse_sinh,
+    inverse_tanh,
+    leaky,
+    log1p,
+    negative,
+    positive,
+    power,
+    remainder,
+    scaled_softplus,
+    sinh,
+    truncate,
+)
+from ..writer import Operand
+from .node import Known, Node, Result, Rule
+
+# ---------------------------------------------------------------------------------------- one operand
+
+
+def unary(write: str | Callable[[Node, Value], Value]) -> Rule:
+    """One operand in the result's element type: the name of an operation of the IR, or a formula."""
+
+    def rule(n: Node) -> Result:
+        x = n.value("self", n.dtype)
+        return n.emit(write, x) if isinstance(write, str) else write(n, x)
+
+    return rule
+
+
+def rounded(write: str | Callable[[Node, Value], Value]) -> Rule:
+    """Rounding, which leaves integers as they are."""
+    inner = unary(write)
+    return lambda n: n.arg("self") if n.dtype not in FLOATS else inner(n)
+
+
+def truth(n: Node, name: str) -> Value:
+    """An argument as a bool: whether it is other than 0."""
+    x = n.value(name)
+    return x if x.type.dtype == "bool" else n.emit("not", n.emit("equal", x, 0))
+
+
+def _neither(n: Node, kind: str) -> Result:
+    x = n.value()
+    if x.type.dtype not in FLOATS:
+        return torch.zeros(x.type.dims, dtype=torch.bool)
+    return n.emit("not", n.emit("equal", x, x)) if kind == "nan" else n.emit("equal", n.emit("abs", x), float("inf"))
+
+
+def _round(n: Node) -> Result:
+    n.require(n.arg("decimals", 0) == 0, "decimals is not supported")
+    return n.arg("self") if n.dtype not in FLOATS else n.emit("round", n.value())
+
+
+def _abs(n: Node) -> Result:
+    return n.arg("self") if n.dtype in ("u8", "bool") else n.emit("abs", n.value())
+
+
+def _not(n: Node) -> Result:
+    x = n.value()
+    n.require(x.type.dtype in ("bool", "i8", "i32", "i64"), f"is not supported on {x.type}")
+    return n.emit("not", x) if x.type.dtype == "bool" else n.emit("sub", n.emit("neg", x), 1)  # two's complement
+
+
+def _elu(n: Node) -> Result:
+    alpha, scale, inner = n.arg("alpha"), n.arg("scale"), n.arg("input_scale")
+    x = n.value("self", n.dtype)
+    if inner == 1:
+        y = elu(n, x, float(alpha))
+    else:
+        low = n.emit("sub", n.emit("exp", n.emit("mul", negative(n, x), float(inner))), 1.0)
+        y = n.emit("add", positive(n, x), n.emit("mul", low, float(alpha)))
+    return y if scale == 1 else n.emit("mul", y, float(scale))
+
+
+def _selu(n: Node, x: Value) -> Value:
+    return n.emit("mul", elu(n, x, 1.6732632423543772), 1.0507009873554805)
+
+
+def _gelu(n: Node) -> Result:
+    return n.emit("gelu", n.value(), approximate=n.arg("approximate"))
+
+
+def _silu(n: Node, x: Value) -> Value:
+    return n.emit("mul", x, n.emit("sigmoid", x))
+
+
+def _mish(n: Node, x: Value) -> Value:
+    return n.emit("mul", x, n.emit("tanh", scaled_softplus(n, x, 1.0, 20.0)))
+
+
+# ---------------------------------------------------------------------------------------- two operands
+
+
+def arithmetic(kind: str, on_bool: str = "") -> Rule:
+    """Two operands in the result's element type; `on_bool` is what the operation is on bools."""
+
+    def rule(n: Node) -> Result:
+        dtype = n.dtype
+        n.require(dtype != "bool" or bool(on_bool), "is not supported on bools")
+        x, y = n.operand("self", dtype), n.operand("other", dtype)
+        alpha = n.arg("alpha", 1)
+        if alpha != 1:
+            y = y * alpha if isinstance(y, bool | int | float) else n.emit("mul", y, alpha)
+        return n.emit(on_bool if dtype == "bool" else kind, x, y)
+
+    return rule
+
+
+def _divide(n: Node) -> Result:
+    dtype, mode = n.dtype, n.arg("rounding_mode")
+    if mode is None and isinstance(by := n.arg("other"), int | float) and by not in (0, 1) and isfinite(by) and dtype in FLOATS:
+        return n.emit("div", n.value("self", dtype), float(by))
+    x, y = n.operand("self", dtype), n.operand("other", dtype)
+    if mode == "floor":
+        return floor_divide(n, x, y)
+    quotient = n.emit("div", x, y)
+    return truncate(n, quotient) if mode == "trunc" and dtype in FLOATS else quotient
+
+
+def _remainder(n: Node) -> Result:
+    dtype = n.dtype
+    return remainder(n, n.operand("self", dtype), n.operand("other", dtype))
+
+
+def _fmod(n: Node) -> Result:
+    dtype = n.dtype
+    x, y = n.operand("self", dtype), n.operand("other", dtype)
+    quotient = n.emit("div", x, y)
+    whole = truncate(n, quotient) if dtype in FLOATS else quotient
+    return n.emit("sub", x, n.emit("mul", whole, y))
+
+
+def _power(n: Node) -> Result:
+    exponent, dtype = n.arg("exponent"), n.dtype
+    if isinstance(exponent, Known) and exponent.tensor.numel() == 1 and exponent.tensor.ndim == 0:
+        exponent = exponent.tensor.item()
+    if isinstance(exponent, int | float):
+        return power(n, n.value("self", dtype), float(exponent))
+    n.require(dtype in FLOATS, "integers to a power that is not one number are not supported")
+    return n.emit("pow", n.operand("self", dtype), n.operand("exponent", dtype))
+
+
+def compare(kind: str, *, swap: bool = False, invert: bool = False) -> Rule:
+    def rule(n: Node) -> Result:
+        dtype = n.common("self", "other")
+        if dtype == "bool" and kind != "equal":
+            dtype = "i32"
+        x, y = n.operand("self", dtype), n.operand("other", dtype)
+        found = n.emit(kind, *((y, x) if swap else (x, y)))
+        return n.emit("not", found) if invert else found
+
+    return rule
+
+
+def logical(kind: str) -> Rule:
+    return lambda n: n.emit(kind, truth(n, "self"), truth(n, "other"))
+
+
+def _differ(n: Node) -> Result:
+    return n.emit("not", n.emit("equal", truth(n, "self"), truth(n, "other")))
+
+
+def bitwise(kind: str) -> Rule:
+    """On bools the logical operation."""
+
+    def rule(n: Node) -> Result:
+        n.require(n.dtype == "bool", "is supported on bools only")
+        if kind == "xor":
+            return n.emit("not", n.emit("equal", n.operand("self", "bool"), n.operand("other", "bool")))
+        return n.emit(kind, n.operand("self", "bool"), n.operand("other", "bool"))
+
+    return rule
+
+
+# ---------------------------------------------------------------------------------------- several operands
+
+
+def _clamp(n: Node) -> Result:
+    x: Operand = n.value("self", n.dtype)
+    for name, kind in (("min", "maximum"), ("max", "minimum")):
+        if n.has(name):
+            x = n.emit(kind, x, n.operand(name, n.dtype))
+    return x
+
+
+def _hardtanh(n: Node) -> Result:
+    return n.emit("minimum", n.emit("maximum", n.value(), n.arg("min_val")), n.arg("max_val"))
+
+
+def _where(n: Node) -> Result:
+    dtype = n.dtype
+    x, y = n.operand("self", dtype), n.operand("other", dtype)
+    return n.emit("where", truth(n, "condition"), x, y)
+
+
+def _softplus(n: Node) -> Result:
+    return scaled_softplus(n, n.value(), float(n.arg("beta")), float(n.arg("threshold")))
+
+
+def _addc(kind: str) -> Rule:
+    """self + value * tensor1 * tensor2, or divided."""
+
+    def rule(n: Node) -> Result:
+        dtype, scale = n.dtype, n.arg("value", 1)
+        part = n.emit(kind, n.value("tensor1", dtype), n.value("tensor2", dtype))
+        return n.emit("add", n.value("self", dtype), part if scale == 1 else n.emit("mul", part, scale))
+
+    return rule
+
+
+RULES: dict[str, Rule] = {
+    # one operand
+    "abs": _abs,
+    "neg": unary("neg"),
+    "sign": unary("sign"),
+    "exp": unary("exp"),
+    "log": unary("log"),
+    "sqrt": unary("sqrt"),
+    "rsqrt": unary("rsqrt"),
+    "sin": unary("sin"),
+    "cos": unary("cos"),
+    "tanh": unary("tanh"),
+    "sigmoid": unary("sigmoid"),
+    "erf": unary("erf"),
+    "relu": unary("relu"),
+    "floor": rounded("floor"),
+    "ceil": rounded(ceil),
+    "trunc": rounded(truncate),
+    "round": _round,
+    "round.decimals": _round,
+    "exp2": unary(lambda n, x: n.emit("exp", n.emit("mul", x, log(2)))),
+    "expm1": unary(expm1),
+    "log1p": unary(log1p),
+    "log2": unary(lambda n, x: n.emit("mul", n.emit("log", x), 1 / log(2))),
+    "log10": unary(lambda n, x: n.emit("mul", n.emit("log", x), 1 / log(10))),
+    "tan": unary(lambda n, x: n.emit("div", n.emit("sin", x), n.emit("cos", x))),
+    "sinh": unary(sinh),
+    "cosh": unary(cosh),
+    "asinh": unary(inverse_sinh),
+    "acosh": unary(inverse_cosh),
+    "atanh": unary(inverse_tanh),
+    "erfc": unary(lambda n, x: n.emit("sub", 1.0, n.emit("erf", x))),
+    "reciprocal": unary(lambda n, x: n.emit("div", 1.0, x)),
+    "isnan": lambda n: _neither(n, "nan"),
+    "isinf": lambda n: _neither(n, "inf"),
+    "logical_not": lambda n: n.emit("not", truth(n, "self")),
+    "bitwise_not": _not,
+    # activations
+    "gelu": _gelu,
+    "silu": unary(_silu),
+    "mish": unary(_mish),
+    "selu": unary(_selu),
+    "elu": _elu,
+    "leaky_relu": lambda n: leaky(n, n.value(), float(n.arg("negative_slope"))),
+    "hardtanh": _hardtanh,
+    "relu6": unary(lambda n, x: n.emit("minimum", n.emit("maximum", x, 0.0), 6.0)),
+    "hardsigmoid": unary(lambda n, x: hard_sigmoid(n, x, 1 / 6, 0.5)),
+    "hardswish": unary(lambda n, x: n.emit("mul", x, hard_sigmoid(n, x, 1 / 6, 0.5))),
+    "softplus": _softplus,
+    # two operands
+    "add.Tensor": arithmetic("add", "or"),
+    "add.Scalar": arithmetic("add", "or"),
+    "sub.Tensor": arithmetic("sub"),
+    "sub.Scalar": arithmetic("sub"),
+    "mul.Tensor": arithmetic("mul", "and"),
+    "mul.Scalar": arithmetic("mul", "and"),
+    "div.Tensor": _divide,
+    "div.Scalar": _divide,
+    "div.Tensor_mode": _divide,
+    "div.Scalar_mode": _divide,
+    "remainder.Tensor": _remainder,
+    "remainder.Scalar": _remainder,
+    "remainder.Scalar_Tensor": _remainder,
+    "fmod.Tensor": _fmod,
+    "fmod.Scalar": _fmod,
+    "pow.Tensor_Scalar": _power,
+    "pow.Tensor_Tensor": _power,
+    "pow.Scalar": _power,
+    "maximum": arithmetic("maximum", "or"),
+    "minimum": arithmetic("minimum", "and"),
+    "eq.Tensor": compare("equal"),
+    "eq.Scalar": compare("equal"),
+    "ne.Tensor": compare("equal", invert=True),
+    "ne.Scalar": compare("equal", invert=True),
+    "lt.Tensor": compare("less"),
+    "lt.Scalar": compare("less"),
+    "le.Tensor": compare("less_equal"),
+    "le.Scalar": compare("less_equal"),
+    "gt.Tensor": compare("less", swap=True),
+    "gt.Scalar": compare("less", swap=True),
+    "ge.Tensor": compare("less_equal", swap=True),
+    "ge.Scalar": compare("less_equal", swap=True),
+    "logical_and": logical("and"),
+    "logical_or": logical("or"),
+    "logical_xor": _differ,
+    "bitwise_and.Tensor": bitwise("and"),
+    "bitwise_and.Scalar": bitwise("and"),
+    "bitwise_or.Tensor": bitwise("or"),
+    "bitwise_or.Scalar": bitwise("or"),
+    "bitwise_xor.Tensor": bitwise("xor"),
+    "bitwise_xor.Scalar": bitwise("xor"),
+    # several operands
+    "clamp": _clamp,
+    "clamp.Tensor": _clamp,
+    "where.self": _where,
+    "addcmul": _addc("mul"),
+    "addcdiv": _addc("div"),
+}

@@ -1,0 +1,301 @@
+"""A program of torch in, Module and weights out.
+
+The module has one graph `main`: the inputs of forward by their names (nested ones as torch.export spells them), its outputs by the path in what
+forward gives, one operation or a few per call of ATen, each with the path of the submodule and the name of the call as its `loc`.
+
+Variables have their names of the state dict, the first of them where several are tied: those that share memory are one variable. Parameters with
+`requires_grad` whose name does not match `frozen` are trained; others, buffers and constants are not. What depends on these alone is computed here,
+by torch. Parameters and buffers that no output depends on are left out.
+
+Sizes are numbers. Arguments of forward that are numbers, strings or None have the values of the examples; outputs that are None are left out.
+Buffers that forward changes (running statistics in training) are not changed here: that is reported, and refused where outputs depend on one.
+
+All calls that cannot be imported are listed by one UnsupportedModel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
+from torch.utils import _pytree as pytree
+
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import BUFFER, PARAM, Graph, Module, Op, Value, Var, substitute
+from penstock.ir.ops import make
+from penstock.ir.text import print_module
+from penstock.ir.types import TensorType
+
+from ..imported import Imported, some
+from ..names import Names, legal
+from ..pruning import live_ops
+from ..writer import Refused
+from .arrays import array_of, our_dtype
+from .calls import Caller, complain
+from .node import Absent, Builder, Known, Lost, Weight, type_of
+from .source import Sizes, exported
+
+
+def import_torch(
+    source: object,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dims: Mapping[str, int] | None = None,
+    frozen: str | None = None,
+) -> Imported:
+    """The program of a torch module, torch.fx graph or ExportedProgram as a Module. `dims` gives sizes for symbolic dimensions of the latter."""
+    where = type(source).__name__
+    pattern = _pattern(frozen, where)
+    program = exported(source, args, kwargs, where)
+    importer = _Importer(program, where, dims or {})
+    importer.take_state(pattern)
+    importer.take_inputs()
+    for call in program.graph.nodes:
+        if call.op in ("call_function", "get_attr"):
+            importer.caller.take(call)
+    return importer.finish()
+
+
+def _pattern(frozen: str | None, where: str) -> re.Pattern[str] | None:
+    try:
+        return re.compile(frozen) if frozen else None
+    except re.error as error:
+        raise UsageError(f"frozen {frozen!r} is not a regular expression: {error}", where=where) from error
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for tensors that are the same elements of the same memory."""
+    place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset()) if tensor.numel() else (id(tensor), 0)
+    return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+class _Importer:
+    """State of one import: the graph built so far, what went wrong, and what is to be reported."""
+
+    def __init__(self, program: ExportedProgram, where: str, dims: Mapping[str, int]) -> None:
+        self.program = program
+        self.where = where
+        self.dims = dims
+        signature = program.graph_signature
+        self.specs = {spec.arg.name: spec for spec in signature.input_specs if not isinstance(spec.arg, ConstantArgument)}
+        self.placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+        fed = {name: node.meta["val"] for name, node in self.placeholders.items() if self._is_input(name)}
+        self.fed = {name: val for name, val in fed.items() if isinstance(val, torch.Tensor)}
+        self.state = {**program.constants, **program.state_dict}
+        held = [str(s.target) for s in signature.input_specs if s.kind in _STATE]
+        # Variables first: the inputs of forward have to give way where both have one name.
+        self.builder = Builder(Names(held))
+        self.sizes = Sizes(program, self.fed, dims, where)
+        self.problems: list[str] = []
+        self.caller = Caller(self.builder, self.sizes, self.problems)
+        self.inputs: list[Value] = []
+        self.spelled: dict[str, str] = {}
+        self.matched: list[str] = []
+        self.stopped: list[str] = []
+        self.tied: list[str] = []
+        self.dropped: list[str] = []
+        self.moving = {str(s.target) for s in signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION}
+
+    def _is_input(self, name: str) -> bool:
+        return name in self.specs and self.specs[name].kind == InputKind.USER_INPUT
+
+    # ------------------------------------------------------------------------------------ before the calls
+
+    def take_state(self, frozen: re.Pattern[str] | None) -> None:
+        """Parameters, buffers and constants. Names are those of the state dict, the first one where parameters are tied."""
+        program, names = self.program, self.builder.names
+        used = {str(s.target): name for name, s in self.specs.items() if s.kind in _STATE}
+        aliases: dict[tuple[object, ...], list[str]] = {}
+        for name, tensor in program.state_dict.items():
+            if isinstance(tensor, torch.Tensor):
+                aliases.setdefault(_memory(tensor), []).append(name)
+        hits = {name for name in self.state if frozen is not None and frozen.search(name)}
+        seen: dict[tuple[object, ...], Known | Weight] = {}
+        for target, placeholder in used.items():
+            tensor = self.state.get(target)
+            node = self.placeholders[placeholder]
+            if not isinstance(tensor, torch.Tensor):
+                self.builder.env[node] = Lost(None)
+                self.problems.append(f"{target}: {type(tensor).__name__} is not a tensor")
+                continue
+            key = _memory(tensor)
+            same = aliases.get(key, [target])
+            if key not in seen:
+                name = names[same[0]] if same[0] in used else names[target]
+                trainable = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad and tensor.is_floating_point()
+                if trainable and not hits.isdisjoint(same):
+                    self.matched.append(same[0])
+                elif isinstance(tensor, torch.nn.Parameter) and not trainable:
+                    self.stopped.append(same[0])
+                stays = not trainable or not hits.isdisjoint(same)
+                seen[key] = Known(name, tensor.detach()) if stays else Weight(name, tensor)
+            if len(same) > 1 and same[0] not in self.tied:
+                self.tied.append(same[0])
+            self.builder.env[node] = seen[key]
+            if target in self.moving:  # never computed with at import: whether an output depends on it shows in the end
+                self.builder.env[node] = self.builder.variable(names[target], type_of(tensor), BUFFER, array_of(tensor))
+                self.moving.add(names[target])
+        self._overlaps([w for w in seen.values() if isinstance(w, Weight)])
+        if frozen is not None and not hits:
+            raise UsageError(f"frozen {frozen.pattern!r} matches no name of the state dict", where=self.where)
+
+    def _overlaps(self, weights: Iterable[Weight]) -> None:
+        """Parameters that share a part of their memory would drift apart when trained as two."""
+        last: dict[int, tuple[int, Weight]] = {}
+        for weight in sorted(weights, key=lambda w: w.tensor.storage_offset()):
+            memory, start = weight.tensor.untyped_storage().data_ptr(), int(weight.tensor.storage_offset())
+            if memory in last and start < last[memory][0] and weight.tensor.numel():
+                self.problems.append(f"{weight.name}: shares memory with {last[memory][1].name}, of another shape")
+            last[memory] = (start + weight.tensor.numel(), weight)
+
+    def take_inputs(self) -> None:
+        for spec in self.program.graph_signature.input_specs:
+            node = self.placeholders[spec.arg.name]
+            if isinstance(spec.arg, ConstantArgument):
+                self.builder.env[node] = spec.arg.value
+            elif spec.kind == InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument):
+                self._take_input(node, self.fed[spec.arg.name])
+            elif spec.kind not in _STATE:
+                self.builder.env[node] = Lost(None)
+                self.problems.append(f"input {spec.arg.name}: {spec.kind.name.lower().replace('_', ' ')} is not supported")
+
+    def _take_input(self, node: torch.fx.Node, fed: torch.Tensor) -> None:
+        try:
+            kind = TensorType(our_dtype(fed.dtype), self.sizes.shape(fed))
+        except ValueError as error:
+            self.problems.append(f"input {node.name}: {error}")
+            self.builder.env[node] = Lost(None)
+            return
+        found = Value(self.builder.names.fresh(node.name), kind)
+        if found.name != node.name:
+            self.spelled[found.name] = node.name
+        self.inputs.append(found)
+        self.builder.env[node] = found
+
+    # ------------------------------------------------------------------------------------ the result
+
+    def finish(self) -> Imported:
+        named = self._outputs()
+        if self.problems:
+            raise complain(self.where, self.problems)
+        outs = self._bind(named)
+        builder = self.builder
+        ops = live_ops(builder.ops, outs)
+        used = [op.var for op in ops if op.kind == "read"]
+        state = [name for name in used if name in self.moving]
+        if state:
+            text = "forward changes this buffer and its outputs depend on it: state from call to call is not supported"
+            raise complain(self.where, [f"{name}: {text}" for name in state])
+        variables: dict[str, Var] = {name: builder.vars[name] for name in used}
+        weights = {name: builder.weights[name] for name in used}
+        main = Graph("main", tuple(self.inputs), tuple(outs), tuple(ops))
+        module = Module(legal(self.where), tuple(self.inputs), tuple(v.name for v in outs), vars=variables, graphs={"main": main})
+        digest = hashlib.sha256(print_module(module).encode())
+        for array in weights.values():
+            digest.update(array.tobytes())
+        report = tuple(self._report(variables, {v for op in ops for v in op.ins}))
+        names = self.spelled | builder.names.changed(set(used))
+        return Imported(module, weights, digest.hexdigest(), report, names)
+
+    def _outputs(self) -> list[tuple[str, Value]]:
+        """The tensors that forward gives, by their paths. What it changes besides must not matter to them."""
+        call = next(node for node in self.program.graph.nodes if node.op == "output")
+        specs = self.program.graph_signature.output_specs
+        results: list[Any] = []
+        for spec, given in zip(specs, call.args[0], strict=True):
+            found = self.builder.env[given] if isinstance(given, torch.fx.Node) else given
+            if spec.kind == OutputKind.USER_OUTPUT:
+                results.append(found)
+            elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION):
+                self._changed(spec.kind, str(spec.target))
+        tree = pytree.tree_unflatten(list(range(len(results))), self.program.call_spec.out_spec)
+        paths = {index: _path(path) for path, index in pytree.tree_flatten_with_path(tree)[0]}
+        named = []
+        for index, result in enumerate(results):
+            name = paths[index]
+            if isinstance(result, Known | Weight):
+                result = self._as_value(name, result)
+            if isinstance(result, Value):
+                named.append((name, result))
+            elif isinstance(result, Absent):
+                self.problems.append(f"output {name}: {result.reason}")
+            elif result is not None and not isinstance(result, Lost):
+                self.dropped.append(name)
+        if not named and not self.problems:
+            raise UsageError("forward gives no tensor", where=self.where)
+        return named
+
+    def _as_value(self, name: str, result: Known | Weight) -> Value | None:
+        try:
+            type_of(result.tensor)
+            return self.builder.value_of(result)
+        except Refused as error:
+            self.problems.append(f"output {name}: {error}")
+            return None
+
+    def _changed(self, kind: OutputKind, target: str) -> None:
+        """A buffer or an input that forward changes."""
+        if kind == OutputKind.USER_INPUT_MUTATION:
+            self.dropped.append(f"{target} (changed in place)")
+            return
+        if kind == OutputKind.PARAMETER_MUTATION:
+            self.problems.append(f"{target}: forward changes a parameter, which is not supported")
+            return
+        self.dropped.append(target)
+
+    def _bind(self, named: Sequence[tuple[str, Value]]) -> list[Value]:
+        """The outputs under their own names, also where an output is another tensor passed through."""
+        builder = self.builder
+        fixed = {v.name for v in self.inputs} | set(builder.vars)
+        table: dict[Value, Value] = {}
+        bound: list[Value] = []
+        for path, value in named:
+            if value.name == path and value not in bound:
+                bound.append(value)
+                continue
+            name = builder.names.fresh(path)
+            if name != path:
+                self.spelled[name] = path
+            if value.name in fixed or value in table:
+                builder.ops.append(make("reshape", (value,), (name,), name, shape=value.type.shape))
+                bound.append(builder.ops[-1].outs[0])
+            else:
+                table[value] = Value(name, value.type)
+                bound.append(table[value])
+        builder.ops = [Op(op.kind, substitute(op.ins, table), substitute(op.outs, table), op.attrs, op.loc) for op in builder.ops]
+        return bound
+
+    def _report(self, variables: Mapping[str, Var], read: set[Value]) -> list[str]:
+        params = [v for v in variables.values() if v.role == PARAM]
+        buffers = [v for v in variables.values() if v.role == BUFFER]
+        lines = [
+            f"{len(params)} parameters with {sum(v.type.size for v in params)} elements, "
+            f"{len(buffers)} buffers with {sum(v.type.size for v in buffers)} elements"
+        ]
+        folded = self.caller.folded
+        unused = [t.name for t in self.builder.env.values() if isinstance(t, Weight) and t.name not in variables]
+        said = (
+            ("dimensions bound", [f"{name}={size}" for name, size in self.dims.items()]),
+            ("tied, trained as one variable each", self.tied),
+            (f"{len(folded)} calls computed at import", folded),
+            ("frozen by name", self.matched),
+            ("parameters that do not require a gradient, taken as constants", self.stopped),
+            ("parameters that no output depends on, left out", list(dict.fromkeys(unused))),
+            ("changed by forward, not changed here", self.dropped),
+        )
+        return lines + [f"{what}: {some(names)}" for what, names in said if names]
+
+
+_STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+def _path(path: Sequence[Any]) -> str:
+    """Where an output stands in what forward gives: `logits`, `hidden_states.0`; `output` in front of what has only a position."""
+    parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+    return legal(".".join(parts if parts and not parts[0].isdigit() else ["output", *parts]))

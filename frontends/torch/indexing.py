@@ -1,0 +1,253 @@
+"""ATen operations that find elements by the values of index tensors, put them there, or put them in an order.
+
+Several index tensors at once become one: their row-major positions among the indexed dimensions, which are brought to the front for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from penstock.ir.graph import Value
+from penstock.ir.types import FLOATS
+
+from ..formulas.indexing import from_the_front, positions, scatter_extreme
+from ..formulas.layout import axis_of, cut, expand, reshape, transpose
+from .node import Known, Node, Result, Rule
+
+
+def _wide(n: Node, indices: Value) -> Value:
+    return indices if indices.type.dtype == "i64" else n.emit("cast", indices, dtype="i64")
+
+
+def _index_select(n: Node) -> Result:
+    x = n.value()
+    indices = n.value("index")
+    if x.type.rank == 0:
+        return x
+    axis = axis_of(n, n.arg("dim"), x.type.rank)
+    return n.emit("gather", x, reshape(n, indices, (indices.type.size,)), axis=axis)
+
+
+def _embedding(n: Node) -> Result:
+    """Rows by index. torch gives the row of padding no gradient, so where it is asked for, it is the constant that it was at import."""
+    indices = n.value("indices")
+    n.require(not n.arg("scale_grad_by_freq"), "scale_grad_by_freq is not supported")
+    rows = n.emit("gather", n.value("weight"), indices, axis=0)
+    return without_padding(n, rows, indices, 0)
+
+
+def without_padding(n: Node, rows: Value, indices: Value, shown: float | None) -> Value:
+    """Rows of an embedding with those of `padding_idx` kept from gradients; where `shown` is None they are zeros instead."""
+    pad = n.arg("padding_idx", -1)
+    weight = n.weight("weight")
+    if pad < 0 or (shown is not None and not n.is_trained("weight")):
+        return rows
+    n.require(weight is not None, "padding_idx is supported for weights only that are parameters")
+    assert weight is not None
+    is_pad = reshape(n, n.emit("equal", indices, int(pad)), (*indices.type.dims, 1))
+    row = weight[pad].detach()
+    if shown is None or not bool(row.any()):
+        return n.emit("where", is_pad, 0.0, rows)
+    return n.emit("where", is_pad, n.tensor_value(Known(n.fresh("padding"), row)), rows)
+
+
+# ---------------------------------------------------------------------------------------- several index tensors at once
+
+
+def _masks_out(n: Node, given: Sequence[object], dims: Sequence[int]) -> list[object]:
+    """Index tensors with masks that are known as the indices they stand for."""
+    found: list[object] = []
+    for one in given:
+        if isinstance(one, Known) and one.tensor.dtype in (torch.bool, torch.uint8):
+            found += [Known(n.fresh("places"), places) for places in one.tensor.nonzero(as_tuple=True)]
+        elif isinstance(one, Value) and one.type.dtype in ("bool", "u8"):
+            n.require(False, "a mask that is computed at run time makes a result whose size is not known")
+        else:
+            found.append(one)
+    return found + [None] * (len(dims) - len(found))
+
+
+def _flat_places(n: Node, given: Sequence[object], dims: Sequence[int]) -> tuple[list[int], Value]:
+    """The indexed axes, and the row-major positions among them."""
+    axes = [i for i, one in enumerate(given) if one is not None]
+    tensors = [given[i] for i in axes]
+    if all(isinstance(t, Known) for t in tensors):
+        total: torch.Tensor | int = 0
+        for axis, t in zip(axes, tensors, strict=True):
+            assert isinstance(t, Known)
+            n.require(
+                t.tensor.numel() == 0 or (-dims[axis] <= int(t.tensor.min()) and int(t.tensor.max()) < dims[axis]),
+                f"an index is outside dimension {axis} of size {dims[axis]}",
+            )
+            total = total * dims[axis] + torch.where(t.tensor < 0, t.tensor + dims[axis], t.tensor).long()
+        assert isinstance(total, torch.Tensor)
+        return axes, n.tensor_value(Known(n.fresh("places"), total))
+    flat: Value | None = None
+    for axis, t in zip(axes, tensors, strict=True):
+        part = n.tensor_value(t)
+        if len(axes) > 1:  # negative entries count from the end of their own dimension
+            part = from_the_front(n, _wide(n, part), dims[axis])
+        flat = part if flat is None else n.emit("add", n.emit("mul", flat, dims[axis]), part)
+    assert flat is not None
+    return axes, flat
+
+
+def _in_front(n: Node, x: Value, axes: Sequence[int]) -> tuple[Value, list[int]]:
+    """x with these axes in front and as one, and the permutation that did it."""
+    perm = [*axes, *(i for i in range(x.type.rank) if i not in axes)]
+    turned = transpose(n, x, perm)
+    return reshape(n, turned, (prod(x.type.dims[a] for a in axes), *turned.type.dims[len(axes) :])), perm
+
+
+def _index(n: Node) -> Result:
+    x = n.value()
+    dims = x.type.dims
+    given = _masks_out(n, n.arg("indices"), dims)
+    axes, flat = _flat_places(n, given, dims)
+    if len(axes) == 1:
+        return n.emit("gather", x, flat, axis=axes[0])
+    whole, _ = _in_front(n, x, axes)
+    found = n.emit("gather", whole, flat, axis=0)
+    if axes != list(range(axes[0], axes[0] + len(axes))) or axes[0] == 0:
+        return found  # dimensions of the indices in front
+    r, before = flat.type.rank, axes[0]
+    return transpose(n, found, [*range(r, r + before), *range(r), *range(r + before, found.type.rank)])
+
+
+def _index_put(n: Node) -> Result:
+    x = n.value()
+    dims, dtype = x.type.dims, x.type.dtype
+    given, add = n.arg("indices"), bool(n.arg("accumulate"))
+    n.ignore("unsafe")
+    values = n.value("values", dtype)
+    mask = given[0] if len(given) == 1 else None
+    if isinstance(mask, Value | Known) and n.dtype_of(mask) == "bool" and values.type.size == 1:
+        keep = n.tensor_value(mask)
+        keep = reshape(n, keep, (*keep.type.dims, *(1,) * (len(dims) - keep.type.rank)))
+        one = reshape(n, values, ())
+        return n.emit("where", keep, n.emit("add", x, one) if add else one, x)
+    axes, flat = _flat_places(n, _masks_out(n, given, dims), dims)
+    whole, perm = _in_front(n, x, axes)
+    rest = whole.type.dims[1:]
+    r = flat.type.rank
+    if axes == list(range(axes[0], axes[0] + len(axes))) and axes[0] > 0:  # the values have the dimensions before the indices first
+        before = axes[0]
+        values = expand(n, values, (*dims[:before], *flat.type.dims, *rest[before:]))
+        values = transpose(n, values, [*range(before, before + r), *range(before), *range(before + r, values.type.rank)])
+    else:
+        values = expand(n, values, (*flat.type.dims, *rest))
+    put = n.emit("scatter", whole, flat, values, axis=0, add=add)
+    back = [perm.index(i) for i in range(len(dims))]
+    return transpose(n, reshape(n, put, [dims[p] for p in perm]), back)
+
+
+# ---------------------------------------------------------------------------------------- element by element
+
+
+def _scalar(n: Node, x: Value) -> Value:
+    return reshape(n, x, (1,)) if x.type.rank == 0 else x
+
+
+def _gather(n: Node) -> Result:
+    n.ignore("sparse_grad")
+    x, indices = n.value(), n.value("index")
+    shape = indices.type.dims
+    x, indices = _scalar(n, x), _scalar(n, indices)
+    axis = axis_of(n, n.arg("dim"), x.type.rank)
+    found = n.emit("gather", reshape(n, x, (x.type.size,)), positions(n, indices, axis, x.type.dims), axis=0)
+    return reshape(n, found, shape)
+
+
+def _source(n: Node, dtype: str, indices: Value) -> Value:
+    """What is put at the indices: as many elements along each dimension as there are indices."""
+    if not n.has("src"):
+        return expand(n, n.literal(n.arg("value"), dtype), indices.type.dims)
+    src = _scalar(n, n.value("src", dtype))
+    for axis, size in enumerate(indices.type.dims):
+        src = cut(n, src, axis, 0, size)
+    return src
+
+
+def _put(n: Node, x: Value, axis: int, indices: Value, src: Value, add: bool) -> Value:
+    """x with elements along one axis replaced or added to, one by one."""
+    places = reshape(n, positions(n, indices, axis, x.type.dims), (indices.type.size,))
+    flat = n.emit("scatter", reshape(n, x, (x.type.size,)), places, reshape(n, src, (src.type.size,)), axis=0, add=add)
+    return reshape(n, flat, x.type.dims)
+
+
+def scatter(reduce: str | None = "") -> Rule:
+    """`reduce` None: the call says how values meet at one place."""
+
+    def rule(n: Node) -> Result:
+        x = n.value()
+        dims = x.type.dims
+        x, indices = _scalar(n, x), _scalar(n, n.value("index"))
+        axis = axis_of(n, n.arg("dim"), x.type.rank)
+        src = _source(n, x.type.dtype, indices)
+        how = n.arg("reduce") if reduce is None else reduce
+        own = bool(n.arg("include_self", True))
+        return reshape(n, _reduced(n, x, axis, indices, src, how, own), dims)
+
+    return rule
+
+
+def _reduced(n: Node, x: Value, axis: int, indices: Value, src: Value, how: str, own: bool) -> Value:
+    match how:
+        case "":
+            return _put(n, x, axis, indices, src, False)
+        case "add" | "sum" | "mean":
+            start = x if own else _put(n, x, axis, indices, n.emit("mul", src, 0), False)
+            total = _put(n, start, axis, indices, src, True)
+            if how != "mean":
+                return total
+            n.require(x.type.dtype in FLOATS, "means of integers are not supported")
+            ones = n.emit("const", value=1.0, dtype=x.type.dtype, shape=indices.type.dims)
+            none = n.emit("const", value=float(own), dtype=x.type.dtype, shape=x.type.dims)
+            return n.emit("div", total, n.emit("maximum", _put(n, none, axis, indices, ones, True), 1.0))
+        case "amax" | "amin":
+            return scatter_extreme(n, x, axis, indices, src, largest=how == "amax", own=own)
+    n.require(False, f"reduce={how} is not supported")
+    raise AssertionError
+
+
+# ---------------------------------------------------------------------------------------- order
+
+
+def _topk(n: Node) -> Result:
+    n.ignore("sorted")  # sorted is one of the orders that may come when it does not matter
+    x = n.value()
+    if x.type.rank == 0:
+        return x, torch.zeros((), dtype=torch.int64)
+    axis = axis_of(n, n.arg("dim"), x.type.rank)
+    return n.emit_all("topk", 2, x, k=int(n.arg("k")), axis=axis, largest=bool(n.arg("largest")))
+
+
+def _sort(n: Node) -> Result:
+    n.ignore("stable")  # the order here is
+    x = n.value()
+    if x.type.rank == 0:
+        return x, torch.zeros((), dtype=torch.int64)
+    axis = axis_of(n, n.arg("dim"), x.type.rank)
+    return n.emit_all("topk", 2, x, k=x.type.dims[axis], axis=axis, largest=bool(n.arg("descending")))
+
+
+RULES: dict[str, Rule] = {
+    "embedding": _embedding,
+    "index_select": _index_select,
+    "index.Tensor": _index,
+    "_unsafe_index.Tensor": _index,
+    "index_put": _index_put,
+    "_unsafe_index_put": _index_put,
+    "gather": _gather,
+    "scatter.src": scatter(),
+    "scatter.value": scatter(),
+    "scatter_add": scatter("add"),
+    "scatter.reduce": scatter(None),
+    "scatter_reduce.two": scatter(None),
+    "topk": _topk,
+    "sort": _sort,
+    "sort.stable": _sort,
+}

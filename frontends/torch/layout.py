@@ -1,0 +1,294 @@
+"""ATen operations that make, move, cut and join elements. All sizes are numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+
+from penstock.ir.graph import Value
+from penstock.ir.types import FLOATS, broadcast_shapes
+
+from ..formulas.layout import axis_of, cut, expand, reshape, tile, transpose
+from .node import Node, Result, Rule
+
+# ---------------------------------------------------------------------------------------- the same elements
+
+
+def reshaped(n: Node, shape: Sequence[int]) -> Result:
+    """`self` in another shape; nothing is written when it has that shape already."""
+    return n.arg("self") if n.type().shape == tuple(shape) else reshape(n, n.value(), shape)
+
+
+def _view(n: Node) -> Result:
+    wanted = list(n.ints("size") if n.has("size") else n.ints("shape"))
+    if -1 in wanted:
+        rest = prod(size for size in wanted if size != -1)
+        wanted[wanted.index(-1)] = n.type().size // rest if rest else 0
+    return reshaped(n, wanted)
+
+
+def _unsqueeze(n: Node) -> Result:
+    dims = n.type().dims
+    axis = axis_of(n, n.arg("dim"), len(dims) + 1)
+    return reshaped(n, (*dims[:axis], 1, *dims[axis:]))
+
+
+def _squeeze(n: Node) -> Result:
+    dims = n.type().dims
+    axes = {axis_of(n, a, len(dims)) for a in n.ints("dim")} if n.has("dim") else set(range(len(dims)))
+    return reshaped(n, [size for i, size in enumerate(dims) if size != 1 or i not in axes])
+
+
+def _permute(n: Node) -> Result:
+    rank = n.type().rank
+    perm = [axis_of(n, a, rank) for a in n.ints("dims")]
+    return n.arg("self") if perm == list(range(rank)) else transpose(n, n.value(), perm)
+
+
+def _swap(n: Node) -> Result:
+    rank = n.type().rank
+    perm = list(range(rank))
+    if rank:
+        i, j = (axis_of(n, n.arg(name), rank) for name in ("dim0", "dim1"))
+        perm[i], perm[j] = perm[j], perm[i]
+    return n.arg("self") if perm == list(range(rank)) else transpose(n, n.value(), perm)
+
+
+def _turn(n: Node) -> Result:
+    return transpose(n, n.value(), (1, 0)) if n.type().rank == 2 else n.arg("self")
+
+
+def _cast(n: Node) -> Result:
+    n.ignore("dtype", "copy")
+    dtype = n.dtype
+    if n.type().dtype == dtype:
+        return n.arg("self")
+    x = n.value()
+    if dtype == "bool":
+        return n.emit("not", n.emit("equal", x, 0))
+    return n.emit("cast", x, dtype=dtype)
+
+
+def _copy(n: Node) -> Result:
+    return expand(n, n.value("src", n.dtype), n.type().dims)
+
+
+def _detach(n: Node) -> Result:
+    n.require(not n.is_trained(), "stopping gradients on the way to a parameter is not supported")
+    return n.arg("self")
+
+
+# ---------------------------------------------------------------------------------------- made
+
+
+def filled(value: float | None = None) -> Rule:
+    """A constant of one value; `value` None: that of the call."""
+
+    def rule(n: Node) -> Result:
+        n.ignore("dtype", "self")
+        size = n.call.meta["val"].shape
+        filler = n.arg("fill_value", n.arg("value")) if value is None else value
+        n.ignore("size", "value")
+        dims = tuple(int(s) for s in n.ints("size")) if n.has("size") else n.type().dims if n.has("self") else tuple(size)
+        dtype = n.dtype
+        if not isinstance(filler, bool | int | float):  # a tensor of one element
+            return expand(n, reshape(n, n.tensor_value(filler, dtype), ()), dims)
+        number = float(filler) if dtype in FLOATS else bool(filler) if dtype == "bool" else int(filler)
+        return n.emit("const", value=number, dtype=dtype, shape=dims)
+
+    return rule
+
+
+def _arange(n: Node) -> Result:
+    n.ignore("dtype")
+    start, end, step = n.arg("start", 0), n.arg("end"), n.arg("step", 1)
+    dtype = n.dtype
+    count = max(0, -int(-(end - start) // step))
+    n.require(dtype != "bool", "is not supported on bools")
+    line = n.emit("iota", dtype=dtype, shape=(count,), axis=0)
+    line = line if step == 1 else n.emit("mul", line, step)
+    return line if start == 0 else n.emit("add", line, start)
+
+
+# ---------------------------------------------------------------------------------------- repeated, cut and joined
+
+
+def _expand(n: Node) -> Result:
+    n.ignore("implicit")
+    dims, size = n.type().dims, n.ints("size")
+    behind = (1,) * (len(size) - len(dims)) + dims
+    shape = tuple(own if s == -1 else s for s, own in zip(size, behind, strict=True))
+    n.require(broadcast_shapes(dims, shape) == shape, f"{n.type()} does not broadcast to {list(shape)}")
+    return n.arg("self") if shape == dims else expand(n, n.value(), shape)
+
+
+def _repeat(n: Node) -> Result:
+    repeats = n.ints("repeats")
+    x = n.value()
+    x = reshape(n, x, (1,) * (len(repeats) - x.type.rank) + x.type.dims)
+    return tile(n, x, repeats)
+
+
+def _cat(n: Node) -> Result:
+    dtype = n.dtype
+    parts = [v for v in n.values("tensors", dtype) if v.type.dims != (0,)]  # torch lets such empty ones pass, whatever the others are
+    n.require(bool(parts), "there is nothing to join")
+    axis = axis_of(n, n.arg("dim"), parts[0].type.rank)
+    return parts[0] if len(parts) == 1 else n.emit("concat", *parts, axis=axis)
+
+
+def _split(n: Node) -> Result:
+    x = n.value()
+    axis = axis_of(n, n.arg("dim"), x.type.rank)
+    ends = np.cumsum(n.ints("split_sizes")).tolist()
+    return [cut(n, x, axis, start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _bounds(n: Node, size: int) -> tuple[int, int, int]:
+    return slice(n.arg("start"), n.arg("end"), n.arg("step", 1)).indices(size)
+
+
+def _slice(n: Node) -> Result:
+    dims = n.type().dims
+    axis = axis_of(n, n.arg("dim"), len(dims))
+    start, stop, step = _bounds(n, dims[axis])
+    if (start, stop, step) == (0, dims[axis], 1):
+        return n.arg("self")
+    starts, stops, steps = [0] * len(dims), list(dims), [1] * len(dims)
+    starts[axis], stops[axis], steps[axis] = start, max(start, stop), step
+    return n.emit("slice", n.value(), start=tuple(starts), stop=tuple(stops), step=tuple(steps))
+
+
+def _select(n: Node) -> Result:
+    x = n.value()
+    dims = x.type.dims
+    axis = axis_of(n, n.arg("dim"), len(dims))
+    at = n.arg("index")
+    n.require(-dims[axis] <= at < dims[axis], f"index {at} is outside dimension {axis} of {x.type}")
+    return reshape(n, cut(n, x, axis, at % dims[axis], at % dims[axis] + 1), dims[:axis] + dims[axis + 1 :])
+
+
+def put_into(n: Node, x: Value, src: Value, axis: int, start: int, stop: int, step: int) -> Value:
+    """x with start:stop:step along one axis replaced."""
+    dims = x.type.dims
+    count = len(range(start, stop, step))
+    src = expand(n, src, (*dims[:axis], count, *dims[axis + 1 :]))
+    if step == 1:
+        parts = [cut(n, x, axis, 0, start), src, cut(n, x, axis, stop, dims[axis])]
+        kept = [p for p in parts if p.type.dims[axis]]
+        return n.emit("concat", *kept, axis=axis) if len(kept) > 1 else kept[0] if kept else x
+    places = np.arange(start, stop, step, dtype=np.int64)
+    return n.emit("scatter", x, places, src, axis=axis) if count else x
+
+
+def _slice_scatter(n: Node) -> Result:
+    x = n.value()
+    axis = axis_of(n, n.arg("dim"), x.type.rank)
+    start, stop, step = _bounds(n, x.type.dims[axis])
+    return put_into(n, x, n.value("src", x.type.dtype), axis, start, max(start, stop), step)
+
+
+def _select_scatter(n: Node) -> Result:
+    x = n.value()
+    dims = x.type.dims
+    axis = axis_of(n, n.arg("dim"), len(dims))
+    at = n.arg("index") % dims[axis]
+    src = reshape(n, n.value("src", x.type.dtype), (*dims[:axis], 1, *dims[axis + 1 :]))
+    return put_into(n, x, src, axis, at, at + 1, 1)
+
+
+def _pad(n: Node) -> Result:
+    x = n.value()
+    pads, rank = n.ints("pad"), x.type.rank
+    low, high = [0] * rank, [0] * rank
+    for i in range(len(pads) // 2):  # the last dimension first
+        low[rank - 1 - i], high[rank - 1 - i] = pads[2 * i], pads[2 * i + 1]
+    for axis, size in enumerate(x.type.dims):  # negative padding cuts
+        x = cut(n, x, axis, max(0, -low[axis]), size - max(0, -high[axis]))
+    low, high = [max(0, p) for p in low], [max(0, p) for p in high]
+    return n.emit("pad", x, low=tuple(low), high=tuple(high), value=float(n.arg("value", 0.0))) if any(low + high) else x
+
+
+def _flip(n: Node) -> Result:
+    x = n.value()
+    for axis in n.ints("dims"):
+        axis = axis_of(n, axis, x.type.rank)
+        x = n.emit("gather", x, np.arange(x.type.dims[axis])[::-1].copy(), axis=axis) if x.type.rank else x
+    return x
+
+
+def at_places(n: Node, places: torch.Tensor) -> Result:
+    """The elements of `self` at these row-major positions."""
+    x = n.value()
+    return n.emit("gather", reshape(n, x, (x.type.size,)), places.contiguous().numpy(), axis=0)
+
+
+def moved(*names: str) -> Rule:
+    """An operation that only moves elements: what it does to the positions says where each comes from."""
+
+    def rule(n: Node) -> Result:
+        x = n.type()
+        args = [n.arg(name) for name in names]
+        return at_places(n, n.target(torch.arange(x.size).reshape(x.dims), *args))  # type: ignore[operator]
+
+    return rule
+
+
+def _size(n: Node) -> Result:
+    dims = n.type().dims
+    return dims[axis_of(n, n.arg("dim"), len(dims))]
+
+
+RULES: dict[str, Rule] = {
+    # numbers
+    "sym_size.int": _size,
+    "sym_numel": lambda n: n.type().size,
+    # the same elements
+    "view": _view,
+    "_unsafe_view": _view,
+    "reshape": _view,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "squeeze.dim": _squeeze,
+    "squeeze.dims": _squeeze,
+    "permute": _permute,
+    "transpose.int": _swap,
+    "t": _turn,
+    "alias": lambda n: n.arg("self"),
+    "clone": lambda n: n.arg("self"),
+    "contiguous": lambda n: n.arg("self"),
+    "lift_fresh_copy": lambda n: n.arg("self"),
+    "detach": _detach,
+    "_to_copy": _cast,
+    "copy": _copy,
+    # made
+    "full": filled(),
+    "full_like": filled(),
+    "fill.Scalar": filled(),
+    "fill.Tensor": filled(),
+    "empty.memory_format": filled(0.0),
+    "empty_like": filled(0.0),
+    "new_empty": filled(0.0),
+    "zeros": filled(0.0),
+    "zeros_like": filled(0.0),
+    "ones": filled(1.0),
+    "ones_like": filled(1.0),
+    "arange.start_step": _arange,
+    # repeated, cut and joined
+    "expand": _expand,
+    "repeat": _repeat,
+    "cat": _cat,
+    "split_with_sizes": _split,
+    "slice.Tensor": _slice,
+    "select.int": _select,
+    "slice_scatter": _slice_scatter,
+    "select_scatter": _select_scatter,
+    "constant_pad_nd": _pad,
+    "flip": _flip,
+    "roll": moved("shifts", "dims"),
+    "diagonal": moved("offset", "dim1", "dim2"),
+    "unfold": moved("dimension", "size", "step"),
+}

@@ -1,0 +1,283 @@
+"""What a rule of the ATen tables sees: one call of an operation, its arguments by their names in the schema, and the means to write in its place.
+
+An argument that stands for a tensor is one of four things: `Known` (elements known at import), `Weight` (a parameter), a `Value` of the IR graph, or
+`Lost` (the result of a call that could not be imported). Everything else (numbers, lists, element types, None) is a Python object; sizes are
+numbers, because every dimension is.
+
+Rules ask for what they need: a tensor with `value`, numbers with `constant`. Only what is asked for as a tensor becomes a variable. An
+argument that no rule asked for and that differs from its default makes the call unsupported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node as Call
+
+from penstock.ir.graph import PARAM, Value
+from penstock.ir.types import TensorType
+
+from ..names import legal
+from ..writer import Operand, Program, Refused, Writer
+from .arrays import array_of, our_dtype, their_dtype
+
+
+@dataclass(frozen=True)
+class Known:
+    """A tensor whose elements are known at import; `name` is legal and its own."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter that is trained, by its first name in the state dict, as a legal one."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The result of a call that could not be imported: of this type, if that is known."""
+
+    type: TensorType | None
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A result that a rule does not give, and why: an error where it is used."""
+
+    reason: str
+
+
+Tensor = Known | Weight | Value | Lost
+Result = Any  # Tensor, torch.Tensor where the elements are known, Absent, a number, or None
+Rule = Callable[["Node"], Result]
+
+# Arguments that say where and how elements are stored, not what they are.
+_STORAGE = ("layout", "device", "pin_memory", "memory_format", "non_blocking", "requires_grad", "sparse")
+
+
+def type_of(tensor: torch.Tensor) -> TensorType:
+    try:
+        return TensorType(our_dtype(tensor.dtype), tuple(tensor.shape))
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+@dataclass
+class Builder(Program):
+    """The graph under construction. `env` maps each node of the source's graph to a tensor, a Python object, or a tuple of these."""
+
+    env: dict[Call, Any] = field(default_factory=dict)
+    trained: set[Value] = field(default_factory=set)
+    _values: dict[tuple[str, str], Value] = field(default_factory=dict)
+
+    def value_of(self, tensor: Known | Weight, dtype: str | None = None) -> Value:
+        """The tensor as a value of the graph, in that element type; the second use of the same tensor gives the same value."""
+        kind = type_of(tensor.tensor)
+        dtype = dtype or kind.dtype
+        key = (tensor.name, dtype)
+        if key not in self._values:
+            if isinstance(tensor, Weight):
+                value = self.variable(tensor.name, kind, PARAM, array_of(tensor.tensor))
+                self.trained.add(value)
+            else:
+                elements = tensor.tensor if dtype == kind.dtype else tensor.tensor.to(their_dtype(dtype))
+                name = tensor.name if dtype == kind.dtype else self.names.fresh(tensor.name)
+                value = self.constant(name, array_of(elements), tensor.name)
+            self._values[key] = value
+        return self._values[key]
+
+    def materialised(self) -> set[Value]:
+        return set(self._values.values())
+
+    def forget(self, values: set[Value]) -> None:
+        """Drop values whose operations were taken back."""
+        self._values = {key: value for key, value in self._values.items() if value not in values}
+
+    def depends(self, values: Sequence[Value]) -> bool:
+        """Whether any of these depends on a parameter that is trained."""
+        return not self.trained.isdisjoint(values)
+
+
+class Node(Writer):
+    """One call under import."""
+
+    def __init__(self, builder: Builder, call: Call, loc: str) -> None:
+        super().__init__(builder, legal(loc))
+        self._builder = builder
+        self._asked: set[str] = set(_STORAGE)
+        self.call = call
+        self.target = call.target
+        schema = call.target._schema.arguments  # type: ignore[union-attr]
+        self._defaults = {a.name: a.default_value for a in schema}
+        given = dict(zip((a.name for a in schema), call.args, strict=False)) | call.kwargs
+        self._args = {name: self._resolve(value) for name, value in (self._defaults | given).items()}
+
+    def _resolve(self, value: Any) -> Any:
+        if isinstance(value, Call):
+            return self._builder.env[value]
+        if isinstance(value, list | tuple):
+            return [self._resolve(v) for v in value]
+        if isinstance(value, slice):
+            return slice(*(self._resolve(v) for v in (value.start, value.stop, value.step)))
+        return value
+
+    # ------------------------------------------------------------------------------------ arguments
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """An argument as it is; `default` where it is None or the operation has none of that name."""
+        self._asked.add(name)
+        found = self._args.get(name)
+        return default if found is None else found
+
+    def has(self, name: str) -> bool:
+        return self.arg(name) is not None
+
+    def operands(self) -> list[Any]:
+        """All arguments, resolved."""
+        return list(self._args.values())
+
+    def ints(self, name: str) -> tuple[int, ...]:
+        found = self.arg(name, ())
+        return tuple(int(n) for n in found) if isinstance(found, list | tuple) else (int(found),)
+
+    def type(self, name: str = "self") -> TensorType:
+        tensor = self.arg(name)
+        if isinstance(tensor, Known | Weight):
+            return type_of(tensor.tensor)
+        if isinstance(tensor, Value | Lost):
+            assert tensor.type is not None, "a call with an operand of unknown type is not imported"
+            return tensor.type
+        raise Refused(f"{name} must be a tensor, got {tensor!r}")
+
+    def tensor_value(self, tensor: Any, dtype: str | None = None) -> Value:
+        """Any tensor as a value of the graph, cast where it has another element type."""
+        if isinstance(tensor, Known):
+            return self._builder.value_of(tensor, dtype)
+        if isinstance(tensor, Weight):
+            tensor = self._builder.value_of(tensor)
+        elif isinstance(tensor, Lost):
+            assert tensor.type is not None
+            tensor = Value(self._builder.names.fresh("lost"), tensor.type)
+        elif isinstance(tensor, Absent):
+            raise Refused(tensor.reason)
+        if not isinstance(tensor, Value):
+            raise Refused(f"expected a tensor, got {tensor!r}")
+        return tensor if dtype in (None, tensor.type.dtype) else self.emit("cast", tensor, dtype=dtype)
+
+    def value(self, name: str = "self", dtype: str | None = None) -> Value:
+        """An argument as a tensor of the graph. This is what makes a parameter a variable."""
+        return self.tensor_value(self.arg(name), dtype)
+
+    def values(self, name: str, dtype: str | None = None) -> list[Value]:
+        return [self.tensor_value(t, dtype) for t in self.arg(name, [])]
+
+    def operand(self, name: str, dtype: str) -> Operand:
+        """An argument that may be a tensor or a number, as an operand of that element type."""
+        found = self.arg(name)
+        return found if isinstance(found, bool | int | float) else self.tensor_value(found, dtype)
+
+    def known(self, name: str) -> torch.Tensor | None:
+        """The elements of an argument that is known; None otherwise."""
+        found = self.arg(name)
+        return found.tensor if isinstance(found, Known) else None
+
+    def is_trained(self, name: str = "self") -> bool:
+        """Whether an argument depends on a parameter that is trained."""
+        found = self.arg(name)
+        return isinstance(found, Weight) or (isinstance(found, Value) and self._builder.depends([found]))
+
+    def weight(self, name: str) -> torch.Tensor | None:
+        """A parameter's elements at import; None for anything that is not a parameter or known."""
+        found = self.arg(name)
+        return found.tensor if isinstance(found, Known | Weight) else None
+
+    def ignore(self, *names: str) -> None:
+        """Arguments that change nothing of the result here."""
+        self._asked.update(names)
+
+    def unread(self) -> list[str]:
+        return sorted(n for n, v in self._args.items() if n not in self._asked and v is not None and v != self._defaults[n])
+
+    # ------------------------------------------------------------------------------------ types
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """The operation's arguments, with their defaults."""
+        return self._defaults
+
+    def fresh(self, what: str) -> str:
+        """A name for a tensor that a rule makes."""
+        return self._builder.names.fresh(f"{self.base}.{what}")
+
+    def dtype_of(self, tensor: Any) -> str:
+        return tensor.type.dtype if isinstance(tensor, Value) else type_of(tensor.tensor).dtype
+
+    @property
+    def dtype(self) -> str:
+        """Element type of the (first) result, as torch says."""
+        found = self.call.meta["val"]
+        found = found[0] if isinstance(found, tuple | list) else found
+        return self.theirs(found.dtype)
+
+    def theirs(self, dtype: torch.dtype) -> str:
+        try:
+            return our_dtype(dtype)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    def common(self, *names: str) -> str:
+        """The element type in which torch computes with these two arguments: tensors of no dimension and numbers give way."""
+        metas = [self._meta(name) for name in names]
+        return self.theirs(torch.result_type(*metas))
+
+    def _meta(self, name: str) -> Any:
+        self._asked.add(name)
+        index = list(self._defaults).index(name)
+        given = self.call.args[index] if index < len(self.call.args) else self.call.kwargs.get(name, self._defaults[name])
+        if not isinstance(given, Call):
+            return given
+        found = given.meta["val"]
+        return found if isinstance(found, torch.Tensor) else self._builder.env[given]
+
+    # ------------------------------------------------------------------------------------ results
+
+    @property
+    def base(self) -> str:
+        return self.call.name
+
+    def abandon(self) -> set[Value]:
+        gone = super().abandon()
+        self._builder.forget(gone)
+        return gone
+
+    def finish(self, result: Result) -> Any:
+        """The result as it stands in `env`; the first value written here takes the name of the call."""
+        builder = self._builder
+        ops = [op for op in self.written() if op.kind != "read"]
+        trained = builder.trained
+        for op in ops:
+            if not trained.isdisjoint(op.ins):
+                trained.update(op.outs)
+        mine = {v for op in ops for v in op.outs} - builder.materialised()
+        several = isinstance(result, list | tuple)
+        renamed: dict[Value, Value] = {}
+        bound = []
+        for i, one in enumerate(result if several else (result,)):
+            name = f"{self.call.name}.{i}" if several else self.call.name
+            if isinstance(one, torch.Tensor):
+                one = Known(builder.names.fresh(name), one)
+            elif isinstance(one, Value) and one in mine and one not in renamed:
+                renamed[one] = Value(builder.names.fresh(name), one.type)
+            bound.append(one)
+        self.rename(renamed)
+        trained.update(new for old, new in renamed.items() if old in trained)
+        bound = [renamed.get(one, one) if isinstance(one, Value) else one for one in bound]
+        return tuple(bound) if several else bound[0]

@@ -1,0 +1,169 @@
+"""ATen operations that sum up dimensions, or find one element of them."""
+
+from __future__ import annotations
+
+from math import inf, prod
+
+from penstock.ir.graph import Value
+from penstock.ir.types import FLOATS
+
+from ..formulas.elementwise import power
+from ..formulas.layout import axis_of, reshape
+from .elementwise import truth
+from .node import Node, Result, Rule
+
+
+def axes_of(n: Node, name: str = "dim") -> tuple[int, ...]:
+    """The axes to reduce: all where none are named."""
+    rank = n.type().rank
+    given = n.ints(name) if n.has(name) else ()
+    return tuple(sorted({axis_of(n, a, rank) for a in given})) if given and rank else tuple(range(rank))
+
+
+def reduced(n: Node, kind: str, x: Value, axes: tuple[int, ...], keep: bool) -> Value:
+    return n.emit(kind, x, axes=axes, keep=keep) if x.type.rank else x
+
+
+def over(kind: str) -> Rule:
+    """`dim`, `keepdim` and `dtype` as torch has them."""
+
+    def rule(n: Node) -> Result:
+        n.ignore("dtype")
+        axes, x = axes_of(n), n.value("self", n.dtype)
+        return reduced(n, kind, x, axes, bool(n.arg("keepdim")))
+
+    return rule
+
+
+def _extreme(sign: int) -> Rule:
+    """amax and amin."""
+
+    def rule(n: Node) -> Result:
+        axes, x, keep = axes_of(n), n.value(), bool(n.arg("keepdim"))
+        return reduced(n, "max", x, axes, keep) if sign > 0 else n.emit("neg", reduced(n, "max", n.emit("neg", x), axes, keep))
+
+    return rule
+
+
+def _with_place(sign: int) -> Rule:
+    """max.dim and min.dim: the value and the place of the first of them, where alone its gradient goes."""
+
+    def rule(n: Node) -> Result:
+        x, keep = n.value(), bool(n.arg("keepdim"))
+        if x.type.rank == 0:
+            return x, n.literal(0, "i64")
+        axis = axis_of(n, n.arg("dim"), x.type.rank)
+        found = n.emit_all("topk", 2, x, k=1, axis=axis, largest=sign > 0)
+        return found if keep else tuple(reshape(n, v, v.type.dims[:axis] + v.type.dims[axis + 1 :]) for v in found)
+
+    return rule
+
+
+def _whole_extreme(sign: int) -> Rule:
+    """max and min of all elements."""
+
+    def rule(n: Node) -> Result:
+        x = n.value()
+        axes = tuple(range(x.type.rank))
+        return reduced(n, "max", x, axes, False) if sign > 0 else n.emit("neg", reduced(n, "max", n.emit("neg", x), axes, False))
+
+    return rule
+
+
+def _arg(sign: int) -> Rule:
+    def rule(n: Node) -> Result:
+        x, keep = n.value(), bool(n.arg("keepdim"))
+        x = n.emit("neg", x) if sign < 0 else x
+        rank = x.type.rank
+        if not n.has("dim") or rank == 0:
+            found = n.emit("argmax", reshape(n, x, (x.type.size,)), axis=0)
+            return reshape(n, found, (1,) * rank) if keep else found
+        axis = axis_of(n, n.arg("dim"), rank)
+        found = n.emit("argmax", x, axis=axis)
+        return reshape(n, found, (*x.type.dims[:axis], 1, *x.type.dims[axis + 1 :])) if keep else found
+
+    return rule
+
+
+def _whether(every: bool) -> Rule:
+    """any and all: whether a count of those that are, or are not, is zero."""
+
+    def rule(n: Node) -> Result:
+        axes, keep = axes_of(n), bool(n.arg("keepdim"))
+        x = truth(n, "self")
+        counted = n.emit("cast", n.emit("not", x) if every else x, dtype="i32")
+        none = n.emit("equal", reduced(n, "sum", counted, axes, keep), 0)
+        return none if every else n.emit("not", none)
+
+    return rule
+
+
+def _variance(n: Node) -> Result:
+    x, axes = n.value(), axes_of(n)
+    count = prod(x.type.dims[a] for a in axes)
+    correction = n.arg("correction", 1) if "correction" in n.names else int(n.arg("unbiased", True))
+    n.require(count > correction, f"there is no variance of {count} elements with correction {correction}")
+    centred = n.emit("sub", x, reduced(n, "mean", x, axes, True))
+    square = n.emit("mul", centred, centred)
+    if correction == 0:
+        return reduced(n, "mean", square, axes, bool(n.arg("keepdim")))
+    return n.emit("div", reduced(n, "sum", square, axes, bool(n.arg("keepdim"))), float(count - correction))
+
+
+def _norm(n: Node) -> Result:
+    n.ignore("dtype")
+    x, axes, keep = n.value("self", n.dtype), axes_of(n), bool(n.arg("keepdim"))
+    order = float(n.arg("ord", 2))
+    n.require(x.type.dtype in FLOATS, f"needs a floating-point operand, got {x.type}")
+    if order == 2.0:
+        return n.emit("sqrt", reduced(n, "sum", n.emit("mul", x, x), axes, keep))
+    size = n.emit("abs", x)
+    if order == inf:
+        return reduced(n, "max", size, axes, keep)
+    if order == -inf:
+        return n.emit("neg", reduced(n, "max", n.emit("neg", size), axes, keep))
+    if order == 1.0:
+        return reduced(n, "sum", size, axes, keep)
+    n.require(order != 0.0, "ord=0 is not supported")
+    return power(n, reduced(n, "sum", power(n, size, order), axes, keep), 1.0 / order)
+
+
+def _cumulative(n: Node) -> Result:
+    n.ignore("dtype")
+    x = n.value("self", n.dtype)
+    return n.emit("cumsum", x, axis=axis_of(n, n.arg("dim"), x.type.rank)) if x.type.rank else x
+
+
+def _log_sum(n: Node) -> Result:
+    """With the largest value taken out, so that nothing overflows; where that is infinite, nothing is taken out."""
+    x, axes, keep = n.value("self", n.dtype), axes_of(n), bool(n.arg("keepdim"))
+    largest = reduced(n, "max", x, axes, True)
+    finite = n.emit("where", n.emit("equal", n.emit("abs", largest), inf), 0.0, largest)
+    rest = n.emit("log", reduced(n, "sum", n.emit("exp", n.emit("sub", x, finite)), axes, keep))
+    return n.emit("add", rest, reshape(n, finite, rest.type.dims))
+
+
+RULES: dict[str, Rule] = {
+    "sum": over("sum"),
+    "sum.dim_IntList": over("sum"),
+    "mean": over("mean"),
+    "mean.dim": over("mean"),
+    "amax": _extreme(1),
+    "amin": _extreme(-1),
+    "max": _whole_extreme(1),
+    "min": _whole_extreme(-1),
+    "max.dim": _with_place(1),
+    "min.dim": _with_place(-1),
+    "argmax": _arg(1),
+    "argmin": _arg(-1),
+    "any": _whether(False),
+    "any.dim": _whether(False),
+    "any.dims": _whether(False),
+    "all": _whether(True),
+    "all.dim": _whether(True),
+    "var.correction": _variance,
+    "var.dim": _variance,
+    "linalg_vector_norm": _norm,
+    "cumsum": _cumulative,
+    "logsumexp": _log_sum,
+}

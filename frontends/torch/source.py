@@ -1,0 +1,136 @@
+"""Programs of torch as one graph of ATen operations: modules, torch.fx graphs and exported programs.
+
+In: a module with example arguments, or an ExportedProgram. Out: an ExportedProgram without in-place operations, decomposed into what the tables have
+rows for. Modules are exported with the sizes of the examples; symbolic sizes of an ExportedProgram are bound later (`Sizes`).
+
+Where the source computes without gradients (`torch.no_grad` inside forward), the graph says so with `detach`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy  # torch writes symbolic sizes with it
+import torch
+from torch.export import ExportedProgram
+
+from penstock.ir.errors import UnsupportedModel, UsageError
+
+from .table import WHOLE, name_of
+
+
+def exported(source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | None, where: str) -> ExportedProgram:
+    """The source as a decomposed program; what torch cannot export is an UnsupportedModel with torch's reason."""
+    if isinstance(source, ExportedProgram):
+        if args or kwargs:
+            raise UsageError("an ExportedProgram has its example arguments already; give dims={NAME: SIZE} to bind its sizes", where=where)
+        return _decomposed(source, where)
+    if not isinstance(source, torch.nn.Module):
+        kind = type(source).__name__
+        raise UsageError(f"expected a torch.nn.Module, a torch.fx.GraphModule or a torch.export.ExportedProgram, got {kind}", where=where)
+    try:
+        inspect.signature(source.forward).bind(*args, **(kwargs or {}))
+    except TypeError as error:
+        raise UsageError(f"the example arguments do not fit forward: {error}", where=where) from error
+    try:
+        program = torch.export.export(source, tuple(args), dict(kwargs or {}), strict=False)
+    except Exception as error:  # torch.export raises what it meets: errors of its own, of the model's code, and of tensors
+        raise UnsupportedModel(f"torch.export cannot export it: {_reason(error)}", where=where, hint=_HINT) from error
+    return _decomposed(program, where)
+
+
+_HINT = "code that depends on the elements of tensors cannot be exported; a wrapper module may choose another way or other outputs"
+
+
+def _reason(error: Exception) -> str:
+    """Type and first lines of an error of torch."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:3])[:400]}" if lines else type(error).__name__
+
+
+def _decomposed(program: ExportedProgram, where: str) -> ExportedProgram:
+    table: Any = torch.export.default_decompositions()
+    for target in list(table.keys()):
+        if name_of(target) in WHOLE:
+            table.pop(target)
+    stops = _mark_stops(program)
+    try:
+        decomposed: ExportedProgram = program.run_decompositions(table)
+        return decomposed
+    except Exception as error:  # as above
+        raise UnsupportedModel(f"torch.export cannot decompose it: {_reason(error)}", where=where) from error
+    finally:
+        for stop in stops:
+            stop.replace_all_uses_with(stop.all_input_nodes[0])
+            stop.graph.erase_node(stop)
+
+
+def _mark_stops(program: ExportedProgram) -> list[torch.fx.Node]:
+    """`detach` behind every tensor that leaves a region without gradients, which decomposing would forget."""
+    stops = []
+    for node in list(program.graph.nodes):
+        if "wrap_with_set_grad_enabled" not in str(node.target) or node.args[0]:
+            continue
+        for result in list(node.users):
+            found = result.meta.get("val")
+            if not isinstance(found, torch.Tensor) or not found.is_floating_point():
+                continue
+            with program.graph.inserting_after(result):
+                stop = program.graph.call_function(torch.ops.aten.detach.default, (result,))
+            stop.meta = dict(result.meta)
+            result.replace_all_uses_with(stop, delete_user_cb=lambda user, stop=stop: user is not stop)
+            stops.append(stop)
+    return stops
+
+
+# ---------------------------------------------------------------------------------------- sizes
+
+
+class Sizes:
+    """Symbolic sizes of a program as the numbers that `dims` gives them, by the symbol's name or as INPUT.AXIS."""
+
+    def __init__(self, program: ExportedProgram, inputs: Mapping[str, torch.Tensor], dims: Mapping[str, int], where: str) -> None:
+        self._numbers: dict[Any, Any] = {}
+        symbols: dict[str, Any] = {}
+        places: dict[str, list[str]] = {}
+        for name, tensor in inputs.items():
+            for axis, size in enumerate(tensor.shape):
+                if isinstance(size, torch.SymInt):
+                    for symbol in size.node.expr.free_symbols:
+                        symbols[str(symbol)] = symbol
+                    if str(size.node.expr) in symbols:
+                        places.setdefault(str(size.node.expr), []).append(f"{name}.{axis}")
+        aliases = {place: symbol for symbol, found in places.items() for place in found}
+        problems = []
+        flags: dict[str, None] = {}
+        for name, number in dims.items():
+            symbol = symbols.get(aliases.get(name, name))
+            if symbol is None:
+                there = ", ".join(sorted([*symbols, *aliases])) or "none: all sizes are numbers"
+                problems.append(f"{name}={number}: there is no such dimension, the program has {there}")
+                continue
+            bounds = program.range_constraints.get(symbol)
+            if number < 1 or (bounds is not None and not bounds.lower <= number <= bounds.upper):
+                problems.append(f"{name}={number}: must be {f'in {bounds.lower}..{bounds.upper}' if bounds is not None else '1 or more'}")
+            elif self._numbers.setdefault(symbol, sympy.Integer(number)) != number:
+                problems.append(f"{name}={number}: it is the same dimension as one that is bound to {self._numbers[symbol]}")
+        for name, symbol in symbols.items():
+            if symbol not in self._numbers and not problems:
+                shown = places.get(name, [name])[0]
+                problems.append(f"dimension {shown} ({name}) is open")
+                flags[shown] = None
+        if problems:
+            hint = f"add dims={{{', '.join(f'{flag!r}: INT' for flag in flags)}}}" if flags else ""
+            raise UsageError("dimensions do not fit the program:\n" + "\n".join(f"  {p}" for p in problems), where=where, hint=hint)
+
+    def number(self, size: int | torch.SymInt) -> int:
+        """A size as a number; -1 where it depends on elements of tensors."""
+        if isinstance(size, int):
+            return size
+        bound = size.node.expr.xreplace(self._numbers)
+        return int(bound) if bound.is_number else -1
+
+    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(self.number(size) for size in tensor.shape)
