@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from ..ir.errors import VerifyError
-from ..ir.types import ITEM_BYTES, dtype_of, numpy_dtype
+from ..ir.types import DTYPES, ITEM_BYTES, dtype_of, numpy_dtype
 
-_NAMES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "f64": "F64", "i64": "I64", "i32": "I32", "i8": "I8", "u8": "U8", "bool": "BOOL"}
+_NAMES = {dtype: dtype.upper() for dtype in DTYPES}
 _ALIGNMENT = 64
 _CHUNK = 1 << 24
 

@@ -21,16 +21,21 @@ _NUMPY = {
     "f16": np.float16,
     "i64": np.int64,
     "i32": np.int32,
+    "i16": np.int16,
     "i8": np.int8,
+    "u64": np.uint64,
+    "u32": np.uint32,
+    "u16": np.uint16,
     "u8": np.uint8,
     "bool": np.bool_,
 }
-DTYPES = ("f32", "f16", "bf16", "f64", "i64", "i32", "i8", "u8", "bool")
+DTYPES = ("f32", "f16", "bf16", "f64", "i64", "i32", "i16", "i8", "u64", "u32", "u16", "u8", "bool")
 FLOATS = ("f32", "f16", "bf16", "f64")
-INTS = ("i64", "i32", "i8", "u8")
+UNSIGNED = ("u64", "u32", "u16", "u8")
+INTS = ("i64", "i32", "i16", "i8", *UNSIGNED)
 # The largest relative error of rounding to the nearest number: 2^-p with p bits of significand, the hidden one counted.
 UNIT_ROUNDOFF = {"f64": 2.0**-53, "f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
-ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8, "i64": 8, "i32": 4, "i8": 1, "u8": 1, "bool": 1}
+ITEM_BYTES = {d: 1 if d == "bool" else int(d.lstrip("bfiu")) // 8 for d in DTYPES}
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ..ir.graph import ANNOTATIONS, Attr, Op, Value
 from ..ir.ops import complete_attrs, infer_op, ints, make, reduced_axes
-from ..ir.types import FLOATS, INTS, ITEM_BYTES
+from ..ir.types import FLOATS, INTS, ITEM_BYTES, UNSIGNED
 
 
 class Scene(Protocol):
@@ -148,7 +148,11 @@ def _cast(scene: Scene, op: Op) -> Found:
     if inner is None or inner.ins[0].type != op.outs[0].type:
         return None
     first, middle = inner.ins[0].type.dtype, op.ins[0].type.dtype
-    widened = middle == "f64" or (first in ("f16", "bf16") and middle == "f32") if first in FLOATS else middle in INTS and middle != "u8"
+    widened = (
+        middle == "f64" or (first in ("f16", "bf16") and middle == "f32")
+        if first in FLOATS
+        else middle in INTS and (middle not in UNSIGNED or first in (*UNSIGNED, "bool"))
+    )
     return inner.ins[0] if widened and ITEM_BYTES[middle] > ITEM_BYTES[first] else None
 
 

@@ -133,12 +133,13 @@ def random_arguments(graph: Graph, module: Module) -> list[torch.Tensor]:
 def _random(t: TensorType, below: int | None, source: torch.Generator) -> torch.Tensor:
     import torch
 
+    from penstock.runtime.store import TORCH_DTYPES
+
     dtype = getattr(torch, {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(t.dtype, "int64"))
     if t.dtype in FLOATS:
         return torch.rand(t.dims, generator=source).mul_(0.9).add_(0.1).to(dtype)
     high = 2 if t.dtype == "bool" else below if below is not None else 5
-    kinds = {"i64": torch.int64, "i32": torch.int32, "i8": torch.int8, "u8": torch.uint8, "bool": torch.bool}
-    return torch.randint(high, t.dims, generator=source).to(kinds[t.dtype])
+    return torch.randint(high, t.dims, generator=source).to(TORCH_DTYPES[t.dtype])
 
 
 def _index_limits(graph: Graph) -> dict[Value, int]:

@@ -18,6 +18,8 @@ from penstock.ir.numpy_ops import NUMPY, apply_op, erf
 from penstock.ir.ops import OPS, complete_attrs, make
 from penstock.ir.types import FLOATS, TensorType, dtype_of, numpy_dtype, parse_type
 
+# Of these torch has memory, but hardly a function: they are computed as i64, of which they are the last bits.
+FEW = ("u64", "u32", "u16")
 PURE = [name for name, row in OPS.items() if row.family != "state"]
 
 # Largest error allowed, as a part of the largest value of the result: a few roundings of the element type.
@@ -36,13 +38,19 @@ def run(kind: str, arrays: list[np.ndarray], results: int = 1, precision: str = 
 
 def in_torch(s: Sample, arrays: list[np.ndarray]) -> list[np.ndarray]:
     """The results of a sample as torch sees it, in float64 where they are floats."""
-    floats = [parse_type(t).dtype in FLOATS for t in s.types]
-    tensors = [torch.tensor(a.astype(np.float64) if f else a) for a, f in zip(arrays, floats, strict=True)]
+    dtypes = [parse_type(t).dtype for t in s.types]
+    wide = [np.float64 if d in FLOATS else np.int64 if d in FEW else a.dtype for a, d in zip(arrays, dtypes, strict=True)]
+    tensors = [torch.tensor(a.astype(w)) for a, w in zip(arrays, wide, strict=True)]
+    attrs = {name: "i64" if value in FEW else value for name, value in complete_attrs(s.op).items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # means of nothing
-        found = MEANING[s.kind](*tensors, **complete_attrs(s.op))
-    results = found if isinstance(found, tuple) else (found,)
-    return [(t.to(torch.float64) if t.is_floating_point() else t).detach().numpy() for t in results]
+        found = MEANING[s.kind](*tensors, **attrs)
+    results = [t.detach() for t in (found if isinstance(found, tuple) else (found,))]
+    own = [v.type.dtype for v in s.op.outs]
+    return [
+        (t.double() if t.is_floating_point() else t).numpy() if d not in FEW else t.numpy().astype(numpy_dtype(d))
+        for t, d in zip(results, own, strict=True)
+    ]
 
 
 def difference(found: np.ndarray, expected: np.ndarray, dtype: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.ir.types import FLOATS, INTS, TensorType, numpy_dtype
+from penstock.ir.types import FLOATS, INTS, UNSIGNED, TensorType, numpy_dtype
 
 HALF = ("f16", "bf16")
 SINGLE = ("f32",)
@@ -23,7 +23,7 @@ def normal(rng: np.random.Generator, t: TensorType) -> Array:
     elif t.dtype in FLOATS:
         drawn = rng.standard_normal(t.dims)
     else:
-        drawn = rng.integers(0 if t.dtype == "u8" else -4, 5, t.dims)
+        drawn = rng.integers(0 if t.dtype in UNSIGNED else -4, 5, t.dims)
     return np.asarray(drawn).astype(numpy_dtype(t.dtype))
 
 
@@ -64,14 +64,14 @@ def huge(rng: np.random.Generator, t: TensorType) -> Array:
 def wrapping(rng: np.random.Generator, t: TensorType) -> Array:
     """The ends of an integer type, and what divides them badly."""
     limits = np.iinfo(numpy_dtype(t.dtype))
-    return rng.choice(np.array([limits.min, limits.max, 0, 1, 7] + ([-1, -7] if limits.min else [3])), t.dims).astype(numpy_dtype(t.dtype))
+    return rng.choice(np.array([limits.min, limits.max, 0, 1, 7] + ([-1, -7] if limits.min else [3]), limits.dtype), t.dims)
 
 
 def index(size: int) -> Draw:
     """Positions in a dimension, also counted from the end."""
 
     def draw(rng: np.random.Generator, t: TensorType) -> Array:
-        low = 0 if t.dtype == "u8" else -size
+        low = 0 if t.dtype in UNSIGNED else -size
         return np.asarray(rng.integers(low, size, t.dims)).astype(numpy_dtype(t.dtype))
 
     return draw

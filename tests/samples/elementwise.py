@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.ir.types import DTYPES, FLOATS, INTS
+from penstock.ir.types import DTYPES, FLOATS, INTS, UNSIGNED
 
 from .data import HALF, halves, nasty, normal, positive, ties, wrapping
 from .table import refuse, sample
@@ -40,7 +40,7 @@ refuse("not", "i64[3]", because="needs bool operands")
 for _from in DTYPES:
     for _to in DTYPES:
         # Floats to unsigned: negative ones have no meaning.
-        sample("cast", f"{_from}[2,21]", draws=positive if _to == "u8" and _from != "bool" else normal, dtype=_to)
+        sample("cast", f"{_from}[2,21]", draws=positive if _to in UNSIGNED and _from != "bool" else normal, dtype=_to)
 sample("cast", "f32[0,3]", dtype="i64")
 sample("cast", "f32[]", dtype="bool")
 refuse("cast", "f32[3]", dtype="float", because="unknown element type 'float'")
@@ -59,8 +59,8 @@ for _kind in ("add", "sub", "mul", "div", "pow", "minimum", "maximum", *_COMPARE
     refuse(_kind, "f32[3]", "f64[3]", because="element types differ")
     if _kind not in _COMPARE:
         refuse(_kind, "bool[3]", "bool[3]", because="not defined for bool" if _kind != "pow" else "needs a floating-point operand")
-sample("div", "T[50]", "T[50]", dtypes=("i64", "i32", "i8"), draws=wrapping)
-sample("div", "T[50]", "T[50]", dtypes=("u8",), draws=wrapping)
+sample("div", "T[50]", "T[50]", dtypes=("i64", "i32", "i16", "i8"), draws=wrapping)
+sample("div", "T[50]", "T[50]", dtypes=("u32", "u16", "u8"), draws=wrapping)
 sample("div", "f32[50]", "f32[50]", draws=nasty)
 for _kind in ("add", "sub", "mul"):
     sample(_kind, "T[50]", "T[50]", dtypes=INTS, draws=wrapping)

@@ -14,7 +14,7 @@ from penstock.ir.graph import Op, Slot, Value
 
 from ..kernels.body import Body, Group
 from ..kernels.elements import Index
-from ..kernels.emit import TVM_DTYPES, Buffer, Expr
+from ..kernels.emit import Buffer, Expr
 from ..target import Machine
 from .threads import NARROW, DeviceFunctions, ThreadEmitter
 
@@ -23,8 +23,6 @@ class DeviceBody(Body):
     """One GPU kernel while it is being emitted."""
 
     emit: ThreadEmitter
-    # The device converts 16-bit floats itself.
-    memory_dtypes = TVM_DTYPES
 
     def __init__(self, group: Group, machine: Machine) -> None:
         # First, because values may be asked for from here on.

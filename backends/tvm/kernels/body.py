@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tvm import tirx
 
@@ -24,7 +24,7 @@ from ..group import EFFECTS, PACKED, Group, Kernel, NotOneKernel, Packing, packe
 from ..pipeline import HOLDS_BOOLS
 from ..target import Machine
 from .elements import INDEXED, POINTWISE, Index, axis_of, element, forward_index, has_element_rule, linear
-from .emit import MEMORY_DTYPES, TVM_DTYPES, Buffer, Emitter, Expr, literal, load
+from .emit import TVM_DTYPES, Buffer, Emitter, Expr, literal, load
 from .functions import Functions
 
 if TYPE_CHECKING:
@@ -61,8 +61,6 @@ class Loops(Protocol):
 class Body:
     """One kernel while it is being emitted."""
 
-    # How the element types stand in memory.
-    memory_dtypes: ClassVar[Mapping[str, str]] = MEMORY_DTYPES
     # None: the loops for CPUs that stand beside the generators.
     loops: Loops | None = None
 
@@ -109,7 +107,7 @@ class Body:
             table[key] = tirx.decl_buffer(shape, TVM_DTYPES[value.type.dtype], name=f"b{number}", **anywhere)
             data = tirx.buffer_data(table[key])
             size = max(value.type.size, 1)
-            self._views[key] = tirx.decl_buffer((size,), self.memory_dtypes[value.type.dtype], name=f"f{number}", data=data, **anywhere)
+            self._views[key] = tirx.decl_buffer((size,), TVM_DTYPES[value.type.dtype], name=f"f{number}", data=data, **anywhere)
         return self._views[key]
 
     def operand(self, value: Value) -> Buffer:

@@ -68,6 +68,8 @@ def _abs(x: Expr) -> Expr:
 
 
 def _neg(x: Expr) -> Expr:
+    if dtype_name(x).startswith("uint"):  # TVM takes 0 - x of these for a number that cannot be
+        return tirx.bitwise_not(x) + _number(x, 1)
     # -1 * x and not 0 - x: the negative of 0 is -0.
     return x * _number(x, -1) if dtype_name(x).startswith("float") else _number(x, 0) - x
 

@@ -35,12 +35,14 @@ TVM_DTYPES = {
     "bf16": "bfloat16",
     "i64": "int64",
     "i32": "int32",
+    "i16": "int16",
     "i8": "int8",
+    "u64": "uint64",
+    "u32": "uint32",
+    "u16": "uint16",
     "u8": "uint8",
     "bool": "bool",
 }
-# How kernels see the memory of an element type; elsewhere TVM_DTYPES.
-MEMORY_DTYPES = {**TVM_DTYPES, "bf16": "uint16"}
 HALVES = ("f16", "bf16")
 _NATIVE_HALVES = tuple(TVM_DTYPES[dtype] for dtype in HALVES)
 
@@ -58,8 +60,6 @@ def load(buffer: Buffer, index: Expr) -> Expr:
     """An element of a buffer, which may be memory of 16-bit floats: then as f32."""
     value = tirx.BufferLoad(buffer, [index])
     dtype = str(buffer.dtype)
-    if dtype == MEMORY_DTYPES["bf16"]:
-        return tirx.reinterpret("float32", tirx.Cast("uint32", value) << _unsigned(16))
     return tirx.Cast("float32", value) if dtype in _NATIVE_HALVES else value
 
 
@@ -238,8 +238,8 @@ class Emitter:
     def store(self, buffer: Buffer, value: Expr, index: Expr) -> None:
         """Store an element; into memory of 16-bit floats rounded."""
         dtype = str(buffer.dtype)
-        if dtype == MEMORY_DTYPES["bf16"]:
-            value = tirx.Cast("uint16", self._upper_half(value))
+        if dtype == "bfloat16" and dtype_name(value) != dtype:
+            value = tirx.reinterpret("bfloat16", tirx.Cast("uint16", self._upper_half(value)))
         elif dtype in _NATIVE_HALVES and dtype_name(value) != dtype:
             value = tirx.Cast(dtype, value)
         self.add(tirx.BufferStore(buffer, value, [index]))

@@ -23,7 +23,7 @@ from penstock.ir.types import FLOATS
 from .body import Body, NotOneKernel, parallel_if
 from .elements import Index, axis_of, has_element_rule, number, table_row, unravel, zero
 from .emit import SERIAL, VECTOR, Buffer, Expr, cast, literal
-from .sums import ColumnTotals, Combine, add, cover, fold
+from .sums import LOWEST, ColumnTotals, Combine, add, cover, fold
 from .transpose import pieces
 
 # Independent accumulators of a reduction: enough to keep both units busy through the latency of an addition.
@@ -326,7 +326,7 @@ def emit_argmax(body: Body, op: Op) -> None:
     x, y = op.ins[0], op.outs[0]
     axis, dtype = axis_of(op, x), x.type.dtype
     rows = rows_of(body, x.type.dims, axis, axis + 1, [x])
-    lowest = -math.inf if dtype in FLOATS else {"i64": -(2**63), "i32": -(2**31), "i8": -128, "u8": 0}[dtype]
+    lowest = -math.inf if dtype in FLOATS else LOWEST[dtype]
 
     def one_row() -> None:
         top = rows.one(dtype, lowest, body.functions.larger, lambda c: body.at(x, rows.index(c)))

@@ -19,7 +19,7 @@ from tvm import tirx
 
 from penstock.ir.graph import Op, Value
 from penstock.ir.ops import complete_attrs, reduced_axes
-from penstock.ir.types import FLOATS
+from penstock.ir.types import FLOATS, INTS, UNSIGNED
 
 from .body import Body, NotOneKernel
 from .elements import Index, axis_of, zero
@@ -28,7 +28,7 @@ from .transpose import pieces
 
 Combine = Callable[[Expr, Expr], Expr]
 
-LOWEST = {"i64": -(2**63), "i32": -(2**31), "i8": -128, "u8": 0}
+LOWEST = {dtype: 0 if dtype in UNSIGNED else -(2 ** (int(dtype[1:]) - 1)) for dtype in INTS}
 # Reductions that can share a sweep with others.
 SUMS = ("sum", "mean", "max", "layer_norm_grad_weight")
 # The most parts of one reduction, the fewest rows and the least work of one part.
