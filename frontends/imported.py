@@ -10,6 +10,8 @@ import numpy as np
 
 from penstock.ir.graph import Module
 
+from .hints import Hints
+
 if TYPE_CHECKING:
     from .onnx.structure import Structure
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 class Imported:
     """A model as read: `weights` holds the elements of each variable by its name and is read-only; `source_hash` is taken over all that was
     read; `report` says what was folded, frozen and left out; `names` gives the source's name of everything that had to be spelled otherwise;
-    `bound` holds the elements of inputs that were bound to values; `structure` is an ONNX file without the elements of the variables."""
+    `bound` holds the elements of inputs that were bound to values; `structure` is an ONNX file without the elements of the variables;
+    `hints` is where the model says its nodes should run."""
 
     module: Module
     weights: dict[str, np.ndarray]
@@ -27,6 +30,7 @@ class Imported:
     names: Mapping[str, str] = field(default_factory=dict)
     bound: Mapping[str, object] = field(default_factory=dict)
     structure: Structure | None = None
+    hints: Hints = field(default_factory=Hints)
 
 
 def some(names: Sequence[str]) -> str:

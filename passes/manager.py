@@ -202,10 +202,10 @@ def run_passes(
     *,
     dump: Dump | None = None,
     progress: Callable[[int, int, str], None] | None = None,
-    before: Callable[[Call, Module], None] | None = None,
+    before: Callable[[Call, Module], Call] | None = None,
 ) -> Module:
     """Run a pipeline. After every pass the facts held so far are checked again; an error names the pass. `before` sees each module
-    on its way into a pass."""
+    on its way into a pass, and gives the call that is to be made."""
     verify(module)
     if dump is not None:
         dump.begin(module, print_pipeline(calls))
@@ -213,7 +213,7 @@ def run_passes(
         if progress is not None:
             progress(index, len(calls), call.name)
         if before is not None:
-            before(call, module)
+            call = before(call, module)
         row = table[call.name]
         started = time.perf_counter()
         try:

@@ -18,7 +18,7 @@ Known limits: contiguous in the order of the graph, no memory term (the verifier
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -35,24 +35,24 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PartitionOptions:
-    """`split_at` overrides the search: names of values or locs; each starts a new stage."""
+    """`split_at` overrides the search: names of values or locs; each starts a new stage. `only_at` are the same kind of names: if there are
+    any, the search starts stages at them only."""
 
     stages: int = 0
     split_at: tuple[str, ...] = ()
+    only_at: tuple[str, ...] = ()
 
 
 def partition(module: Module, options: PartitionOptions) -> Module:
     """Cut the model into contiguous stages, one per device, so that the slowest stage is as fast as possible."""
     cluster = module.cluster or Cluster.local(max(1, options.stages, len(options.split_at) + 1))
     count = _stage_count(options, cluster)
-    forward = forward_graph(module)
-    anywhere = replicable(forward)
-    chain = [op for op in forward.ops if not anywhere.issuperset(op.outs)]
+    chain = chain_of(module)
     devices = cluster.devices[:count]
     if len(chain) < count:
         raise UsageError(f"{count} stages need at least {count} operations, the model has {len(chain)}", hint="ask for fewer stages")
     costs = _Costs(module, chain, devices, cluster)
-    cuts = _given_cuts(costs, options.split_at) if options.split_at else _best_cuts(costs, count)
+    cuts = _given_cuts(costs, options.split_at) if options.split_at else _best_cuts(costs, count, options.only_at)
     stage_of = {id(op): s for s, (a, b) in enumerate(pairwise([*cuts, len(chain)])) for op in chain[a:b]}
     return _annotate(module.but(cluster=cluster), stage_of, devices, costs, cuts)
 
@@ -71,6 +71,24 @@ def _stage_count(options: PartitionOptions, cluster: Cluster) -> int:
 def forward_graph(module: Module) -> Graph:
     """The whole model's forward graph: F once differentiated, main before that and for inference."""
     return module.graphs["F"] if "F" in module.graphs else module.graphs["main"]
+
+
+def chain_of(module: Module) -> list[Op]:
+    """The operations that stages are cut from: all of the forward graph that depend on an input."""
+    forward = forward_graph(module)
+    anywhere = replicable(forward)
+    return [op for op in forward.ops if not anywhere.issuperset(op.outs)]
+
+
+def stage_starts(module: Module) -> tuple[list[Op], npt.NDArray[np.bool_]]:
+    """The chain, and whether a stage may start at each of its operations."""
+    chain, forward = chain_of(module), forward_graph(module)
+    return chain, _allowed_cuts(chain, _params_used(module, forward, replicable(forward)))
+
+
+def positions_of(chain: Sequence[Op]) -> dict[str, int]:
+    """Operations by the names a user may give: a loc stands for the first operation that has it, a value for the one that makes it."""
+    return {name: i for i, op in reversed(list(enumerate(chain))) for name in (op.loc, *(v.name for v in op.outs))}
 
 
 def replicable(graph: Graph) -> set[Value]:
@@ -169,14 +187,20 @@ def _allowed_cuts(chain: Sequence[Op], params: Mapping[Value, frozenset[str]]) -
 # ------------------------------------------------------------------------------------------------ the search
 
 
-def _best_cuts(costs: _Costs, count: int) -> list[int]:
+def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str]) -> list[int]:
     """First operation of every stage. best[j] is the smallest bottleneck of the first j operations over the stages so far."""
     n = len(costs.chain)
+    allowed = costs.allowed
+    if only_at:
+        position = _known_positions(costs.chain, only_at)
+        allowed = np.zeros_like(allowed)
+        allowed[[position[name] for name in only_at]] = True
+        allowed &= costs.allowed
     best = costs.before[0].copy()
     best[0] = np.inf
     choices: list[npt.NDArray[np.int64]] = []
     for stage in range(1, count):
-        before, start = costs.before[stage], np.where(costs.allowed, costs.transfer[stage] - costs.before[stage], np.inf)
+        before, start = costs.before[stage], np.where(allowed, costs.transfer[stage] - costs.before[stage], np.inf)
         new, choice = np.full(n + 1, np.inf), np.zeros(n + 1, dtype=np.int64)
         for j in range(stage + 1, n + 1):
             bottleneck = np.maximum(best[stage:j], before[j] + start[stage:j])
@@ -195,15 +219,8 @@ def _best_cuts(costs: _Costs, count: int) -> list[int]:
     return [0, *reversed(cuts[1:])]
 
 
-def _given_cuts(costs: _Costs, split_at: Iterable[str]) -> list[int]:
-    chain = costs.chain
-    position = {name: i for i, op in reversed(list(enumerate(chain))) for name in (op.loc, *(v.name for v in op.outs))}
-    unknown = [name for name in split_at if name not in position]
-    if unknown:
-        raise UsageError(
-            f"no value or node named {', '.join(map(repr, unknown))} to split at",
-            hint="`penstock inspect dumps/*_autodiff.ir --op .` lists them",
-        )
+def _given_cuts(costs: _Costs, split_at: Sequence[str]) -> list[int]:
+    position = _known_positions(costs.chain, split_at)
     problems, starts = [], {0: "the first operation of the model"}
     for name in split_at:
         cut = position[name]
@@ -215,6 +232,17 @@ def _given_cuts(costs: _Costs, split_at: Iterable[str]) -> list[int]:
     if problems:
         raise UsageError("cannot split there:" + "".join(f"\n  - {p}" for p in problems))
     return sorted(starts)
+
+
+def _known_positions(chain: Sequence[Op], names: Sequence[str]) -> dict[str, int]:
+    position = positions_of(chain)
+    unknown = [name for name in names if name not in position]
+    if unknown:
+        raise UsageError(
+            f"no value or node named {', '.join(map(repr, unknown))} to split at",
+            hint="`penstock inspect dumps/*_autodiff.ir --op .` lists them",
+        )
+    return position
 
 
 # ------------------------------------------------------------------------------------------------ writing it down

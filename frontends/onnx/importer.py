@@ -41,6 +41,7 @@ from .folding import LARGEST, fold
 from .functions import MOST_NODES, Unfinished, call, definition, has_definition, identity
 from .inference import Promises, promised_by_node, static_types
 from .node import Builder, Node
+from .placement import Marks
 from .report import CannotImport, Findings, report, row
 from .source import Source, our_dtype
 from .structure import take_structure
@@ -122,6 +123,7 @@ class _Importer:
         self.scope = Scope(opsets)
         self.inputs: list[Value] = []
         self.findings = Findings()
+        self.marks = Marks()
 
     def take_inputs(self, graph: onnx.GraphProto, bound: Inputs) -> None:
         tensors = self.scope.tensors
@@ -183,7 +185,7 @@ class _Importer:
     def take_node(self, proto: onnx.NodeProto, index: int, scope: Scope) -> None:
         """Import one node into a scope; what cannot be imported is noted, and its results are lost."""
         promises: Promises = self.promises if scope is self.scope else {}
-        results = None
+        results, first = None, len(self.builder.ops)
         try:
             node = Node(self.builder, proto, index, scope)
             if identity(proto) not in self.functions and (reason := _why_unknown(proto)):
@@ -196,6 +198,7 @@ class _Importer:
                 results = self._results(node, promises)
                 _compare(proto, results, promises)
                 node.finish(results)
+                self.marks.take(proto, self.builder.ops[first:])
             finally:
                 if results is None:
                     node.abandon()
@@ -267,12 +270,14 @@ class _Importer:
         main = Graph("main", tuple(self.inputs), tuple(outs), tuple(ops))
         module = Module(name, tuple(self.inputs), tuple(v.name for v in outs), vars=variables, graphs={"main": main})
         values = {v.name for v in self.inputs} | {v.name for op in ops for v in op.outs}
+        hints = self.marks.hints()
         return Imported(
             module,
             {name: builder.weights[name] for name in used},
             self.source.digest(),
-            tuple(report(self.findings, ops, variables, dims, len(self.source.model.graph.node), self._unused(variables))),
+            (*report(self.findings, ops, variables, dims, len(self.source.model.graph.node), self._unused(variables)), *hints.report()),
             builder.names.changed(values | set(used)),
+            hints=hints,
         )
 
     def _outputs(self) -> list[Value]:

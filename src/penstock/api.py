@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,15 +106,17 @@ def plan(
     microbatches: int = 1,
     precision: str | None = None,
     cuda_libraries: str = "torch",
+    hints: bool = True,
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
     """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device. `precision` is f32, bf16 or, for
     inference, f16; if it is not given, training settings say it. `cuda_libraries` says who computes contractions on GPUs: torch, which calls
-    the vendor's libraries, or none."""
+    the vendor's libraries, or none. `hints` is whether placement hints of the model are followed, where it has some and `split_at` is not given."""
     from penstock.frontends.training import attach_loss
-    from penstock.passes.manager import run_passes
+    from penstock.passes.manager import Call, run_passes
     from penstock.passes.pipelines import PASSES, inference_pipeline, training_pipeline
+    from penstock.placement import follow_hints
 
     library = cuda_libraries if any(d.kind == "cuda" for d in cluster.devices) else ""
     cuts: dict[str, Attr] = {"stages": stages, "split_at": tuple(split_at)}
@@ -126,13 +128,22 @@ def plan(
         compute = precision or training.precision
         calls = training_pipeline(training.optimizer.pass_options(), cuts, schedule, training.microbatches, compute, library)
     seen: list[Module] = []
+    made: list[Call] = []
+    notes: list[str] = []
 
-    def remember(call: Call, before: Module) -> None:
+    def look(call: Call, before: Module) -> Call:
         if call.name == "partition":
             seen.append(before)
+            count = stages or len(cluster.devices)
+            if hints and model.imported.hints and not split_at and count > 1:
+                changes, told = follow_hints(model.imported.hints, before, count)
+                call = Call(call.name, replace(call.options, **changes))
+                notes.extend(told)
+        made.append(call)
+        return call
 
-    done = run_passes(module, calls, PASSES, dump=dump, progress=progress, before=remember)
-    return Plan(model, done, seen[0], tuple(calls), training)
+    done = run_passes(module, calls, PASSES, dump=dump, progress=progress, before=look)
+    return Plan(model, done.noted("placement", *notes), seen[0], tuple(made), training)
 
 
 def compile(

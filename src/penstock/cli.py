@@ -261,6 +261,12 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
         "--split-at", action="append", default=[], metavar="NODE", help="start a new stage at this node or value instead of searching"
     )
     parser.add_argument(
+        "--hints",
+        choices=("use", "ignore"),
+        default="use",
+        help="placement hints in the model (pipeline stages, layer_ann): follow them where they fit, or ignore them (default: use)",
+    )
+    parser.add_argument(
         "--dump-ir",
         metavar="DIR",
         default=os.environ.get("PENSTOCK_DUMP"),

@@ -90,6 +90,7 @@ def _plan(arguments: Namespace) -> Plan:
         microbatches=arguments.microbatches or 1,
         cuda_libraries=arguments.cuda_libraries,
         precision=arguments.precision,
+        hints=arguments.hints == "use",
         dump=dump,
         progress=Progress("passes"),
     )
@@ -174,7 +175,7 @@ def print_plan(found: Plan) -> None:
     print(f"{module.name}: schedule {module.schedule.name}, {module.schedule.microbatches} microbatches per batch, predicted peak memory")
     print(table(["stage", "device", *columns], rows))
     for note in module.notes:
-        if note.origin in ("partition", "schedule"):
+        if note.origin in ("placement", "partition", "schedule"):
             print(f"{note.origin}: {note.text}")
 
 

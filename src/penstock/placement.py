@@ -1,0 +1,69 @@
+"""Follow the placement hints of a model where they can be followed, and say so, or say why not.
+
+In: hints, the module as `partition` is about to see it, and a number of stages. Out: options for `partition`, and notes.
+
+    pipeline stages   followed when there are as many as stages are asked for, each is one contiguous stretch of operations, in their order,
+                      and no parameter is read in two of them: stages start where the model says
+    layers            followed when there are enough places between layers: stages start at such places, the search chooses among them
+
+Pipeline stages go before layers, and of several configurations the first that fits is taken. An operation without a hint goes with the one
+before it. Hints are for nodes in the order of the file; a model whose nodes are in an order that mixes stages is not reordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from penstock.frontends.hints import Hints
+from penstock.ir.graph import Attr, Module, Op
+from penstock.passes.partition import positions_of, stage_starts
+
+Changes = dict[str, Attr]
+
+
+def follow_hints(hints: Hints, module: Module, stages: int) -> tuple[Changes, list[str]]:
+    """Options for `partition` that follow the hints, empty if none can be followed; and what to tell the user."""
+    notes: list[str] = []
+    chain, allowed = stage_starts(module)
+    for name, stage_of in hints.pipelines.items():
+        starts, problem = _pipeline_starts(chain, stage_of, stages)
+        parted = [i for i in starts if not allowed[i]]
+        if parted and not problem:
+            problem = f"operations on both sides of {chain[parted[0]].loc} read the same parameter"
+        if not problem:
+            return {"split_at": _names(chain, starts)}, [*notes, f"stages are those of configuration {name!r} of the model"]
+        notes.append(f"the pipeline stages of configuration {name!r} of the model are not followed: {problem}")
+    if hints.layers:
+        starts = [i for i in _changes(chain, hints.layers) if allowed[i]]
+        if len(starts) >= stages - 1:
+            return {"only_at": _names(chain, starts)}, [*notes, f"stages start between layers of the model, at one of {len(starts)} places"]
+        notes.append(
+            f"the layers of the model are not followed: {stages} stages need {stages - 1} places between them, there are {len(starts)}"
+        )
+    return {}, notes
+
+
+def _pipeline_starts(chain: Sequence[Op], stage_of: Mapping[str, int], stages: int) -> tuple[list[int], str]:
+    """The first operation of every stage but the first, and why the stages cannot be followed, if so."""
+    hinted = [op for op in chain if op.loc in stage_of]
+    count = len({stage_of[op.loc] for op in hinted})
+    if count != stages:
+        return [], f"it has {count} stages, {stages} are asked for"
+    for before, after in pairwise(hinted):
+        if stage_of[after.loc] < stage_of[before.loc]:
+            found = f"{before.loc} of stage {stage_of[before.loc]} stands before {after.loc} of stage {stage_of[after.loc]}"
+            return [], f"its stages are not contiguous in the order of the model, {found}"
+    return _changes(chain, stage_of), ""
+
+
+def _changes(chain: Sequence[Op], hint_of: Mapping[str, int] | Mapping[str, str]) -> list[int]:
+    """Where the hint is another one than before."""
+    hinted = [(i, hint_of[op.loc]) for i, op in enumerate(chain) if op.loc in hint_of]
+    return [i for (_, before), (i, after) in pairwise(hinted) if after != before]
+
+
+def _names(chain: Sequence[Op], starts: Sequence[int]) -> tuple[str, ...]:
+    """What `partition` understands as these operations: the nodes that begin with them, or else their results."""
+    position = positions_of(chain)
+    return tuple(chain[i].loc if position.get(chain[i].loc) == i else chain[i].outs[0].name for i in starts)
