@@ -41,9 +41,19 @@ def ops() -> str:
 
 
 def onnx_operators() -> str:
+    import onnx
+
+    from penstock.frontends.onnx.control import CONTROL
+    from penstock.frontends.onnx.functions import has_definition
     from penstock.frontends.onnx.table import FOLD_ONLY, RULES
 
-    return f"{len(RULES)} operators: {', '.join(sorted(RULES))}.\n\nOnly on operands known at import: {', '.join(sorted(FOLD_ONLY))}.\n"
+    own = {*RULES, *CONTROL}
+    defined = {s.name for s in onnx.defs.get_all_schemas() if s.domain == "" and has_definition(s.name)} - own
+    return (
+        f"{len(own)} operators: {', '.join(sorted(own))}.\n\n"
+        f"By the definition that ONNX gives, where it comes to these: {', '.join(sorted(defined))}.\n\n"
+        f"Only on operands known at import: {', '.join(sorted(FOLD_ONLY - defined))}.\n"
+    )
 
 
 def torch_operations() -> str:

@@ -237,15 +237,18 @@ class Namer:
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
+        self._tried: dict[str, int] = {}  # the last number of each base: those before it are taken for good
 
     @classmethod
     def of(cls, *graphs: Graph) -> Namer:
         return cls(v.name for g in graphs for v in (*g.ins, *(o for op in g.ops for o in op.outs)))
 
     def fresh(self, base: str) -> str:
-        name, n = base, 0
+        n = self._tried.get(base, 0)
+        name = f"{base}.{n}" if n else base
         while name in self._taken:
             n += 1
             name = f"{base}.{n}"
         self._taken.add(name)
+        self._tried[base] = n
         return name

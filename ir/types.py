@@ -29,6 +29,7 @@ _NUMPY = {
     "u8": np.uint8,
     "bool": np.bool_,
 }
+_NAMES = {np.dtype(v).name: k for k, v in _NUMPY.items()} | {"bfloat16": "bf16"}
 DTYPES = ("f32", "f16", "bf16", "f64", "i64", "i32", "i16", "i8", "u64", "u32", "u16", "u8", "bool")
 FLOATS = ("f32", "f16", "bf16", "f64")
 UNSIGNED = ("u64", "u32", "u16", "u8")
@@ -51,10 +52,9 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 def dtype_of(array_dtype: object) -> str:
     """Our name for a NumPy dtype; ValueError when there is none."""
     name = np.dtype(array_dtype).name  # type: ignore[call-overload]
-    names = {np.dtype(v).name: k for k, v in _NUMPY.items()} | {"bfloat16": "bf16"}
-    if name not in names:
+    if name not in _NAMES:
         raise ValueError(f"element type {name} has no counterpart here, expected one of {', '.join(DTYPES)}")
-    return names[name]
+    return _NAMES[name]
 
 
 class TensorType(NamedTuple):

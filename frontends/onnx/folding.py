@@ -6,6 +6,9 @@ are independent of each other. A result of another type than shape inference pro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import lru_cache
+
 import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
@@ -26,15 +29,23 @@ def fold(n: Node, opset: int) -> list[np.ndarray]:
     node = onnx.helper.make_node(n.kind, names, outs, name="folded", domain=n.proto.domain)
     node.attribute.extend(n.attributes)
 
-    def values(these: list[str]) -> list[onnx.ValueInfoProto]:
-        return [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in dict.fromkeys(these) if name]
-
-    graph = onnx.helper.make_graph([node], "folded", values(names), values(outs))
     feeds = {name: array for name, array in zip(names, arrays, strict=True) if array is not None}
     try:
         with np.errstate(all="ignore"):  # constants may hold infinities on purpose
-            found = ReferenceEvaluator(graph, opsets={"": opset}).run(None, feeds)
+            found = _evaluator(node.SerializeToString(), opset).run(None, feeds)
     except Exception as error:  # onnx.reference raises whatever NumPy raises
         raise Refused(f"cannot be computed at import: {error}") from error
     results = iter(found)
     return [np.asarray(next(results)) if name else np.empty(0) for name in n.proto.output]
+
+
+@lru_cache(maxsize=64)
+def _evaluator(serialised: bytes, opset: int) -> ReferenceEvaluator:
+    """What computes one node. Loops come to the same nodes again and again, and making it takes longer than running it."""
+    node = onnx.NodeProto.FromString(serialised)
+
+    def values(these: Iterable[str]) -> list[onnx.ValueInfoProto]:
+        return [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in dict.fromkeys(these) if name]
+
+    graph = onnx.helper.make_graph([node], "folded", values(node.input), values(node.output))
+    return ReferenceEvaluator(graph, opsets={"": opset})

@@ -20,7 +20,7 @@ from .versions import DOMAINS, OPSETS
 
 Identity = tuple[str, str, str]
 # Nodes that loops, branches and functions may add to a model in all.
-MOST_NODES = 50_000
+MOST_NODES = 10_000
 
 
 class Unfinished(Exception):
@@ -66,7 +66,7 @@ def call(importer: Bodies, n: Node, function: onnx.FunctionProto) -> list[Tensor
     attributes |= {a.name: a for a in function.attribute_proto}
     attributes |= {name: given[name] for name in attributes if name in given}
     n.ignore(*attributes)
-    scope = Scope(opsets, f"{n.name}/", f"{n.scope.path}{n.proto.name or n.base}/", calls=(*n.scope.calls, name))
+    scope = Scope(opsets, f"{n.name}/", f"{n.scope.path}{n.own_name}/", calls=(*n.scope.calls, name))
     for i, formal in enumerate(function.input):
         scope.tensors[formal] = n.operand(i) if n.has(i) else None
     importer.run_nodes([_filled_in(node, attributes) for node in function.node], scope)

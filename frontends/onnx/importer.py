@@ -20,6 +20,7 @@ All nodes that cannot be imported are listed by one CannotImport.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,16 +38,17 @@ from ..names import Names, legal
 from ..pruning import live_ops
 from ..writer import Refused
 from .binding import Given, Inputs, bind
+from .control import CONTROL
 from .folding import LARGEST, fold
 from .functions import MOST_NODES, Unfinished, call, definition, has_definition, identity
 from .inference import Promises, promised_by_node, static_types
 from .node import Builder, Node
 from .placement import Marks
 from .report import CannotImport, Findings, report, row
-from .source import Source, our_dtype
+from .source import Source, our_dtype, stored_in
 from .structure import take_structure
-from .table import FOLD_ONLY, RULES
-from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, TensorList, Weight, is_lost
+from .table import FOLD_ONLY, RULES, UNFOLDED
+from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, Tensor, TensorList, Weight, is_lost
 from .versions import CHANGED, DOMAINS, UPGRADES, opsets_of, upgrade
 
 
@@ -64,7 +66,7 @@ def import_onnx(
     promises = static_types({name: kind for name, kind in source.infer_types(bound).items() if name not in doubtful})
     importer = _Importer(source, opsets, promises)
     importer.take_inputs(graph, bound)
-    importer.take_initializers(graph, _frozen(frozen, where), where)
+    importer.take_initializers(graph, _frozen(frozen, where))
     for index, node in enumerate(graph.node):
         importer.take_node(node, index, importer.scope)
     importer.complain()
@@ -115,6 +117,13 @@ class _Importer:
     def __init__(self, source: Source, opsets: Mapping[str, int], promises: Promises) -> None:
         graph = source.model.graph
         every = [v.name for v in graph.input] + [t.name for t in graph.initializer] + [o for n in graph.node for o in n.output]
+        every += [t.values.name for t in graph.sparse_initializer]
+        inner = [t.name for owner, t in stored_in(graph) if owner is not graph]
+        # An initializer inside of a node keeps its name where that is its alone.
+        self.names_of_inner = Counter([*every, *inner])
+        every += [name for name in inner if self.names_of_inner[name] == 1]
+        self.inner: dict[str, Tensor] = {}
+        self.frozen: re.Pattern[str] | None = None
         self.source = source
         self.promises = promises
         self.functions = {identity(f): f for f in source.model.functions}
@@ -150,26 +159,40 @@ class _Importer:
             self.builder.inputs[found] = value.name
             tensors[value.name] = found
 
-    def take_initializers(self, graph: onnx.GraphProto, frozen: re.Pattern[str] | None, where: str) -> None:
-        if graph.sparse_initializer:
-            names = ", ".join(t.values.name for t in graph.sparse_initializer)
-            raise UsageError(f"sparse initializers are not supported: {names}", where=where)
+    def take_initializers(self, graph: onnx.GraphProto, frozen: re.Pattern[str] | None) -> None:
+        self.frozen = frozen
+        everywhere = [tensor for _, tensor in stored_in(graph)]
+        if frozen is not None and not any(frozen.search(t.name) and self.source.is_float(t) for t in everywhere):
+            raise UsageError(f"--frozen {frozen.pattern!r} matches no floating-point initializer", where=str(self.source.path))
         for tensor in graph.initializer:
-            try:
-                kind = self.source.type_of(tensor)
-            except ValueError:  # said when a node uses it as a tensor: as a number it may be harmless
-                self.scope.tensors[tensor.name] = Known(tensor.name, self.source.array(tensor))
-                continue
-            trainable = kind.dtype in FLOATS and kind.rank > 0
-            if frozen is not None and frozen.search(tensor.name) and kind.dtype in FLOATS:
-                self.findings.matched.append(tensor.name)
-                trainable = False
-            elif kind.dtype in FLOATS and kind.rank == 0:
-                self.findings.scalars.append(tensor.name)
-            known = Weight(tensor.name, kind, tensor) if trainable else Known(tensor.name, self.source.array(tensor))
-            self.scope.tensors[tensor.name] = known
-        if frozen is not None and not self.findings.matched:
-            raise UsageError(f"--frozen {frozen.pattern!r} matches no floating-point initializer", where=where)
+            self.scope.tensors[tensor.name] = self._initializer(tensor, tensor.name)
+        for sparse in graph.sparse_initializer:
+            self.scope.tensors[sparse.values.name] = Known(sparse.values.name, self.source.dense(sparse))
+
+    def _initializer(self, tensor: onnx.TensorProto, label: str) -> Tensor:
+        try:
+            kind = self.source.type_of(tensor)
+        except ValueError:  # said when a node uses it as a tensor: as a number it may be harmless
+            return Known(label, self.source.array(tensor))
+        trainable = kind.dtype in FLOATS and kind.rank > 0
+        if self.frozen is not None and self.frozen.search(tensor.name) and kind.dtype in FLOATS:
+            self.findings.matched.append(tensor.name)
+            trainable = False
+        elif kind.dtype in FLOATS and kind.rank == 0:
+            self.findings.scalars.append(tensor.name)
+        return Weight(label, kind, tensor) if trainable else Known(label, self.source.array(tensor))
+
+    def open_graph(self, graph: onnx.GraphProto, n: Node, part: str) -> Scope:
+        """A scope around a graph inside a node, with its initializers: all its runs, also by runs of what is around, share them."""
+        scope = n.scope.inside(f"{n.own_name}/", f"{n.own_name}/{part}/")
+        for tensor in graph.initializer:
+            label = tensor.name if self.names_of_inner[tensor.name] == 1 else f"{scope.path}{tensor.name}"
+            if label not in self.inner:
+                self.inner[label] = self._initializer(tensor, label if label == tensor.name else self.builder.names.new(label))
+            scope.tensors[tensor.name] = self.inner[label]
+        for sparse in graph.sparse_initializer:
+            scope.tensors[sparse.values.name] = n.known_of(self.source.dense(sparse))
+        return scope
 
     def run_nodes(self, nodes: Sequence[onnx.NodeProto], scope: Scope) -> None:
         """Import the nodes of a graph inside a node."""
@@ -192,7 +215,7 @@ class _Importer:
                 raise Refused(reason)
             if any(map(is_lost, node.operands)):  # nothing can be said
                 raise Unfinished
-            if scope is not self.scope:
+            if scope is not self.scope and proto.op_type not in CONTROL:
                 promises = promised_by_node(node)
             try:
                 results = self._results(node, promises)
@@ -224,11 +247,13 @@ class _Importer:
         function = self.functions.get(identity(node.proto))
         if function is not None:
             return _all_read(node, call(self, node, function))
+        if node.kind in CONTROL:
+            return _all_read(node, CONTROL[node.kind](self, node))
         written_in = upgrade(node)
         note = ""
         known = bool(node.operands) and all(t is None or isinstance(t, Known) for t in node.operands)
         small = all(promises[name].size <= LARGEST for name in node.proto.output if name in promises)
-        if known and small and node.opset >= CHANGED.get(node.kind, 0):
+        if known and small and node.kind not in UNFOLDED and node.opset >= CHANGED.get(node.kind, 0):
             try:
                 found = fold(node, written_in)
                 self.findings.folded.append(node.name)
@@ -338,9 +363,13 @@ def _why_unknown(node: onnx.NodeProto) -> str:
     """Why a node's operator as such is not supported; empty when it has a rule, a definition, or may be folded."""
     if node.domain not in DOMAINS:
         return f"operators of domain {node.domain} are not supported"
-    if any(a.HasField("g") or a.graphs for a in node.attribute):
-        return "control flow is not supported"
-    if node.op_type in RULES or node.op_type in FOLD_ONLY or node.op_type in UPGRADES or has_definition(node.op_type):
+    if (
+        node.op_type in CONTROL
+        or node.op_type in RULES
+        or node.op_type in FOLD_ONLY
+        or node.op_type in UPGRADES
+        or has_definition(node.op_type)
+    ):
         return ""
     return "no rule for this operator"
 

@@ -69,7 +69,8 @@ class Node(Writer):
     """One ONNX node under import. `operands` are those of the node's newest form."""
 
     def __init__(self, builder: Builder, proto: onnx.NodeProto, index: int, scope: Scope) -> None:
-        self.name = scope.prefix + (proto.name or f"{proto.op_type}_{index}")
+        self.own_name = proto.name or f"{proto.op_type}_{index}"
+        self.name = scope.prefix + self.own_name
         super().__init__(builder, legal(self.name))
         self._builder = builder
         self._attributes = {a.name: a for a in proto.attribute}

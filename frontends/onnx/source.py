@@ -22,13 +22,15 @@ from onnx import numpy_helper
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from penstock.ir.errors import UsageError
-from penstock.ir.types import TensorType, dtype_of
+from penstock.ir.types import FLOATS, TensorType, dtype_of
 
 if TYPE_CHECKING:
     from .binding import Inputs
 
 # Shape inference only looks into small tensors (shapes, axes); larger ones are given to it by type alone.
 SMALL = 1024
+# Elements of a sparse tensor, zeros included.
+MOST_DENSE = 1 << 26
 
 
 def element_name(elem_type: int) -> str:
@@ -94,6 +96,25 @@ class Source:
         if len(raw) != dtype.itemsize * int(np.prod(shape, dtype=np.int64)):
             raise UsageError(f"tensor {tensor.name} of shape {list(shape)} holds {len(raw)} bytes", where=str(self.path))
         return np.frombuffer(raw, dtype).reshape(shape)
+
+    def is_float(self, tensor: onnx.TensorProto) -> bool:
+        try:
+            return our_dtype(tensor.data_type) in FLOATS
+        except ValueError:
+            return False
+
+    def dense(self, sparse: onnx.SparseTensorProto) -> np.ndarray:
+        """All elements of a sparse tensor: zeros, and values at indices that are row-major positions or one index per dimension."""
+        dims, values, indices = tuple(sparse.dims), self.array(sparse.values).reshape(-1), self.array(sparse.indices)
+        size = int(np.prod(dims, dtype=np.int64))
+        if size > MOST_DENSE:
+            raise UsageError(f"sparse tensor {sparse.values.name} of shape {list(dims)} is too large", where=str(self.path))
+        flat = np.zeros(size, values.dtype)
+        try:
+            flat[np.ravel_multi_index(tuple(indices.T), dims) if indices.ndim == 2 else indices] = values
+        except (IndexError, ValueError) as error:
+            raise UsageError(f"sparse tensor {sparse.values.name}: {error}", where=str(self.path)) from error
+        return flat.reshape(dims)
 
     def digest(self) -> str:
         """sha256 of the model file, then of the name and content of each external file."""
@@ -240,6 +261,15 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
             yield from attribute.tensors
             for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
                 yield from _tensors(inner)
+
+
+def stored_in(graph: onnx.GraphProto) -> Iterator[tuple[onnx.GraphProto, onnx.TensorProto]]:
+    """The initializers of a graph and of those inside its nodes, each with its graph."""
+    yield from ((graph, tensor) for tensor in graph.initializer)
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+                yield from stored_in(inner)
 
 
 def _hash_file(path: Path) -> bytes:

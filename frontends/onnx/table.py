@@ -1,8 +1,8 @@
-"""All rules by ONNX operator type (default domain, opsets 13 to 24). To support an operator, add its row to the family it belongs to."""
+"""All rules by ONNX operator type (default domain, opsets 7 to 28). To support an operator, add its row to the family it belongs to."""
 
 from __future__ import annotations
 
-from . import attention, elementwise, images, indexing, layout, losses, neural
+from . import attention, elementwise, images, indexing, layout, losses, neural, sequences
 from .node import Rule
 
 RULES: dict[str, Rule] = {
@@ -13,6 +13,7 @@ RULES: dict[str, Rule] = {
     **attention.RULES,
     **losses.RULES,
     **images.RULES,
+    **sequences.RULES,
 }
 
 # fmt: off
@@ -22,3 +23,5 @@ FOLD_ONLY = frozenset({
     "Compress", "Cosh", "CumProd", "DepthToSpace", "Einsum", "EyeLike", "IsInf", "Mod", "NonZero",
     "ReverseSequence", "Shrink", "Sinh", "SpaceToDepth", "Tan", "Unique",
 })
+# Operators whose results are no arrays: onnx.reference must not compute them.
+UNFOLDED = frozenset(sequences.RULES)

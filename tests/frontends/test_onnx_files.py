@@ -94,12 +94,6 @@ def test_an_operator_nobody_knows_is_unsupported_not_invalid(tmp_path: Path) -> 
         import_onnx(path)
 
 
-def test_control_flow_is_unsupported(tmp_path: Path) -> None:
-    text = "(bool c, float[2] x) => (float[2] y) { y = If(c)<then_branch = a () => (float[2] t) { t = Relu(x) }, else_branch = b () => (float[2] e) { e = Neg(x) }> }"
-    with pytest.raises(UnsupportedModel, match=r"If_0.*control flow"):
-        import_onnx(write_model(tmp_path / "if.onnx", text))
-
-
 def test_attributes_that_no_rule_reads_are_refused(tmp_path: Path) -> None:
     path = write_model(tmp_path / "a.onnx", "(float[2,3] x) => (int64[2,1] y) { y = ArgMax<axis = 1, select_last_index = 1>(x) }")
     with pytest.raises(UnsupportedModel, match="select_last_index"):

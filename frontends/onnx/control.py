@@ -1,0 +1,240 @@
+"""Control flow, written out: branches, loops and scans become the operations that they run.
+
+In: a node with graphs inside. Out: its results, the nodes of these graphs imported in its place, once for each time that they run, under names with the
+numbers of the iterations.
+
+    If      a condition known at import chooses the branch. One computed at run time takes both, and `where` between their results, which
+            must agree in type: what the other branch computes is thrown away, so an error there is not seen, but its nan reaches gradients.
+    Loop    the number of iterations must be known, as a trip count or by conditions known at import. A condition computed at run time keeps
+            the state of the last iteration that ran, up to the trip count; results collected over iterations are refused then.
+    Scan    once per entry of the scanned dimension.
+    SequenceMap    once per entry of the sequence.
+
+`functions.MOST_NODES` limits what all of this may add to a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import onnx
+
+from penstock.ir.graph import Value
+from penstock.ir.types import numpy_dtype
+
+from ..formulas.layout import axis_of, cut, reshape
+from ..writer import Refused
+from .functions import Bodies, results_of
+from .inference import static_types
+from .node import Node, Result
+from .tensors import Known, Lost, Scope, Tensor, TensorList, Weight
+
+
+class Graphs(Bodies, Protocol):
+    """Who imports graphs inside of nodes."""
+
+    def open_graph(self, graph: onnx.GraphProto, n: Node, part: str) -> Scope:
+        """A scope around a graph, with its initializers: all its runs share them."""
+
+
+Control = Callable[[Graphs, Node], Sequence[Result]]
+Array = Known | Weight | Value | Lost
+
+
+def _run(importer: Graphs, graph: onnx.GraphProto, scope: Scope, given: Sequence[Tensor]) -> list[Tensor]:
+    """Import the nodes of a graph once."""
+    if len(given) != len(graph.input):
+        raise Refused(f"graph {graph.name} takes {len(graph.input)} inputs, not {len(given)}")
+    scope.tensors.update({formal.name: tensor for formal, tensor in zip(graph.input, given, strict=True)})
+    importer.run_nodes(graph.node, scope)
+    return results_of(scope, [value.name for value in graph.output])
+
+
+def _body(n: Node, name: str = "body") -> onnx.GraphProto:
+    n.require(n.given(name), f"attribute {name} is missing")
+    return n.raw_attr(name).g
+
+
+def _condition(n: Node, tensor: Tensor) -> bool | Value:
+    """A condition, as known or as a value of no dimension."""
+    if isinstance(tensor, Known | Weight):
+        array = n.constant_of(tensor, "the condition")
+        n.require(array.size == 1, f"the condition must be one number, got shape {list(array.shape)}")
+        return bool(array.reshape(-1)[0])
+    n.require(isinstance(tensor, Value) and tensor.type.size == 1 and tensor.type.dtype == "bool", "the condition must be one bool")
+    assert isinstance(tensor, Value)
+    return reshape(n, tensor, ())
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if isinstance(a, Known) and isinstance(b, Known):
+        return a is b or (a.array.dtype == b.array.dtype and np.array_equal(a.array, b.array))
+    return a == b if not isinstance(a, Known) and not isinstance(b, Known) else False
+
+
+def _choose(n: Node, condition: Value, yes: Tensor, no: Tensor) -> Tensor:
+    """`yes` where the condition holds at run time, else `no`."""
+    if _same(yes, no):
+        return yes
+    if isinstance(yes, TensorList) and isinstance(no, TensorList):
+        n.require(len(yes.items) == len(no.items), "the length of a sequence depends on a condition that is computed at run time")
+        return TensorList(tuple(_choose(n, condition, a, b) for a, b in zip(yes.items, no.items, strict=True)))
+    if not isinstance(yes, Array) or not isinstance(no, Array):
+        raise Refused("whether a result is a tensor depends on a condition that is computed at run time")
+    n.require(n.type_of(yes) == n.type_of(no), f"a condition at run time chooses between {n.type_of(yes)} and {n.type_of(no)}")
+    return n.emit("where", condition, n.value_of(yes), n.value_of(no))
+
+
+# ---------------------------------------------------------------------------------------- branches
+
+
+def _if(importer: Graphs, n: Node) -> Sequence[Result]:
+    condition = _condition(n, n.operand(0))
+    results = {}
+    for taken, part in ((True, "then"), (False, "else")):
+        graph = _body(n, f"{part}_branch")
+        if condition is not (not taken):
+            results[taken] = _run(importer, graph, importer.open_graph(graph, n, part).inside(f"{part}/"), ())
+    if not isinstance(condition, Value):
+        return results[condition]
+    n.require(len(results[True]) == len(results[False]), "the branches have different numbers of results")
+    chosen: list[Result] = []
+    for i, (yes, no) in enumerate(zip(results[True], results[False], strict=True)):
+        try:
+            chosen.append(_choose(n, condition, yes, no))
+        except Refused as error:
+            if isinstance(n.operand(0), Value):
+                n.constant_of(n.operand(0), f"result {i}: {error}; the condition")
+            raise
+    return chosen
+
+
+# ---------------------------------------------------------------------------------------- loops
+
+
+def _loop(importer: Graphs, n: Node) -> Sequence[Result]:
+    body = _body(n)
+    trips = int(n.constant(0, "the number of iterations").reshape(-1)[0]) if n.has(0) else None
+    condition = _condition(n, n.operand(1)) if n.has(1) else True
+    state: list[Tensor] = [n.operand(i) for i in range(2, n.count)]
+    n.require(len(body.input) == len(state) + 2 and len(body.output) > len(state), "the body does not fit the state that it is given")
+    scope = importer.open_graph(body, n, "body")
+    collected: list[list[Tensor]] = [[] for _ in body.output[len(state) + 1 :]]
+    i = 0
+    while condition is not False and (trips is None or i < trips):
+        if isinstance(condition, Value):
+            if trips is None:
+                n.constant_of(condition, "the condition of a loop without a number of iterations")
+            if collected:
+                n.constant_of(condition, "the condition of a loop that collects results")
+        given = (n.known_of(np.array(i, np.int64)), _as_tensor(n, condition), *state)
+        again, *results = _run(importer, body, scope.inside(f"{i}/"), given)
+        after, found = results[: len(state)], results[len(state) :]
+        if isinstance(condition, Value):  # the iteration may not have run
+            state = [_choose(n, condition, new, old) for new, old in zip(after, state, strict=True)]
+        else:
+            state = after
+        for items, item in zip(collected, found, strict=True):
+            items.append(item)
+        condition = _both(n, condition, _condition(n, again))
+        i += 1
+    stacked = [_stack(n, items, 0, body.output[len(state) + 1 + k]) for k, items in enumerate(collected)]
+    return [*state, *stacked]
+
+
+def _as_tensor(n: Node, condition: bool | Value) -> Tensor:
+    return condition if isinstance(condition, Value) else n.known_of(np.array(condition))
+
+
+def _both(n: Node, before: bool | Value, after: bool | Value) -> bool | Value:
+    if isinstance(before, Value) and isinstance(after, Value):
+        return n.emit("and", before, after)
+    if before is False or after is False:
+        return False
+    return after if before is True else before
+
+
+def _stack(n: Node, items: Sequence[Tensor], axis: int, declared: onnx.ValueInfoProto) -> Tensor:
+    """Tensors of one type along a new dimension. Of none, `declared` must say the type."""
+    if not items:
+        kind = static_types({"": declared.type}).get("")
+        if kind is None:
+            raise Refused(f"nothing is collected for {declared.name}, and the model does not say its type")
+        at = axis_of(n, axis, kind.rank + 1)
+        return n.known_of(np.zeros((*kind.dims[:at], 0, *kind.dims[at:]), numpy_dtype(kind.dtype)))
+    arrays = [item for item in items if isinstance(item, Array)]
+    n.require(len(arrays) == len(items), "only tensors can be collected")
+    types = [n.type_of(item) for item in arrays]
+    n.require(len(set(types)) == 1, f"what is collected has different types: {', '.join(map(str, dict.fromkeys(types)))}")
+    axis = axis_of(n, axis, types[0].rank + 1)
+    if all(isinstance(item, Known) for item in arrays):
+        return n.known_of(np.stack([item.array for item in arrays if isinstance(item, Known)], axis))
+    dims = types[0].dims
+    parts = [reshape(n, n.value_of(item), (*dims[:axis], 1, *dims[axis:])) for item in arrays]
+    return parts[0] if len(parts) == 1 else n.emit("concat", *parts, axis=axis)
+
+
+# ---------------------------------------------------------------------------------------- scans
+
+
+def _scan(importer: Graphs, n: Node) -> Sequence[Result]:
+    n.require(n.opset >= 9, "the Scan of opset 8 is not supported")
+    body, count = _body(n), n.int_attr("num_scan_inputs")
+    n.require(0 < count <= n.count and len(body.input) == n.count, f"{count} scanned inputs of {n.count} do not fit the body")
+    states = n.count - count
+    collected: list[list[Tensor]] = [[] for _ in body.output[states:]]
+    backward = _listed(n, "scan_input_directions", count)
+    out_axes, out_backward = _listed(n, "scan_output_axes", len(collected)), _listed(n, "scan_output_directions", len(collected))
+    axes = [axis_of(n, axis, n.type(states + i).rank) for i, axis in enumerate(_listed(n, "scan_input_axes", count))]
+    n.require(all(n.type(states + i).rank > 0 for i in range(count)), "a scanned input has no dimension")
+    sizes = {n.type(states + i).dims[axis] for i, axis in enumerate(axes)}
+    n.require(len(sizes) == 1, f"the scanned dimensions differ: {sorted(sizes)}")
+    size = sizes.pop()
+    scope = importer.open_graph(body, n, "body")
+    state: list[Tensor] = [n.operand(i) for i in range(states)]
+    for step in range(size):
+        entries = [_entry(n, n.tensor(states + i), axes[i], size - 1 - step if backward[i] else step) for i in range(count)]
+        results = _run(importer, body, scope.inside(f"{step}/"), [*state, *entries])
+        state = results[:states]
+        for items, item in zip(collected, results[states:], strict=True):
+            items.append(item)
+    stacked = []
+    for items, axis, reverse, declared in zip(collected, out_axes, out_backward, body.output[states:], strict=True):
+        stacked.append(_stack(n, items[::-1] if reverse else items, axis, declared))
+    return [*state, *stacked]
+
+
+def _listed(n: Node, name: str, count: int) -> tuple[int, ...]:
+    given = n.ints_attr(name) or (0,) * count
+    n.require(len(given) == count, f"{name} has {len(given)} entries, expected {count}")
+    return given
+
+
+def _entry(n: Node, tensor: Array, axis: int, i: int) -> Tensor:
+    """tensor[..., i, ...] without that dimension."""
+    if isinstance(tensor, Known):
+        return n.known_of(np.take(tensor.array, i, axis))
+    x = n.value_of(tensor)
+    return reshape(n, cut(n, x, axis, i, i + 1), (*x.type.dims[:axis], *x.type.dims[axis + 1 :]))
+
+
+def _sequence_map(importer: Graphs, n: Node) -> Sequence[Result]:
+    body = _body(n)
+    given = [n.operand(i) for i in range(n.count)]
+    first = given[0] if given else None
+    if not isinstance(first, TensorList):
+        raise Refused("operand 0 is not a sequence")
+    lengths = {len(t.items) for t in given if isinstance(t, TensorList)}
+    n.require(len(lengths) == 1, f"the sequences have different lengths: {sorted(lengths)}")
+    scope = importer.open_graph(body, n, "body")
+    found: list[list[Tensor]] = [[] for _ in body.output]
+    for i in range(len(first.items)):
+        entries = [t.items[i] if isinstance(t, TensorList) else t for t in given]
+        for items, item in zip(found, _run(importer, body, scope.inside(f"{i}/"), entries), strict=True):
+            items.append(item)
+    return [TensorList(tuple(items)) for items in found]
+
+
+CONTROL: Mapping[str, Control] = {"If": _if, "Loop": _loop, "Scan": _scan, "SequenceMap": _sequence_map}
