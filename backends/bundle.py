@@ -8,9 +8,10 @@
     cluster.toml         the devices it was compiled for, when a cluster was given
     stages/...           compiled code, one or more files per stage
     weights/sN.safetensors   the initial values that stage N needs, and no others
-    source/names.json        the names that the source model has for the variables whose elements it stored
+    source/names.json        the names that the source model has for the variables whose elements it stored, several for tied ones
     source/model.onnx        the source model without those elements, when it was an ONNX file: what `penstock export` fills in
     source/model.onnx.data   elements that stay with the source model, where it had them in a file of their own
+    source/rest.safetensors  tensors of the state dict that are no variables, when the source model was of torch
 
 `write_bundle` fills a sibling directory, flushes it and renames it into place: a bundle is there whole or not at all. The same inputs give
 the same bytes; there is no time, path or host name of the build in it. `open_bundle` checks names, sizes and hashes of everything before
@@ -47,7 +48,7 @@ from .tensor_file import write_tensors
 FORMAT = 1
 MANIFEST, MANIFEST_HASH, MODULE, REFERENCE = "manifest.json", "manifest.sha256", "module.ir", "reference.ir"
 PLAN, CLUSTER = "plan.json", "cluster.toml"
-SOURCE, NAMES, STRUCTURE = "source", "source/names.json", "source/model.onnx"
+SOURCE, NAMES, STRUCTURE, REST = "source", "source/names.json", "source/model.onnx", "source/rest.safetensors"
 _TOOLS = ("penstock", "apache-tvm", "apache-tvm-ffi", "numpy", "torch", "onnx")
 _CHUNK = 1 << 22
 
@@ -82,9 +83,9 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 @dataclass(frozen=True)
 class Origin:
-    """What a bundle keeps of the model it was compiled from: names of that model for variables, and files of its structure."""
+    """What a bundle keeps of the model it was compiled from: names of that model for variables, and files with what else there is of it."""
 
-    names: Mapping[str, str]
+    names: Mapping[str, Sequence[str]]
     files: Sequence[Path] = ()
 
 
@@ -110,13 +111,13 @@ class Bundle:
         return json.loads((self.path / PLAN).read_bytes())  # type: ignore[no-any-return]
 
     @cached_property
-    def source_names(self) -> dict[str, str] | None:
-        """The source model's name of every variable that it stored; None in a bundle of a module that no frontend read."""
+    def source_names(self) -> dict[str, list[str]] | None:
+        """The source model's names of every variable that it stored; None in a bundle of a module that no frontend read."""
         if NAMES not in self.manifest.files:
             return None
         path = self.path / NAMES
         try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
         except msgspec.MsgspecError as error:
             raise VerifyError(str(error), where=str(path)) from error
 
@@ -124,6 +125,11 @@ class Bundle:
     def source_structure(self) -> Path | None:
         """The ONNX model without its weights, when the bundle was compiled from one."""
         return self.path / STRUCTURE if STRUCTURE in self.manifest.files else None
+
+    @property
+    def source_rest(self) -> Path | None:
+        """Tensors of the state dict that are no variables, when the bundle was compiled from a torch module."""
+        return self.path / REST if REST in self.manifest.files else None
 
     @property
     def module_hash(self) -> str:
@@ -204,7 +210,10 @@ def write_bundle(
             toml = module.cluster.to_toml()
             add(CLUSTER, lambda path: _write_bytes(path, toml.encode()))
         if origin is not None:
-            names = json.dumps(dict(origin.names), indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+            names = (
+                json.dumps({var: list(found) for var, found in origin.names.items()}, indent=2, sort_keys=True, ensure_ascii=False).encode()
+                + b"\n"
+            )
             add(NAMES, lambda path: _write_bytes(path, names))
             for file in origin.files:
                 add(f"{SOURCE}/{file.name}", lambda path, file=file: _copy(file, path))  # type: ignore[misc]

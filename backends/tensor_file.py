@@ -28,11 +28,12 @@ _ALIGNMENT = 64
 _CHUNK = 1 << 24
 
 
-def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> tuple[str, int]:
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> tuple[str, int]:
     """Write the file and give its SHA-256 and size. Arrays that are not contiguous are copied one at a time."""
     dtypes = {name: dtype_of(array.dtype) for name, array in tensors.items()}
     order = sorted(tensors, key=lambda name: (-ITEM_BYTES[dtypes[name]], name))
-    header, offset = {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
     for name in order:
         array = tensors[name]
         header[name] = {"dtype": _NAMES[dtypes[name]], "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}

@@ -17,11 +17,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class State:
+    """A state dict: the `names` it has for each variable that it stores, several where it is tied, and the `rest` of its tensors."""
+
+    names: Mapping[str, tuple[str, ...]]
+    rest: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
 class Imported:
     """A model as read: `weights` holds the elements of each variable by its name and is read-only; `source_hash` is taken over all that was
     read; `report` says what was folded, frozen and left out; `names` gives the source's name of everything that had to be spelled otherwise;
     `bound` holds the elements of inputs that were bound to values; `structure` is an ONNX file without the elements of the variables;
-    `hints` is where the model says its nodes should run."""
+    `state` is the state dict of a torch module; `hints` is where the model says its nodes should run."""
 
     module: Module
     weights: dict[str, np.ndarray]
@@ -30,6 +38,7 @@ class Imported:
     names: Mapping[str, str] = field(default_factory=dict)
     bound: Mapping[str, object] = field(default_factory=dict)
     structure: Structure | None = None
+    state: State | None = None
     hints: Hints = field(default_factory=Hints)
 
 

@@ -450,3 +450,59 @@ def test_the_command(trained, tmp_path, capsys):
     assert "give --onnx FILE" in capsys.readouterr().err
     assert cli.main(["export", str(folder / "ckpt"), "--checkpoint", str(folder / "ckpt"), "--onnx", str(out)]) == 2
     assert f"penstock export BUNDLE --checkpoint {folder / 'ckpt'}" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ from torch
+
+
+def test_a_state_dict_comes_back_whole(tmp_path):
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+    from torch import nn
+
+    class Tied(nn.Module):
+        """Tied weights, a frozen one, a batch norm with its counter, buffers of both kinds, and a layer nobody uses."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last, self.unused = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(3, 2)
+            self.last.weight = self.first.weight
+            self.last.bias.requires_grad_(False)
+            self.register_buffer("shift", torch.randn(8))
+            self.register_buffer("passing", torch.randn(8, 8), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.tanh(self.norm(self.first(x)) + self.shift) @ self.passing)
+
+    torch.manual_seed(0)
+    module, again = Tied().eval(), Tied().eval()
+    again.passing = module.passing
+    model = ps.from_torch(module, (torch.zeros(4, 8),))
+    training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.05), microbatches=2)
+    bundle = ps.compile(ps.plan(model, ps.Cluster.local(2), training, stages=1), tmp_path / "bundle", backend="numpy")
+
+    ps.export(bundle, safetensors=tmp_path / "before.safetensors")
+    before = module.state_dict()
+    found = load_file(tmp_path / "before.safetensors")
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in before.items())
+
+    with ps.open(bundle, timeout=TIMEOUT) as job:
+        list(job.run(batches(3)))
+        job.save(tmp_path / "ckpt")
+    assert ps.export(bundle, checkpoint=tmp_path / "ckpt", safetensors=tmp_path / "after.safetensors").step == 3
+    again.load_state_dict(load_file(tmp_path / "after.safetensors"))  # strict: every key is there, and no other
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05)
+    for batch in batches(3):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(module(torch.tensor(batch["x"])), torch.tensor(batch["labels"])).backward()
+        optimizer.step()
+    for name, tensor in module.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
+    changed = {name for name, tensor in load_file(tmp_path / "after.safetensors").items() if not torch.equal(tensor, found[name])}
+    assert changed == {"first.weight", "last.weight", "first.bias", "norm.weight", "norm.bias"}
+    with safe_open(tmp_path / "after.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    with pytest.raises(UsageError, match="was not compiled from an ONNX model"):
+        ps.export(bundle, onnx=tmp_path / "out.onnx")

@@ -28,6 +28,10 @@ def our_dtype(dtype: torch.dtype) -> str:
     return _DTYPES[dtype]
 
 
+def has_dtype(dtype: torch.dtype) -> bool:
+    return dtype in _DTYPES
+
+
 def their_dtype(dtype: str) -> torch.dtype:
     return _THEIRS[dtype]
 

@@ -31,11 +31,11 @@ from penstock.ir.ops import make
 from penstock.ir.text import print_module
 from penstock.ir.types import TensorType
 
-from ..imported import Imported, some
+from ..imported import Imported, State, some
 from ..names import Names, legal
 from ..pruning import live_ops
 from ..writer import Refused
-from .arrays import array_of, our_dtype
+from .arrays import array_of, has_dtype, our_dtype
 from .calls import Caller, complain
 from .node import Absent, Builder, Known, Lost, Weight, type_of
 from .source import Sizes, exported
@@ -100,6 +100,7 @@ class _Importer:
         self.stopped: list[str] = []
         self.tied: list[str] = []
         self.dropped: list[str] = []
+        self.stored: dict[str, list[str]] = {}
         self.moving = {str(s.target) for s in signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION}
 
     def _is_input(self, name: str) -> bool:
@@ -135,6 +136,8 @@ class _Importer:
                     self.stopped.append(same[0])
                 stays = not trainable or not hits.isdisjoint(same)
                 seen[key] = Known(name, tensor.detach()) if stays else Weight(name, tensor)
+                if key in aliases:
+                    self.stored[name] = same
             if len(same) > 1 and same[0] not in self.tied:
                 self.tied.append(same[0])
             self.builder.env[node] = seen[key]
@@ -201,7 +204,15 @@ class _Importer:
             digest.update(array.tobytes())
         report = tuple(self._report(variables, {v for op in ops for v in op.ins}))
         names = self.spelled | builder.names.changed(set(used))
-        return Imported(module, weights, digest.hexdigest(), report, names)
+        return Imported(module, weights, digest.hexdigest(), report, names, state=self._state(variables))
+
+    def _state(self, variables: Mapping[str, Var]) -> State:
+        """The state dict of the program; tensors of element types that we do not have are left out."""
+        tensors = {name: t for name, t in self.program.state_dict.items() if isinstance(t, torch.Tensor)}
+        names = {name: tuple(same) for name, same in self.stored.items() if name in variables}
+        named = {name for same in names.values() for name in same}
+        known = {name: t for name, t in tensors.items() if name not in named and has_dtype(t.dtype)}
+        return State(names, {name: array_of(t) for name, t in known.items()})
 
     def _outputs(self) -> list[tuple[str, Value]]:
         """The tensors that forward gives, by their paths. What it changes besides must not matter to them."""

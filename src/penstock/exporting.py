@@ -5,7 +5,8 @@ export        a bundle, or a checkpoint of one -> an ONNX file, a safetensors fi
 
 The ONNX file is the model that was compiled, with its own inputs and outputs (no loss), nodes and names; the elements of initializers that
 became variables are those of the bundle or the checkpoint, in the initializer's element type, and everything else is as it was, bit for bit.
-The safetensors file has what the model stored of the bundle's variables, by its names and in its element types: parameters, and constants too
+The safetensors file of a torch module is its whole state dict: tied weights under each of their names, and what no output depends on as it was.
+Of an ONNX model it has what the model stored of the bundle's variables, by its names and in its element types: parameters, and constants too
 large to be written into the program; what the loss does not need is in no bundle's variables, only in the ONNX file. Weights are the newest of the checkpoint: under 2bw the older version, which only a resumed run needs, is
 not exported.
 
@@ -18,12 +19,12 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backends.bundle import Bundle, Origin, open_bundle, stored_vars
+from penstock.backends.bundle import REST, Bundle, Origin, open_bundle, stored_vars
 from penstock.backends.tensor_file import map_tensors, write_tensors
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import PARAM, Module
@@ -44,12 +45,17 @@ class Exported:
 def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
     """What a bundle of `module` keeps of its source. Elements that no stage holds stay with the structure, which is written into `folder`."""
     stored = stored_vars(module)
-    structure = imported.structure
+    structure, state = imported.structure, imported.state
+    if state is not None:
+        lost = {name: imported.weights[variable] for variable, names in state.names.items() if variable not in stored for name in names}
+        path = folder / PurePosixPath(REST).name
+        write_tensors(path, {**state.rest, **lost})
+        return Origin({variable: names for variable, names in state.names.items() if variable in stored}, [path])
     if structure is None:
-        return Origin({name: imported.names.get(name, name) for name in stored})
+        return Origin({name: (imported.names.get(name, name),) for name in stored})
     from penstock.frontends.onnx.structure import save_structure
 
-    names = {variable: theirs for variable, theirs in structure.initializers.items() if variable in stored}
+    names = {variable: (theirs,) for variable, theirs in structure.initializers.items() if variable in stored}
     rest = {theirs: imported.weights[variable] for variable, theirs in structure.initializers.items() if variable not in stored}
     return Origin(names, save_structure(structure, folder, rest))
 
@@ -67,7 +73,7 @@ def export(
     if onnx is not None and bundle.source_structure is None:
         raise UsageError("was not compiled from an ONNX model", where=str(bundle.path), hint="--safetensors writes its weights")
     arrays, step = _weights(bundle, place)
-    own = {theirs: arrays[variable] for variable, theirs in names.items()}
+    own = {name: arrays[variable] for variable, named in names.items() for name in named}
     files: list[Path] = []
     if onnx is not None:
         from penstock.frontends.onnx.structure import write_model
@@ -76,7 +82,7 @@ def export(
         files += write_model(bundle.source_structure, own, outs["--onnx"])
     if safetensors is not None:
         files.append(_write_safetensors(outs["--safetensors"], own, bundle))
-    return Exported(tuple(files), len(own), step)
+    return Exported(tuple(files), len(names), step)
 
 
 def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:
@@ -117,7 +123,7 @@ def _check_places(outs: Mapping[str, Path], bundle: Bundle) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _names_of(bundle: Bundle) -> dict[str, str]:
+def _names_of(bundle: Bundle) -> dict[str, list[str]]:
     """The model's own names of its variables. A parameter without one could be trained, but not written back."""
     names = bundle.source_names
     if names is None:
@@ -127,7 +133,8 @@ def _names_of(bundle: Bundle) -> dict[str, str]:
     if lost:
         raise UsageError(f"these parameters stand in no one place of the model: {', '.join(lost)}", where=str(bundle.path))
     strange = sorted(names.keys() - stored.keys())
-    if strange or len(set(names.values())) < len(names):
+    every = [name for named in names.values() for name in named]
+    if strange or len(set(every)) < len(every):
         raise VerifyError(f"names of variables do not fit the module: {', '.join(strange) or 'two have one name'}", where=str(bundle.path))
     return names
 
@@ -152,13 +159,17 @@ def _weights(bundle: Bundle, place: Path | None) -> tuple[dict[str, np.ndarray],
 
 def _write_safetensors(out: Path, arrays: Mapping[str, np.ndarray], bundle: Bundle) -> Path:
     dtypes: Mapping[str, np.dtype] = {}
+    metadata = None
+    if bundle.source_rest is not None:
+        arrays = {**map_tensors(bundle.source_rest), **arrays}
+        metadata = {"format": "pt"}  # transformers does not read files that do not say so
     if bundle.source_structure is not None:
         from penstock.frontends.onnx.structure import element_types
 
         dtypes = element_types(bundle.source_structure)
     work = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
-        write_tensors(work, {name: array.astype(dtypes.get(name, array.dtype), copy=False) for name, array in arrays.items()})
+        write_tensors(work, {name: array.astype(dtypes.get(name, array.dtype), copy=False) for name, array in arrays.items()}, metadata)
         work.replace(out)
     finally:
         work.unlink(missing_ok=True)
