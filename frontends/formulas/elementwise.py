@@ -82,11 +82,12 @@ def cosh(w: Writer, x: Value) -> Value:
 
 def inverse_sinh(w: Writer, x: Value) -> Value:
     """sign(x) * log(1 + |x| + x^2 / (1 + sqrt(1 + x^2)))"""
-    size = w.emit("abs", x)
+    below = w.emit("less", x, 0.0)
+    size = w.emit("where", below, w.emit("neg", x), x)  # not abs: its gradient at zero is zero
     square = w.emit("mul", x, x)
     root = w.emit("add", w.emit("sqrt", w.emit("add", square, 1.0)), 1.0)
     found = log1p(w, w.emit("add", size, w.emit("div", square, root)))
-    return w.emit("where", w.emit("less", x, 0.0), w.emit("neg", found), found)
+    return w.emit("where", below, w.emit("neg", found), found)
 
 
 def inverse_cosh(w: Writer, x: Value) -> Value:

@@ -28,7 +28,7 @@ from .table import CHECKS, RULES, name_of
 # Results above this many elements stay operations: a mask repeated over a batch is cheaper to broadcast than to store.
 LARGEST = 1 << 22
 # Computed by their rules even where all is known: what torch gives is whatever the memory holds.
-_UNSET = ("empty", "new_empty")
+_UNSET = "empty"
 
 
 class Caller:

@@ -70,8 +70,10 @@ def _neither(n: Node, kind: str) -> Result:
 
 
 def _round(n: Node) -> Result:
-    n.require(n.arg("decimals", 0) == 0, "decimals is not supported")
-    return n.arg("self") if n.dtype not in FLOATS else n.emit("round", n.value())
+    scale = 10.0 ** n.arg("decimals", 0)
+    if n.dtype not in FLOATS:
+        return n.arg("self")
+    return n.emit("round", n.value()) if scale == 1.0 else n.emit("div", n.emit("round", n.emit("mul", n.value(), scale)), scale)
 
 
 def _abs(n: Node) -> Result:

@@ -121,7 +121,6 @@ def _index_put(n: Node) -> Result:
     x = n.value()
     dims, dtype = x.type.dims, x.type.dtype
     given, add = n.arg("indices"), bool(n.arg("accumulate"))
-    n.ignore("unsafe")
     values = n.value("values", dtype)
     mask = given[0] if len(given) == 1 else None
     if isinstance(mask, Value | Known) and n.dtype_of(mask) == "bool" and values.type.size == 1:
@@ -238,9 +237,7 @@ RULES: dict[str, Rule] = {
     "embedding": _embedding,
     "index_select": _index_select,
     "index.Tensor": _index,
-    "_unsafe_index.Tensor": _index,
     "index_put": _index_put,
-    "_unsafe_index_put": _index_put,
     "gather": _gather,
     "scatter.src": scatter(),
     "scatter.value": scatter(),

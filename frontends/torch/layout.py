@@ -23,7 +23,7 @@ def reshaped(n: Node, shape: Sequence[int]) -> Result:
 
 
 def _view(n: Node) -> Result:
-    wanted = list(n.ints("size") if n.has("size") else n.ints("shape"))
+    wanted = list(n.ints("size"))
     if -1 in wanted:
         rest = prod(size for size in wanted if size != -1)
         wanted[wanted.index(-1)] = n.type().size // rest if rest else 0
@@ -38,7 +38,7 @@ def _unsqueeze(n: Node) -> Result:
 
 def _squeeze(n: Node) -> Result:
     dims = n.type().dims
-    axes = {axis_of(n, a, len(dims)) for a in n.ints("dim")} if n.has("dim") else set(range(len(dims)))
+    axes = {axis_of(n, a, len(dims)) for a in n.ints("dim")}
     return reshaped(n, [size for i, size in enumerate(dims) if size != 1 or i not in axes])
 
 
@@ -46,19 +46,6 @@ def _permute(n: Node) -> Result:
     rank = n.type().rank
     perm = [axis_of(n, a, rank) for a in n.ints("dims")]
     return n.arg("self") if perm == list(range(rank)) else transpose(n, n.value(), perm)
-
-
-def _swap(n: Node) -> Result:
-    rank = n.type().rank
-    perm = list(range(rank))
-    if rank:
-        i, j = (axis_of(n, n.arg(name), rank) for name in ("dim0", "dim1"))
-        perm[i], perm[j] = perm[j], perm[i]
-    return n.arg("self") if perm == list(range(rank)) else transpose(n, n.value(), perm)
-
-
-def _turn(n: Node) -> Result:
-    return transpose(n, n.value(), (1, 0)) if n.type().rank == 2 else n.arg("self")
 
 
 def _cast(n: Node) -> Result:
@@ -88,14 +75,10 @@ def filled(value: float | None = None) -> Rule:
     """A constant of one value; `value` None: that of the call."""
 
     def rule(n: Node) -> Result:
-        n.ignore("dtype", "self")
-        size = n.call.meta["val"].shape
-        filler = n.arg("fill_value", n.arg("value")) if value is None else value
-        n.ignore("size", "value")
-        dims = tuple(int(s) for s in n.ints("size")) if n.has("size") else n.type().dims if n.has("self") else tuple(size)
-        dtype = n.dtype
-        if not isinstance(filler, bool | int | float):  # a tensor of one element
-            return expand(n, reshape(n, n.tensor_value(filler, dtype), ()), dims)
+        n.ignore("dtype", "physical_layout")
+        dims = n.ints("size") if n.has("size") else n.type().dims
+        filler, dtype = n.arg("fill_value") if value is None else value, n.dtype
+        n.require(isinstance(filler, bool | int | float), f"cannot be filled with {filler!r}")
         number = float(filler) if dtype in FLOATS else bool(filler) if dtype == "bool" else int(filler)
         return n.emit("const", value=number, dtype=dtype, shape=dims)
 
@@ -191,15 +174,6 @@ def _slice_scatter(n: Node) -> Result:
     return put_into(n, x, n.value("src", x.type.dtype), axis, start, max(start, stop), step)
 
 
-def _select_scatter(n: Node) -> Result:
-    x = n.value()
-    dims = x.type.dims
-    axis = axis_of(n, n.arg("dim"), len(dims))
-    at = n.arg("index") % dims[axis]
-    src = reshape(n, n.value("src", x.type.dtype), (*dims[:axis], 1, *dims[axis + 1 :]))
-    return put_into(n, x, src, axis, at, at + 1, 1)
-
-
 def _pad(n: Node) -> Result:
     x = n.value()
     pads, rank = n.ints("pad"), x.type.rank
@@ -245,37 +219,21 @@ def _size(n: Node) -> Result:
 RULES: dict[str, Rule] = {
     # numbers
     "sym_size.int": _size,
-    "sym_numel": lambda n: n.type().size,
     # the same elements
     "view": _view,
-    "_unsafe_view": _view,
-    "reshape": _view,
     "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "squeeze.dim": _squeeze,
     "squeeze.dims": _squeeze,
     "permute": _permute,
-    "transpose.int": _swap,
-    "t": _turn,
     "alias": lambda n: n.arg("self"),
     "clone": lambda n: n.arg("self"),
-    "contiguous": lambda n: n.arg("self"),
-    "lift_fresh_copy": lambda n: n.arg("self"),
     "detach": _detach,
     "_to_copy": _cast,
     "copy": _copy,
     # made
     "full": filled(),
     "full_like": filled(),
-    "fill.Scalar": filled(),
-    "fill.Tensor": filled(),
     "empty.memory_format": filled(0.0),
-    "empty_like": filled(0.0),
-    "new_empty": filled(0.0),
-    "zeros": filled(0.0),
-    "zeros_like": filled(0.0),
-    "ones": filled(1.0),
-    "ones_like": filled(1.0),
+    "empty_permuted": filled(0.0),
     "arange.start_step": _arange,
     # repeated, cut and joined
     "expand": _expand,
@@ -285,7 +243,6 @@ RULES: dict[str, Rule] = {
     "slice.Tensor": _slice,
     "select.int": _select,
     "slice_scatter": _slice_scatter,
-    "select_scatter": _select_scatter,
     "constant_pad_nd": _pad,
     "flip": _flip,
     "roll": moved("shifts", "dims"),

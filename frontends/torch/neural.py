@@ -276,7 +276,7 @@ def _batch_norm(n: Node) -> Result:
     mean, variance, centred = batch_statistics(n, x)
     rstd = n.emit("rsqrt", n.emit("add", variance, eps))
     y = _scaled(n, n.emit("mul", centred, per_channel(n, x, rstd)))
-    if "running_mean" not in n.names:
+    if "running_mean" not in n.names:  # there are none
         return y, mean, rstd
     count = x.type.size // x.type.dims[1]
     unbiased = n.emit("mul", variance, count / max(1, count - 1))
@@ -293,8 +293,6 @@ def _dropout(n: Node) -> Result:
         not training or p == 0.0,
         f"dropout of {p:g} in training mode: there are no random numbers here yet; call eval() before, or set its probability to 0",
     )
-    if "native" not in str(n.target):
-        return n.arg("input")
     return n.arg("input"), torch.ones(n.type("input").dims, dtype=torch.bool)
 
 
@@ -373,10 +371,8 @@ RULES: dict[str, Rule] = {
     "convolution": _conv,
     "max_pool2d_with_indices": max_pool(2),
     "max_pool3d_with_indices": max_pool(3),
-    "avg_pool1d": avg_pool(1),
     "avg_pool2d": avg_pool(2),
     "avg_pool3d": avg_pool(3),
-    "adaptive_avg_pool1d": adaptive_pool(1),
     "_adaptive_avg_pool2d": adaptive_pool(2),
     "_adaptive_avg_pool3d": adaptive_pool(3),
     "pixel_shuffle": _pixel_shuffle,
@@ -399,11 +395,8 @@ RULES: dict[str, Rule] = {
     "group_norm": _group_norm,
     "native_group_norm": _group_norm,
     "_native_batch_norm_legit_no_training": _batch_norm_inference,
-    "_native_batch_norm_legit": _batch_norm,
     "_native_batch_norm_legit.no_stats": _batch_norm,
     "_native_batch_norm_legit_functional": _batch_norm,
-    "dropout": _dropout,
-    "feature_dropout": _dropout,
     "native_dropout": _dropout,
     # bags
     "embedding_bag": _embedding_bag,

@@ -71,8 +71,9 @@ def _one_way(n: Node, x: Value, weights: list[Value], biased: bool, state: tuple
 
 def recurrent(cell: Cell, states: int) -> Rule:
     def rule(n: Node) -> Result:
+        dropout = float(n.arg("dropout"))
         n.require(
-            not n.arg("train") or float(n.arg("dropout")) == 0.0,
+            not n.arg("train") or dropout == 0.0,
             "dropout between recurrent layers: there are no random numbers here yet; call eval() before, or set it to 0",
         )
         x = n.value("input")

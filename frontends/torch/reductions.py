@@ -101,7 +101,7 @@ def _whether(every: bool) -> Rule:
 def _variance(n: Node) -> Result:
     x, axes = n.value(), axes_of(n)
     count = prod(x.type.dims[a] for a in axes)
-    correction = n.arg("correction", 1) if "correction" in n.names else int(n.arg("unbiased", True))
+    correction = n.arg("correction", 1)
     n.require(count > correction, f"there is no variance of {count} elements with correction {correction}")
     centred = n.emit("sub", x, reduced(n, "mean", x, axes, True))
     square = n.emit("mul", centred, centred)
@@ -144,7 +144,6 @@ def _log_sum(n: Node) -> Result:
 
 
 RULES: dict[str, Rule] = {
-    "sum": over("sum"),
     "sum.dim_IntList": over("sum"),
     "mean": over("mean"),
     "mean.dim": over("mean"),
@@ -162,7 +161,6 @@ RULES: dict[str, Rule] = {
     "all": _whether(True),
     "all.dim": _whether(True),
     "var.correction": _variance,
-    "var.dim": _variance,
     "linalg_vector_norm": _norm,
     "cumsum": _cumulative,
     "logsumexp": _log_sum,

@@ -1,0 +1,407 @@
+"""A call or more for every row of the ATen tables: the row, the call, and its operands. Floating-point operands become parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+A = torch.ops.aten
+_RANDOM = torch.Generator().manual_seed(5)
+
+Case = tuple[str, Callable[..., Any], tuple[Tensor, ...]]
+
+
+def f(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=_RANDOM)
+
+
+def p(*shape: int) -> Tensor:
+    """Above zero."""
+    return torch.rand(shape, generator=_RANDOM) + 0.2
+
+
+def u(*shape: int) -> Tensor:
+    """Between -1 and 1, and not near either."""
+    return 1.8 * torch.rand(shape, generator=_RANDOM) - 0.9
+
+
+def i(low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape, generator=_RANDOM)
+
+
+def b(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=_RANDOM) < 0.5
+
+
+def distinct(*shape: int) -> Tensor:
+    """All elements different, so that a largest one has no equal."""
+    return torch.randperm(math.prod(shape), generator=_RANDOM).reshape(shape) / 7.0 - 1.0
+
+
+UNARY = {
+    "neg": f, "abs": f, "sign": f, "exp": f, "log": p, "sqrt": p, "rsqrt": p, "sin": f, "cos": f, "tanh": f, "sigmoid": f, "erf": f, "relu": f,
+    "floor": f, "ceil": f, "trunc": f, "round": f, "exp2": f, "expm1": f, "log1p": p, "log2": p, "log10": p, "tan": u, "sinh": f, "cosh": f,
+    "asinh": f, "atanh": u, "erfc": f, "reciprocal": p, "gelu": f, "silu": f, "mish": f, "selu": f, "elu": f, "leaky_relu": f, "hardtanh": f,
+    "relu6": f, "hardsigmoid": f, "hardswish": f, "softplus": f,
+}  # fmt: skip
+
+# Exactly where they could lose precision or overflow.
+EDGES = torch.tensor([-80.0, -20.0, -1.5, -1e-3, -1e-6, -0.0, 0.0, 1e-7, 1e-4, 0.3, 0.99, 1.0, 1.5, 20.0, 80.0])
+
+
+def unary_cases() -> list[Case]:
+    cases: list[Case] = []
+    for row, draw in UNARY.items():
+        op = getattr(A, row).default
+        cases.append((row, op, (draw(3, 4),)))
+        if row in ("expm1", "sinh", "cosh", "asinh"):
+            cases.append((row, op, (EDGES.clamp(-20, 20),)))
+        if row in ("softplus", "mish", "gelu", "elu", "erf", "tanh", "sigmoid", "trunc", "round"):
+            cases.append((row, op, (EDGES.clone(),)))
+        if row in ("exp", "sqrt", "tanh", "sigmoid"):  # of integers: floats
+            cases.append((row, op, (i(1, 5, 3),)))
+        if row in ("floor", "ceil", "trunc", "abs", "neg", "relu", "sign"):
+            cases.append((row, op, (i(-3, 4, 5),)))
+    return cases
+
+
+def compared(name: str) -> list[Case]:
+    op, scalar = getattr(A, name).Tensor, getattr(A, name).Scalar
+    return [
+        (f"{name}.Tensor", op, (f(3, 4), f(4))),
+        (f"{name}.Tensor", op, (i(0, 3, 5), i(0, 3, 5))),
+        (f"{name}.Tensor", op, (i(0, 3, 5), f(5))),
+        (f"{name}.Tensor", op, (b(6), b(6))),
+        (f"{name}.Scalar", lambda x: scalar(x, 1), (i(0, 3, 5),)),
+        (f"{name}.Scalar", lambda x: scalar(x, 0.5), (i(0, 3, 5),)),
+    ]
+
+
+ELEMENTWISE: list[Case] = [
+    *unary_cases(),
+    ("log1p", A.log1p.default, (torch.tensor([-0.999, -0.6, -0.5, -1e-7, 0.0, 1e-7, 1e-3, 1.0, 5.0, 1e30]),)),
+    ("acosh", A.acosh.default, (torch.tensor([1.001, 1.5, 3.0, 1e4]),)),
+    ("gelu", lambda x: A.gelu(x, approximate="tanh"), (f(3, 4),)),
+    ("elu", lambda x: A.elu(x, 0.7, 1.3, 0.5), (f(3, 4),)),
+    ("softplus", lambda x: A.softplus(x, 2.0, 1.0), (f(3, 4),)),
+    ("leaky_relu", lambda x: A.leaky_relu(x, 0.3), (f(3, 4),)),
+    ("isnan", A.isnan.default, (torch.tensor([1.0, math.nan, math.inf]),)),
+    ("round.decimals", lambda x: torch.round(x, decimals=2), (f(9),)),
+    ("isnan", A.isnan.default, (i(0, 3, 3),)),
+    ("isinf", A.isinf.default, (torch.tensor([1.0, math.nan, math.inf, -math.inf]),)),
+    ("logical_not", A.logical_not.default, (i(0, 2, 4),)),
+    ("bitwise_not", A.bitwise_not.default, (b(4),)),
+    ("bitwise_not", A.bitwise_not.default, (i(-3, 3, 4),)),
+    ("add.Tensor", lambda x, y: A.add.Tensor(x, y, alpha=2), (f(3, 4), f(3, 1))),
+    ("add.Tensor", A.add.Tensor, (i(0, 3, 4), f(2, 4))),
+    ("add.Tensor", lambda x: x + 3, (i(0, 3, 4),)),
+    ("add.Tensor", lambda x: x + 1.5, (i(0, 3, 4),)),
+    ("add.Tensor", A.add.Tensor, (b(4), b(4))),
+    ("add.Scalar", lambda x: A.add.Scalar(x, 2, 3), (f(3),)),
+    ("sub.Tensor", A.sub.Tensor, (f(3, 4), f(4))),
+    ("sub.Scalar", lambda x: A.sub.Scalar(x, 2), (f(3),)),
+    ("mul.Tensor", A.mul.Tensor, (f(3, 4), f(3, 1))),
+    ("mul.Tensor", A.mul.Tensor, (b(4), b(4))),
+    ("mul.Tensor", A.mul.Tensor, (b(4), f(4))),
+    ("mul.Scalar", lambda x: A.mul.Scalar(x, 2), (f(3),)),
+    ("div.Tensor", A.div.Tensor, (f(3, 4), p(4))),
+    ("div.Tensor", A.div.Tensor, (i(-5, 5, 4), i(1, 5, 4))),
+    ("div.Tensor", lambda x: x / 3, (i(-5, 5, 4),)),
+    ("div.Scalar", lambda x: A.div.Scalar(x, 3), (f(4),)),
+    *(
+        case
+        for mode in ("floor", "trunc")
+        for case in (
+            ("div.Tensor_mode", lambda x, y, m=mode: A.div.Tensor_mode(x, y, rounding_mode=m), (i(-9, 9, 20), torch.tensor([3, -3, 2, -4] * 5))),
+            ("div.Tensor_mode", lambda x, y, m=mode: A.div.Tensor_mode(x, y, rounding_mode=m), (3 * f(8), p(8))),
+            ("div.Scalar_mode", lambda x, m=mode: A.div.Scalar_mode(x, -4, rounding_mode=m), (i(-9, 9, 20),)),
+        )
+    ),
+    ("remainder.Tensor", A.remainder.Tensor, (i(-9, 9, 20), torch.tensor([3, -3, 2, -4] * 5))),
+    ("remainder.Tensor", A.remainder.Tensor, (3 * f(20), torch.tensor([0.7, -0.3, 1.1, -1.6] * 5))),
+    ("remainder.Scalar", lambda x: A.remainder.Scalar(x, 3), (i(-9, 9, 20),)),
+    ("remainder.Scalar_Tensor", lambda x: A.remainder.Scalar_Tensor(7, x), (i(1, 9, 20),)),
+    ("fmod.Tensor", A.fmod.Tensor, (i(-9, 9, 20), torch.tensor([3, -3, 2, -4] * 5))),
+    ("fmod.Scalar", lambda x: A.fmod.Scalar(x, 0.7), (3 * f(20),)),
+    *(("pow.Tensor_Scalar", lambda x, e=e: A.pow.Tensor_Scalar(x, e), (p(3, 4),)) for e in (1, 2, 3, 0.5, -0.5, -1, 2.5, 4)),
+    ("pow.Tensor_Scalar", lambda x: A.pow.Tensor_Scalar(x, 2), (i(-3, 3, 4),)),
+    ("pow.Tensor_Tensor", A.pow.Tensor_Tensor, (p(3, 4), f(4))),
+    ("pow.Scalar", lambda x: A.pow.Scalar(2, x), (f(3, 4),)),
+    ("maximum", A.maximum.default, (f(3, 4), f(4))),
+    ("maximum", A.maximum.default, (b(4), b(4))),
+    ("minimum", A.minimum.default, (f(3, 4), f(4))),
+    ("minimum", A.minimum.default, (b(4), b(4))),
+    *(case for name in ("eq", "ne", "lt", "le", "gt", "ge") for case in compared(name)),
+    ("logical_and", A.logical_and.default, (i(0, 2, 6), b(6))),
+    ("logical_or", A.logical_or.default, (b(6), b(6))),
+    ("logical_xor", A.logical_xor.default, (i(0, 2, 6), b(6))),
+    *(
+        case
+        for name in ("and", "or", "xor")
+        for case in (
+            (f"bitwise_{name}.Tensor", getattr(A, f"bitwise_{name}").Tensor, (b(6), b(2, 6))),
+            (f"bitwise_{name}.Scalar", lambda x, n=name: getattr(A, f"bitwise_{n}").Scalar(x, True), (b(6),)),
+        )
+    ),
+    ("clamp", lambda x: A.clamp(x, -0.5, 0.5), (f(3, 4),)),
+    ("clamp", lambda x: A.clamp(x, max=0.5), (f(3, 4),)),
+    ("clamp", lambda x: A.clamp(x, 0, 2), (i(-3, 4, 5),)),
+    ("clamp.Tensor", lambda x, low: A.clamp.Tensor(x, low, None), (f(3, 4), f(4))),
+    ("where.self", A.where.self, (b(3, 1), f(3, 4), f(4))),
+    ("where.self", lambda c, x: torch.where(c, x, 2), (b(3, 1), f(3, 4))),
+    ("addcmul", lambda x, y, z: A.addcmul(x, y, z, value=0.5), (f(3, 4), f(4), f(3, 1))),
+    ("addcdiv", lambda x, y, z: A.addcdiv(x, y, z), (f(3, 4), f(4), p(3, 1))),
+]  # fmt: skip
+
+LAYOUT: list[Case] = [
+    ("view", lambda x: A.view(x, [3, -1]), (f(2, 3, 4),)),
+    ("view", lambda x: x.reshape(()), (f(1),)),
+    ("view", lambda x: x.transpose(0, 1).reshape(-1), (f(3, 4),)),
+    ("unsqueeze", lambda x: A.unsqueeze(x, -1), (f(2, 3),)),
+    ("squeeze.dims", lambda x: A.squeeze.dims(x, [0, 1, 2]), (f(1, 2, 1),)),
+    ("permute", lambda x: A.permute(x, [2, 0, -2]), (f(2, 3, 4),)),
+    ("alias", A.alias.default, (f(3),)),
+    ("clone", lambda x: x.clone() * 2, (f(3),)),
+    ("detach", lambda x: x.detach(), (i(0, 5, 3),)),
+    ("_to_copy", lambda x: x.to(torch.float64), (f(3),)),
+    ("_to_copy", lambda x: (x * 3).to(torch.int64), (f(6),)),
+    ("_to_copy", lambda x: x.to(torch.bool), (i(0, 2, 4),)),
+    ("_to_copy", lambda x: x.to(torch.bfloat16).to(torch.float16).to(torch.float32).to(torch.float64), (f(6),)),
+    ("copy", lambda x, y: A.copy(x, y), (i(0, 4, 3, 4), f(4))),
+    ("full", lambda x: x + A.full([2, 3], 1.5), (f(3),)),
+    ("full_like", lambda x: A.full_like(x, 2) + x, (f(2, 3),)),
+    ("empty.memory_format", lambda x: x + A.empty.memory_format([3], dtype=torch.float32).zero_(), (f(3),)),
+    ("empty_permuted", lambda x: x + torch.empty_like(x).fill_(1.0), (f(3),)),
+    ("arange.start_step", lambda x: x + torch.arange(1, 10, 3), (f(3),)),
+    ("expand", lambda x: A.expand(x, [2, -1, 4]), (f(3, 1),)),
+    ("repeat", lambda x: A.repeat(x, [2, 1, 3]), (f(2, 3),)),
+    ("cat", lambda x, y: A.cat([x, y, x], -1), (f(2, 3), f(2, 1))),
+    ("cat", lambda x, y: torch.cat([x, y]), (i(0, 4, 3), f(2))),
+    ("cat", lambda x, y: torch.cat([x, y, torch.zeros(0)], 1), (f(2, 3), f(2, 2))),
+    ("split_with_sizes", lambda x: A.split_with_sizes(x, [1, 2, 3], 1), (f(2, 6),)),
+    ("split_with_sizes", lambda x: x.chunk(3, -1), (f(2, 7),)),
+    ("slice.Tensor", lambda x: x[1:, ::2], (f(4, 5),)),
+    ("slice.Tensor", lambda x: x[-3:-1], (f(4, 5),)),
+    ("slice.Tensor", lambda x: x[3:1], (f(4, 5),)),
+    ("select.int", lambda x: A.select.int(x, 1, -2), (f(2, 3, 4),)),
+    ("slice_scatter", lambda x, y: A.slice_scatter(x, y, 1, 1, 3), (f(2, 4), f(2, 2))),
+    ("slice_scatter", lambda x, y: A.slice_scatter(x, y, 1, 0, 4, 2), (f(2, 4), f(2, 2))),
+    ("constant_pad_nd", lambda x: A.constant_pad_nd(x, [1, 2, 0, 1], 0.5), (f(2, 3),)),
+    ("constant_pad_nd", lambda x: A.constant_pad_nd(x, [-1, 2], 0.0), (f(2, 3),)),
+    ("flip", lambda x: A.flip(x, [0, -1]), (f(2, 3),)),
+    ("roll", lambda x: A.roll(x, [1, -2], [0, 1]), (f(3, 4),)),
+    ("roll", lambda x: A.roll(x, [5]), (f(3, 4),)),
+    ("diagonal", lambda x: A.diagonal(x, 1), (f(4, 5),)),
+    ("diagonal", lambda x: A.diagonal(x, 0, 0, 2), (f(2, 3, 4),)),
+    ("unfold", lambda x: A.unfold(x, 1, 3, 2), (f(2, 7),)),
+]
+
+INDEXING: list[Case] = [
+    ("embedding", A.embedding.default, (f(7, 3), i(0, 7, 2, 4))),
+    ("embedding", lambda w, k: A.embedding(w, k, 2), (f(5, 3), torch.tensor([0, 2, 2, 4]))),
+    ("index_select", lambda x, k: A.index_select(x, 1, k), (f(3, 5), i(0, 5, 4))),
+    ("index.Tensor", lambda x, k: x[k], (f(5, 3), i(-5, 5, 2, 4))),
+    ("index.Tensor", lambda x, k: x[:, k], (f(2, 5, 3), i(-5, 5, 2, 4))),
+    ("index.Tensor", lambda x, k, m: x[:, k, m], (f(2, 5, 3), i(-5, 5, 2, 1), i(-3, 3, 4))),
+    ("index.Tensor", lambda x, k, m: x[k, :, m], (f(2, 5, 3), i(-2, 2, 2, 1), i(-3, 3, 4))),
+    ("index.Tensor", lambda x, k, m: x[:, k, :, m], (f(2, 3, 2, 4), i(-3, 3, 3), i(-4, 4, 3))),
+    ("index.Tensor", lambda x: x[[0, 2], [1, -1]], (f(3, 4),)),
+    ("index.Tensor", lambda x: x[torch.tensor([True, False, True])], (f(3, 4),)),
+    ("index_put", lambda x, k, y: A.index_put(x, [k], y, True), (f(5, 3), i(0, 5, 7), f(7, 3))),
+    ("index_put", lambda x, y: A.index_put(x, [torch.tensor([4, 0])], y), (f(5, 3), f(3))),
+    ("index_put", lambda x, k, m, y: A.index_put(x, [None, k, m], y, True), (f(2, 5, 3), i(0, 5, 4), i(0, 3, 4), f(2, 4))),
+    ("index_put", lambda x, k, m, y: A.index_put(x, [k, None, m], y, True), (f(2, 5, 3), i(0, 2, 4), i(0, 3, 4), f(4, 5))),
+    ("index_put", lambda x, m: A.index_put(x, [m], torch.tensor(2.0)), (f(3, 4), b(3, 4))),
+    ("index_put", lambda x, m, y: A.index_put(x, [m], y), (f(3, 4), b(3), f())),
+    ("gather", lambda x, k: A.gather(x, 1, k), (f(3, 5), i(0, 5, 2, 4))),
+    ("gather", lambda x, k: A.gather(x, 0, k), (f(), i(0, 1))),
+    ("scatter.src", lambda x, k, y: A.scatter.src(x, 1, k, y), (f(3, 5), torch.tensor([[0, 4, 2], [3, 1, 0]]), f(2, 3))),
+    ("scatter.src", lambda x, k, y: A.scatter.src(x, 1, k, y), (i(0, 9, 3, 5), torch.tensor([[0, 4, 2], [3, 1, 0]]), i(0, 9, 3, 4))),
+    ("scatter.value", lambda x, k: A.scatter.value(x, 0, k, 2.5), (f(3, 5), i(0, 3, 2, 4))),
+    ("scatter_add", lambda x, k, y: A.scatter_add(x, 1, k, y), (f(3, 5), i(0, 5, 2, 8), f(2, 8))),
+    ("scatter.reduce", lambda x, k, y: A.scatter.reduce(x, 1, k, y, reduce="add"), (f(3, 5), i(0, 5, 2, 8), f(3, 9))),
+    *(
+        ("scatter_reduce.two", lambda x, k, y, h=how, s=own: A.scatter_reduce.two(x, 1, k, y, h, include_self=s), (f(3, 5), i(0, 5, 3, 8), f(3, 8)))
+        for how in ("sum", "mean", "amax", "amin")
+        for own in (True, False)
+    ),
+    ("topk", lambda x: A.topk(x, 3, 0), (distinct(5, 4),)),
+    ("topk", lambda x: A.topk(x, 2, -1, False), (distinct(5, 4),)),
+    ("sort", lambda x: A.sort.default(x, 0, True), (distinct(5, 4),)),
+    ("sort.stable", lambda x: A.sort.stable(x, stable=True, dim=1), (i(0, 3, 2, 9),)),
+]  # fmt: skip
+
+REDUCTIONS: list[Case] = [
+    ("sum.dim_IntList", lambda x: A.sum.dim_IntList(x, [0, -1], True), (f(2, 3, 4),)),
+    ("sum.dim_IntList", lambda x: A.sum.dim_IntList(x, [1], dtype=torch.float64), (f(2, 3),)),
+    ("mean", A.mean.default, (f(3, 4),)),
+    ("mean.dim", lambda x: A.mean.dim(x, [-2]), (f(2, 3, 4),)),
+    ("amax", lambda x: A.amax(x, [1]), (distinct(3, 4),)),
+    ("amin", lambda x: A.amin(x, [0], True), (distinct(3, 4),)),
+    ("max", A.max.default, (distinct(3, 4),)),
+    ("min", A.min.default, (distinct(3, 4),)),
+    ("max.dim", lambda x: A.max.dim(x, 1), (distinct(3, 4),)),
+    (
+        "max.dim",
+        lambda x: A.max.dim(x, 0),
+        (torch.tensor([[1.0, 2.0], [1.0, 2.0], [0.0, 0.0]]),),
+    ),  # of equal ones the first has the gradient
+    ("min.dim", lambda x: A.min.dim(x, 0, True), (distinct(3, 4),)),
+    ("argmax", lambda x: A.argmax(x, 1), (distinct(3, 4),)),
+    ("argmax", lambda x: A.argmax(x, None, True), (distinct(3, 4),)),
+    ("argmin", lambda x: A.argmin(x, 0, True), (distinct(3, 4),)),
+    ("any", A.any.default, (b(3, 4),)),
+    ("any.dim", lambda x: A.any.dim(x, 1), (i(0, 2, 3, 2),)),
+    ("any.dims", lambda x: A.any.dims(x, [0, 1], True), (b(3, 4, 2),)),
+    ("all", A.all.default, (b(3, 4),)),
+    ("all.dim", lambda x: A.all.dim(x, 0), (i(0, 2, 2, 9),)),
+    ("var.correction", lambda x: torch.var(x, 1), (f(3, 4),)),
+    ("var.correction", lambda x: torch.std(x, (0, 1), correction=0, keepdim=True), (f(3, 4),)),
+    *(
+        ("linalg_vector_norm", lambda x, o=order: torch.linalg.vector_norm(x, o, (1,), True), (distinct(3, 4),))
+        for order in (2, 1, 3, math.inf, -math.inf)
+    ),
+    ("cumsum", lambda x: A.cumsum(x, -1), (f(2, 5),)),
+    ("cumsum", lambda x: A.cumsum(x, 0), (b(4, 2),)),
+    ("logsumexp", lambda x: A.logsumexp(x, [1]), (f(3, 4),)),
+    ("logsumexp", lambda x: A.logsumexp(x, [0], True), (torch.tensor([[-math.inf, 80.0], [-math.inf, 90.0]]),)),
+]
+
+
+def pooled(r: int, **options: Any) -> Callable[[Tensor], Any]:
+    op = getattr(A, f"avg_pool{r}d").default
+    return lambda x: op(x, [3] * r, [2] * r, **options)
+
+
+def resized(op: Any, size: list[int] | None, factors: list[float] | None, *corners: bool) -> Callable[[Tensor], Tensor]:
+    return lambda x: op(x, size, *corners, factors)
+
+
+ONE_TO_THREE = (f(2, 2, 5), f(2, 2, 5, 4), f(1, 2, 3, 4, 5))
+
+NEURAL: list[Case] = [
+    ("linear", A.linear.default, (f(2, 5, 3), f(4, 3), f(4))),
+    ("linear", A.linear.default, (f(3), f(4, 3))),
+    ("matmul", A.matmul.default, (f(2, 1, 3, 4), f(5, 4, 2))),
+    ("matmul", A.matmul.default, (f(4), f(5, 4, 2))),
+    ("matmul", A.matmul.default, (f(5, 2, 4), f(4))),
+    ("mm", A.mm.default, (f(3, 4), f(4, 2))),
+    ("bmm", A.bmm.default, (f(2, 3, 4), f(2, 4, 2))),
+    ("mv", A.mv.default, (f(3, 4), f(4))),
+    ("dot", A.dot.default, (f(4), f(4))),
+    ("addmm", lambda c, x, y: A.addmm(c, x, y, beta=0.5, alpha=2), (f(2), f(3, 4), f(4, 2))),
+    ("baddbmm", A.baddbmm.default, (f(2, 1, 2), f(2, 3, 4), f(2, 4, 2))),
+    ("convolution", lambda x, w, c: torch.conv1d(x, w, c, 2, 1), (f(2, 3, 8), f(4, 3, 3), f(4))),
+    ("convolution", lambda x, w: torch.conv2d(x, w, None, (2, 1), (0, 2), (1, 2), 2), (f(2, 4, 8, 7), f(6, 2, 3, 2))),
+    ("convolution", lambda x, w: torch.conv2d(x, w, padding="same"), (f(3, 6, 5), f(4, 3, 2, 3))),
+    ("convolution", torch.conv3d, (f(1, 2, 4, 4, 4), f(3, 2, 2, 3, 2))),
+    ("convolution", lambda x, w, c: torch.conv_transpose2d(x, w, c, (2, 3), (1, 0), (1, 2), 2, (1, 2)), (f(2, 4, 5, 4), f(4, 3, 3, 2), f(6))),
+    ("max_pool2d_with_indices", lambda x: torch.max_pool2d(x, 3, 2, 1), (distinct(1, 2, 7, 6),)),
+    ("max_pool2d_with_indices", lambda x: torch.max_pool2d(x, (3, 2), (2, 3), (1, 0), 1, True), (distinct(2, 7, 6),)),
+    ("max_pool3d_with_indices", lambda x: torch.max_pool3d(x, 2), (distinct(1, 2, 4, 4, 4),)),
+    *((f"avg_pool{max(2, r)}d", pooled(r), (x,)) for r, x in enumerate(ONE_TO_THREE, 1)),
+    ("avg_pool2d", pooled(2, padding=[1, 1], ceil_mode=True), (f(1, 2, 6, 7),)),
+    ("avg_pool2d", pooled(2, padding=[1, 0], count_include_pad=False), (f(2, 6, 7),)),
+    ("avg_pool2d", pooled(2, padding=[1, 1], divisor_override=5), (f(1, 2, 6, 7),)),
+    ("mean.dim", lambda x: torch.nn.functional.adaptive_avg_pool2d(x, 1), (f(1, 2, 6, 4),)),
+    ("_adaptive_avg_pool2d", lambda x: torch.nn.functional.adaptive_avg_pool1d(x, 3), (f(1, 2, 7),)),
+    ("_adaptive_avg_pool2d", lambda x: torch.nn.functional.adaptive_avg_pool2d(x, (3, 2)), (f(1, 2, 6, 4),)),
+    ("_adaptive_avg_pool2d", lambda x: torch.nn.functional.adaptive_avg_pool2d(x, (4, 3)), (f(2, 6, 5),)),
+    ("_adaptive_avg_pool3d", lambda x: torch.nn.functional.adaptive_avg_pool3d(x, 2), (f(1, 2, 3, 4, 5),)),
+    ("pixel_shuffle", lambda x: A.pixel_shuffle(x, 2), (f(2, 8, 3, 2),)),
+    *(
+        case
+        for r, x in enumerate(ONE_TO_THREE, 1)
+        for case in (
+            (f"upsample_nearest{r}d.vec", resized(getattr(A, f"upsample_nearest{r}d").vec, None, [2.0] * r), (x,)),
+            (f"upsample_nearest{r}d.vec", resized(getattr(A, f"upsample_nearest{r}d").vec, [7, 3, 4][:r], None), (x,)),
+        )
+    ),
+    *(
+        (f"{name}.vec", resized(getattr(A, name).vec, size, factors, corners), (x,))
+        for name, x in zip(("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"), (*ONE_TO_THREE, f(1, 2, 5, 4)), strict=True)
+        for size, factors, corners in (([7, 3, 6][: x.ndim - 2], None, False), ([7, 3, 6][: x.ndim - 2], None, True), (None, [1.6] * (x.ndim - 2), False))
+    ),
+    ("softmax.int", lambda x: torch.softmax(x, 1), (f(2, 3, 4),)),
+    ("_softmax", lambda x: A._softmax(x, 0, False), (f(2, 3),)),
+    ("log_softmax.int", lambda x: torch.log_softmax(x, -1, dtype=torch.float64), (f(2, 3),)),
+    ("_log_softmax", lambda x: A._log_softmax(x, 0, False), (f(2, 3),)),
+    ("layer_norm", lambda x, w, c: A.layer_norm(x, [3, 4], w, c, 1e-3), (f(2, 3, 4), f(3, 4), f(3, 4))),
+    ("layer_norm", lambda x: A.layer_norm(x, [4]), (f(2, 3, 4),)),
+    ("native_layer_norm", lambda x, w: A.native_layer_norm(x, [4], w, None, 1e-5), (f(2, 3, 4), f(4))),
+    ("rms_norm", lambda x, w: A.rms_norm(x, [4], w), (f(2, 3, 4), f(4))),
+    ("rms_norm", lambda x: A.rms_norm(x, [3, 4], None, 1e-2), (f(2, 3, 4),)),
+    ("group_norm", lambda x, w, c: A.group_norm(x, 2, w, c, 1e-3), (f(2, 4, 3), f(4), f(4))),
+    ("native_group_norm", lambda x: A.native_group_norm(x, None, None, 2, 4, 3, 2, 1e-5)[0], (f(2, 4, 3),)),
+    ("_native_batch_norm_legit_no_training", lambda x, w, c: torch.batch_norm(x, w, c, torch.ones(3), torch.full((3,), 2.0), False, 0.1, 1e-3, False), (f(2, 3, 4), f(3), f(3))),
+    ("_native_batch_norm_legit.no_stats", lambda x, w, c: A._native_batch_norm_legit.no_stats(x, w, c, True, 0.1, 1e-3)[0], (f(2, 3, 4), f(3), f(3))),
+    ("_native_batch_norm_legit_functional", lambda x, w, c: A._native_batch_norm_legit_functional(x, w, c, torch.ones(3), torch.ones(3), True, 0.1, 1e-3), (f(2, 3, 4), f(3), f(3))),
+    ("native_dropout", lambda x: A.native_dropout(x, 0.5, False)[0] * 2, (f(2, 3),)),
+    *(
+        ("embedding_bag.padding_idx", lambda w, k, o, m=mode, c=last: A.embedding_bag.padding_idx(w, k, o, False, m, False, None, c, None)[0], (f(7, 3), i(0, 7, 9), offsets))
+        for mode, last, offsets in ((0, False, torch.tensor([0, 4, 4])), (1, False, torch.tensor([0, 4, 7])), (1, True, torch.tensor([0, 0, 5, 9])))
+    ),
+    ("embedding_bag.padding_idx", lambda w, k, s: A.embedding_bag.padding_idx(w, k, torch.tensor([0, 3, 6]), False, 0, False, s, False, None)[0], (f(7, 3), i(0, 7, 9), f(9))),
+    ("embedding_bag.padding_idx", lambda w, k: A.embedding_bag.padding_idx(w, k, torch.tensor([0, 2]), False, 1, False, None, False, 1)[0], (f(4, 3), torch.tensor([1, 2, 1, 0, 3]))),
+    ("embedding_bag", lambda w, k: A.embedding_bag.default(w, k, torch.tensor([0, 2]), False, 0)[0], (f(4, 3), i(0, 4, 5))),
+]  # fmt: skip
+
+
+def attended(**options: Any) -> Callable[..., Tensor]:
+    return lambda q, k, v, *mask: torch.nn.functional.scaled_dot_product_attention(q, k, v, *mask, **options)
+
+
+QKV = (f(2, 2, 4, 3), f(2, 2, 5, 3), f(2, 2, 5, 6))
+BLIND = torch.tensor([[True, False, True, True, False], [False] * 5, [True] * 5, [False, True, False, False, False]])
+ADDED = torch.where(BLIND, f(4, 5), torch.tensor(-math.inf))
+
+ATTENTION: list[Case] = [
+    ("scaled_dot_product_attention", attended(), QKV),
+    ("scaled_dot_product_attention", attended(scale=0.3), tuple(x[0] for x in QKV)),
+    ("scaled_dot_product_attention", attended(), tuple(x[0, 0] for x in QKV)),
+    ("scaled_dot_product_attention", attended(), tuple(x[None] for x in QKV)),
+    ("scaled_dot_product_attention", attended(is_causal=True), (f(2, 2, 4, 3), f(2, 2, 4, 3), f(2, 2, 4, 3))),
+    ("scaled_dot_product_attention", attended(is_causal=True), QKV),
+    ("scaled_dot_product_attention", attended(enable_gqa=True), (f(2, 4, 4, 3), f(2, 2, 5, 3), f(2, 2, 5, 3))),
+    ("scaled_dot_product_attention", attended(), (*QKV, BLIND)),
+    ("scaled_dot_product_attention", attended(), (*QKV, BLIND[None, None].repeat(2, 1, 1, 1))),
+    ("scaled_dot_product_attention", attended(attn_mask=BLIND), QKV),
+    ("scaled_dot_product_attention", attended(attn_mask=ADDED), QKV),
+    ("scaled_dot_product_attention", attended(), (*QKV, f(2, 1, 4, 5))),
+    ("scaled_dot_product_attention", attended(), (*(x[None].repeat(2, 1, 1, 1, 1) for x in QKV), f(2, 1, 1, 4, 5))),
+]  # fmt: skip
+
+
+def stepped(op: Any, states: int, **options: Any) -> Callable[..., Any]:
+    given = {"has_biases": True, "num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False, "batch_first": False} | options
+
+    def call(x: Tensor, *rest: Tensor) -> Any:
+        hidden: Any = list(rest[:2]) if states == 2 else rest[0]
+        return op(x, hidden, list(rest[states:]), *given.values())
+
+    return call
+
+
+RECURRENT: list[Case] = [
+    ("lstm.input", stepped(A.lstm.input, 2), (f(3, 2, 4), f(1, 2, 3), f(1, 2, 3), f(12, 4), f(12, 3), f(12), f(12))),
+    ("lstm.input", stepped(A.lstm.input, 2, batch_first=True, has_biases=False), (f(2, 3, 4), f(1, 2, 3), f(1, 2, 3), f(12, 4), f(12, 3))),
+    ("gru.input", stepped(A.gru.input, 1, bidirectional=True), (f(3, 2, 4), f(2, 2, 3), *(x for _ in "lr" for x in (f(9, 4), f(9, 3), f(9), f(9))))),
+    ("rnn_tanh.input", stepped(A.rnn_tanh.input, 1), (f(3, 2, 4), f(1, 2, 3), f(3, 4), f(3, 3), f(3), f(3))),
+    ("rnn_relu.input", stepped(A.rnn_relu.input, 1, num_layers=2), (f(3, 2, 4), f(2, 2, 3), f(3, 4), f(3, 3), f(3), f(3), f(3, 3), f(3, 3), f(3), f(3))),
+]  # fmt: skip
+
+# Of these no gradient is compared: it is zero, and autodiff refuses to train through what is flat, or torch has none.
+FLAT = (
+    "sign", "floor", "ceil", "trunc", "round", "round.decimals", "div.Tensor_mode", "remainder.Tensor", "remainder.Scalar", "fmod.Tensor", "fmod.Scalar",
+    "scatter.reduce",
+)  # fmt: skip
+# What these give does not depend on their operands; at a small size that is computed at import.
+MADE = (
+    "full", "full_like", "empty.memory_format", "empty_permuted", "arange.start_step",
+)  # fmt: skip
+
+CASES: list[Case] = [*ELEMENTWISE, *LAYOUT, *INDEXING, *REDUCTIONS, *NEURAL, *ATTENTION, *RECURRENT]
