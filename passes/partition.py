@@ -8,7 +8,9 @@ gradients back) from device s-1 to s, a dynamic programme finds the cuts that mi
 
     max over stages s of  comp(cut[s], cut[s+1], s) + comm(cut[s], s)
 
-Operation time is the roofline max(flops / rate, bytes / bandwidth). A cut may not separate two operations that read the same parameter.
+Operation time is the roofline max(flops / rate, bytes / bandwidth). A parameter lives on the first stage that reads it. Where later stages read
+it, too (tied weights), it travels to them with every microbatch, and its gradient back, like an activation: all of a microbatch sees one version,
+and the gradients of all uses are added up once. That is counted as transfer, so that cuts keep such operations together where it costs too much.
 Backward operations follow the forward operation they belong to; sums of gradients run on the lowest stage among their operands, so that
 one tensor travels instead of several; updates run where the parameter lives. Operations that depend on constants only are not annotated:
 every stage that needs them computes them.
@@ -80,12 +82,6 @@ def chain_of(module: Module) -> list[Op]:
     return [op for op in forward.ops if not anywhere.issuperset(op.outs)]
 
 
-def stage_starts(module: Module) -> tuple[list[Op], npt.NDArray[np.bool_]]:
-    """The chain, and whether a stage may start at each of its operations."""
-    chain, forward = chain_of(module), forward_graph(module)
-    return chain, _allowed_cuts(chain, _params_used(module, forward, replicable(forward)))
-
-
 def positions_of(chain: Sequence[Op]) -> dict[str, int]:
     """Operations by the names a user may give: a loc stands for the first operation that has it, a value for the one that makes it."""
     return {name: i for i, op in reversed(list(enumerate(chain))) for name in (op.loc, *(v.name for v in op.outs))}
@@ -119,7 +115,6 @@ class _Costs:
         index = {v: i for i, op in enumerate(chain) for v in op.outs}
         forward = forward_graph(module)
         self.params = _params_used(module, forward, replicable(forward))
-        self.allowed = _allowed_cuts(chain, self.params)
         position = {v.name: i for v, i in index.items()}
         backward = module.graphs.get("B")
         work: list[list[Op]] = [[op] for op in chain]
@@ -128,17 +123,12 @@ class _Costs:
                 if "of" in op.attrs:
                     work[position[str(op.attrs["of"])]].append(op)
         self.before = [np.concatenate([[0.0], np.cumsum([sum(seconds(op, d) for op in ops) for ops in work])]) for d in devices]
-        crossing = _crossing_bytes(chain, index) * (2.0 if backward is not None else 1.0)
+        crossing = (_crossing_bytes(chain, index) + _tied_bytes(module, chain, self.params)) * (2.0 if backward is not None else 1.0)
         trips = 2.0 if backward is not None else 1.0
         self.transfer = [np.zeros(len(chain) + 1)]
         for a, b in pairwise(devices):
             link = cluster.link(a.name, b.name)
             self.transfer.append(np.where(crossing > 0, crossing / link.bandwidth + trips * link.latency, 0.0))
-
-    def parted_by(self, cut: int) -> list[str]:
-        """Parameters that are read on both sides of a cut."""
-        sides = [{name for op in ops for v in op.ins for name in self.params.get(v, ())} for ops in (self.chain[:cut], self.chain[cut:])]
-        return sorted(f"@{name}" for name in sides[0] & sides[1])
 
     def of_range(self, stage: int, first: int, last: int) -> tuple[float, float]:
         """Compute and transfer seconds of one stage that runs operations first .. last-1."""
@@ -171,17 +161,18 @@ def _params_used(module: Module, graph: Graph, anywhere: set[Value]) -> dict[Val
     return found
 
 
-def _allowed_cuts(chain: Sequence[Op], params: Mapping[Value, frozenset[str]]) -> npt.NDArray[np.bool_]:
-    """Entry i: whether a stage may start at operation i, that is, no parameter is read on both sides."""
+def _tied_bytes(module: Module, chain: Sequence[Op], params: Mapping[Value, frozenset[str]]) -> Array:
+    """Entry i: bytes of parameters that are read both before operation i of the chain and at or after it."""
+    delta = np.zeros(len(chain) + 1)
     readers: dict[str, list[int]] = {}
     for i, op in enumerate(chain):
         for value in op.ins:
             for name in params.get(value, ()):
                 readers.setdefault(name, []).append(i)
-    allowed = np.ones(len(chain) + 1, dtype=bool)
-    for positions in readers.values():
-        allowed[positions[0] + 1 : positions[-1] + 1] = False
-    return allowed
+    for name, positions in readers.items():
+        delta[positions[0] + 1] += module.vars[name].type.nbytes
+        delta[positions[-1] + 1] -= module.vars[name].type.nbytes
+    return np.cumsum(delta)
 
 
 # ------------------------------------------------------------------------------------------------ the search
@@ -190,12 +181,10 @@ def _allowed_cuts(chain: Sequence[Op], params: Mapping[Value, frozenset[str]]) -
 def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str]) -> list[int]:
     """First operation of every stage. best[j] is the smallest bottleneck of the first j operations over the stages so far."""
     n = len(costs.chain)
-    allowed = costs.allowed
+    allowed = np.full(n + 1, not only_at)
     if only_at:
         position = _known_positions(costs.chain, only_at)
-        allowed = np.zeros_like(allowed)
         allowed[[position[name] for name in only_at]] = True
-        allowed &= costs.allowed
     best = costs.before[0].copy()
     best[0] = np.inf
     choices: list[npt.NDArray[np.int64]] = []
@@ -209,10 +198,7 @@ def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str]) -> list[int]:
         best = new
         choices.append(choice)
     if not np.isfinite(best[n]):
-        raise UsageError(
-            f"the model cannot be cut into {count} stages: parameters that several operations share keep them together",
-            hint="ask for fewer stages",
-        )
+        raise UsageError(f"{count} stages cannot all start at the places that are given", hint="ask for fewer stages, or give more places")
     cuts = [n]
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))
@@ -226,8 +212,6 @@ def _given_cuts(costs: _Costs, split_at: Sequence[str]) -> list[int]:
         cut = position[name]
         if cut in starts:
             problems.append(f"{name!r} names the same operation as {starts[cut]}")
-        elif not costs.allowed[cut]:
-            problems.append(f"{name!r} would part operations that read the same parameter: {', '.join(costs.parted_by(cut))}")
         starts.setdefault(cut, repr(name))
     if problems:
         raise UsageError("cannot split there:" + "".join(f"\n  - {p}" for p in problems))
@@ -252,9 +236,12 @@ def _annotate(module: Module, stage_of: Mapping[int, int], devices: Sequence[Dev
     """Write stages on operations and variables. `stage_of` is keyed by the identity of forward operations."""
     forward = forward_graph(module)
     graphs = dict(module.graphs)
-    graphs[forward.name] = _with_stages(forward, stage_of)
+    readers = _reading_stages(forward, stage_of, costs.params)
+    tied = {name: stages for name, stages in readers.items() if len(stages) > 1}
+    reads = {id(op): min(tied[op.var]) for op in forward.ops if op.kind == "read" and op.var in tied}
+    graphs[forward.name] = _with_stages(forward, {**stage_of, **reads})
     by_name = {v.name: stage_of[id(op)] for op in forward.ops if id(op) in stage_of for v in op.outs}
-    vars = _place_vars(module, forward, stage_of, costs.params)
+    vars = _place_vars(module, readers)
     if "B" in module.graphs:
         again = {v for op in forward.ops for v in op.outs}
         graphs["B"] = _with_stages(module.graphs["B"], _backward_stages(module.graphs["B"], by_name, vars, again))
@@ -267,6 +254,9 @@ def _annotate(module: Module, stage_of: Mapping[int, int], devices: Sequence[Dev
         if stage:
             text += f" and {transfer * 1e3:.3f} ms transfer from stage {stage - 1}"
         notes.append(f"{text} per microbatch, starts at {_name(costs.chain[first])}")
+    for name, where in tied.items():
+        numbers = ", ".join(map(str, sorted(where)))
+        notes.append(f"@{name} is read on stages {numbers}: its {module.vars[name].type.nbytes} bytes travel with every microbatch")
     stages = tuple(Stage(i, d.name) for i, d in enumerate(devices))
     return module.but(stages=stages, vars=vars, graphs=graphs).noted("partition", *notes)
 
@@ -280,14 +270,20 @@ def _with_stages(graph: Graph, stage_of: Mapping[int, int]) -> Graph:
     return replace(graph, ops=ops)
 
 
-def _place_vars(module: Module, forward: Graph, stage_of: Mapping[int, int], params: Mapping[Value, frozenset[str]]) -> dict[str, Var]:
-    """Parameters live where they are read; gradients and optimiser state, named after them, live with them. The rest is replicated."""
-    home: dict[str, int] = {}
+def _reading_stages(forward: Graph, stage_of: Mapping[int, int], params: Mapping[Value, frozenset[str]]) -> dict[str, set[int]]:
+    """On which stages each parameter is read."""
+    found: dict[str, set[int]] = {}
     for op in forward.ops:
         for value in op.ins:
             if id(op) in stage_of:
                 for name in params.get(value, ()):
-                    home.setdefault(name, stage_of[id(op)])
+                    found.setdefault(name, set()).add(stage_of[id(op)])
+    return found
+
+
+def _place_vars(module: Module, readers: Mapping[str, set[int]]) -> dict[str, Var]:
+    """Parameters live where they are read first; gradients and optimiser state, named after them, live with them. The rest is replicated."""
+    home = {name: min(stages) for name, stages in readers.items()}
     vars: dict[str, Var] = {}
     for var in module.vars.values():
         owner = var.name if var.role == PARAM else _owner(var)

@@ -2,8 +2,8 @@
 
 In: hints, the module as `partition` is about to see it, and a number of stages. Out: options for `partition`, and notes.
 
-    pipeline stages   followed when there are as many as stages are asked for, each is one contiguous stretch of operations, in their order,
-                      and no parameter is read in two of them: stages start where the model says
+    pipeline stages   followed when there are as many as stages are asked for, each is one contiguous stretch of operations, in their order:
+                      stages start where the model says
     layers            followed when there are enough places between layers: stages start at such places, the search chooses among them
 
 Pipeline stages go before layers, and of several configurations the first that fits is taken. An operation without a hint goes with the one
@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from penstock.frontends.hints import Hints
 from penstock.ir.graph import Attr, Module, Op
-from penstock.passes.partition import positions_of, stage_starts
+from penstock.passes.partition import chain_of, positions_of
 
 Changes = dict[str, Attr]
 
@@ -25,17 +25,14 @@ Changes = dict[str, Attr]
 def follow_hints(hints: Hints, module: Module, stages: int) -> tuple[Changes, list[str]]:
     """Options for `partition` that follow the hints, empty if none can be followed; and what to tell the user."""
     notes: list[str] = []
-    chain, allowed = stage_starts(module)
+    chain = chain_of(module)
     for name, stage_of in hints.pipelines.items():
         starts, problem = _pipeline_starts(chain, stage_of, stages)
-        parted = [i for i in starts if not allowed[i]]
-        if parted and not problem:
-            problem = f"operations on both sides of {chain[parted[0]].loc} read the same parameter"
         if not problem:
             return {"split_at": _names(chain, starts)}, [*notes, f"stages are those of configuration {name!r} of the model"]
         notes.append(f"the pipeline stages of configuration {name!r} of the model are not followed: {problem}")
     if hints.layers:
-        starts = [i for i in _changes(chain, hints.layers) if allowed[i]]
+        starts = _changes(chain, hints.layers)
         if len(starts) >= stages - 1:
             return {"only_at": _names(chain, starts)}, [*notes, f"stages start between layers of the model, at one of {len(starts)} places"]
         notes.append(
