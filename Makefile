@@ -3,6 +3,7 @@
 #
 #   make demo         train a small GPT on two local CPU devices, with everything the compiler did dumped to demo-out/
 #   make test         all tests but the slow ones            make test-slow    the slow ones
+#   make test-models  families of transformers' models and others, from torch and from ONNX, against torch (half an hour)
 #   make conformance  ONNX's backend tests through the interpreter and through compiled modules (minutes)
 #   make lint         formatting, lint and types             make format       put the files into the house format
 #   make bench        the benchmark on a small model         make bench-full   the benchmark at GPT-2-small size
@@ -23,7 +24,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # One thread per process unless a program asks for more: stages set their threads themselves, and tests run side by side with them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-slow conformance lint format docs bench bench-full bench-kernels bench-models clean environment
+.PHONY: demo test test-slow test-models conformance lint format docs bench bench-full bench-kernels bench-models clean environment
 .DEFAULT_GOAL := test
 
 environment: $(VENV)/ready
@@ -45,6 +46,10 @@ test: $(VENV)/ready
 
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m slow
+
+test-models: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,models]'
+	$(BIN)/python -m pytest -q -m slow tests/models
 
 conformance: $(VENV)/ready
 	$(BIN)/python tests/conformance/run.py

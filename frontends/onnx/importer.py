@@ -7,7 +7,7 @@ domain; every size is a number once `dims` has bound the symbolic ones, and inpu
 Which initializers are trained: every floating-point initializer that is used as a tensor is a parameter, except
   * those whose name matches `frozen` (a regular expression, searched for anywhere in the name),
   * the running mean and variance of a BatchNormalization,
-  * those of rank 0: exporters write the numbers of the source text (a scale, an exponent, an epsilon) that way,
+  * those of rank 0, unless their name matches `trained`: exporters write the numbers of the source text (a scale, an epsilon) that way,
   * those that a rule needs as numbers (a bound of Clip, the value of Pad).
 All others are constants. What depends on constants alone is computed here. Small constants and those with one value throughout become
 `const`, the rest buffers. An initializer used by several nodes stays one variable, read once.
@@ -53,9 +53,15 @@ from .versions import CHANGED, DOMAINS, UPGRADES, opsets_of, upgrade
 
 
 def import_onnx(
-    path: str | Path, *, dims: Mapping[str, int] | None = None, known: Mapping[str, Given] | None = None, frozen: str | None = None
+    path: str | Path,
+    *,
+    dims: Mapping[str, int] | None = None,
+    known: Mapping[str, Given] | None = None,
+    frozen: str | None = None,
+    trained: str | None = None,
 ) -> Imported:
-    """The model at `path` as a Module. `dims` gives sizes for symbolic dimensions by name, `known` elements for inputs."""
+    """The model at `path` as a Module. `dims` gives sizes for symbolic dimensions by name, `known` elements for inputs; `frozen` and `trained`
+    are patterns of names of initializers."""
     source = Source(path)
     where = str(source.path)
     opsets = opsets_of(source)
@@ -66,7 +72,7 @@ def import_onnx(
     promises = static_types({name: kind for name, kind in source.infer_types(bound).items() if name not in doubtful})
     importer = _Importer(source, opsets, promises)
     importer.take_inputs(graph, bound)
-    importer.take_initializers(graph, _frozen(frozen, where))
+    importer.take_initializers(graph, _pattern("frozen", frozen, where), _pattern("trained", trained, where))
     for index, node in enumerate(graph.node):
         importer.take_node(node, index, importer.scope)
     importer.complain()
@@ -101,11 +107,11 @@ def _behind_rounded_pools(graph: onnx.GraphProto) -> set[str]:
     return found
 
 
-def _frozen(frozen: str | None, where: str) -> re.Pattern[str] | None:
+def _pattern(flag: str, text: str | None, where: str) -> re.Pattern[str] | None:
     try:
-        return re.compile(frozen) if frozen else None
+        return re.compile(text) if text else None
     except re.error as error:
-        raise UsageError(f"--frozen {frozen!r} is not a regular expression: {error}", where=where) from error
+        raise UsageError(f"--{flag} {text!r} is not a regular expression: {error}", where=where) from error
 
 
 # ---------------------------------------------------------------------------------------- the import itself
@@ -124,6 +130,7 @@ class _Importer:
         every += [name for name in inner if self.names_of_inner[name] == 1]
         self.inner: dict[str, Tensor] = {}
         self.frozen: re.Pattern[str] | None = None
+        self.trained: re.Pattern[str] | None = None
         self.source = source
         self.promises = promises
         self.functions = {identity(f): f for f in source.model.functions}
@@ -159,11 +166,12 @@ class _Importer:
             self.builder.inputs[found] = value.name
             tensors[value.name] = found
 
-    def take_initializers(self, graph: onnx.GraphProto, frozen: re.Pattern[str] | None) -> None:
-        self.frozen = frozen
-        everywhere = [tensor for _, tensor in stored_in(graph)]
-        if frozen is not None and not any(frozen.search(t.name) and self.source.is_float(t) for t in everywhere):
-            raise UsageError(f"--frozen {frozen.pattern!r} matches no floating-point initializer", where=str(self.source.path))
+    def take_initializers(self, graph: onnx.GraphProto, frozen: re.Pattern[str] | None, trained: re.Pattern[str] | None) -> None:
+        self.frozen, self.trained = frozen, trained
+        floating = [tensor.name for _, tensor in stored_in(graph) if self.source.is_float(tensor)]
+        for flag, pattern in (("frozen", frozen), ("trained", trained)):
+            if pattern is not None and not any(map(pattern.search, floating)):
+                raise UsageError(f"--{flag} {pattern.pattern!r} matches no floating-point initializer", where=str(self.source.path))
         for tensor in graph.initializer:
             self.scope.tensors[tensor.name] = self._initializer(tensor, tensor.name)
         for sparse in graph.sparse_initializer:
@@ -174,11 +182,14 @@ class _Importer:
             kind = self.source.type_of(tensor)
         except ValueError:  # said when a node uses it as a tensor: as a number it may be harmless
             return Known(label, self.source.array(tensor))
-        trainable = kind.dtype in FLOATS and kind.rank > 0
-        if self.frozen is not None and self.frozen.search(tensor.name) and kind.dtype in FLOATS:
+        floating = kind.dtype in FLOATS
+        trainable = floating and kind.rank > 0
+        if floating and self.trained is not None and self.trained.search(tensor.name):
+            trainable = True
+        elif floating and self.frozen is not None and self.frozen.search(tensor.name):
             self.findings.matched.append(tensor.name)
             trainable = False
-        elif kind.dtype in FLOATS and kind.rank == 0:
+        elif floating and kind.rank == 0:
             self.findings.scalars.append(tensor.name)
         return Weight(label, kind, tensor) if trainable else Known(label, self.source.array(tensor))
 

@@ -71,7 +71,7 @@ def report(
     if findings.matched:
         lines.append(f"frozen by name: {some(findings.matched)}")
     if findings.scalars:
-        lines.append(f"initializers of rank 0, taken as constants: {some(findings.scalars)}")
+        lines.append(f"initializers of rank 0, taken as constants: {some(findings.scalars)} (--trained REGEX makes parameters of them)")
     if unused:
         lines.append(f"floating-point initializers that no result depends on as tensors, left out: {some(unused)}")
     return lines

@@ -69,13 +69,17 @@ class Plan:
 
 
 def from_onnx(
-    path: str | Path, dims: Mapping[str, int] | None = None, frozen: str | None = None, known: Mapping[str, object] | None = None
+    path: str | Path,
+    dims: Mapping[str, int] | None = None,
+    frozen: str | None = None,
+    known: Mapping[str, object] | None = None,
+    trained: str | None = None,
 ) -> Model:
     """Import an ONNX file. `dims` binds symbolic dimensions, `known` inputs to numbers or arrays (a shape, axes, repeats that the model takes as
-    inputs); `frozen` is a pattern of parameter names that are not trained."""
+    inputs); `frozen` is a pattern of parameter names that are not trained, `trained` of those that are although they hold a single number."""
     from penstock.frontends.onnx import import_onnx
 
-    return Model(import_onnx(path, dims=dims or {}, known=known or {}, frozen=frozen))
+    return Model(import_onnx(path, dims=dims or {}, known=known or {}, frozen=frozen, trained=trained))
 
 
 def from_torch(

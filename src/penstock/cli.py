@@ -237,6 +237,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
         help="bind an input to numbers between commas or to FILE.npy, for models that take shapes, axes or counts as inputs",
     )
     parser.add_argument("--frozen", metavar="REGEX", help="parameters that are not trained")
+    parser.add_argument("--trained", metavar="REGEX", help="initializers that are trained although they hold a single number")
     parser.add_argument(
         "--precision",
         choices=("f32", "bf16", "f16"),

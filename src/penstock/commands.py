@@ -76,7 +76,8 @@ def _plan(arguments: Namespace) -> Plan:
         cluster = Cluster.listed(arguments.devices)
     else:
         cluster = Cluster.local(arguments.devices or arguments.stages or 1)
-    model = api.from_onnx(arguments.model, dims=_dims(arguments.dim), frozen=arguments.frozen, known=_known(arguments.known))
+    names = {"frozen": arguments.frozen, "trained": arguments.trained}
+    model = api.from_onnx(arguments.model, dims=_dims(arguments.dim), known=_known(arguments.known), **names)
     for line in model.imported.report:
         say(line)
     dump = Dump(arguments.dump_ir) if arguments.dump_ir else None

@@ -70,6 +70,16 @@ def test_frozen_initializers_are_constants_and_folded(tmp_path: Path) -> None:
         import_onnx(path, frozen="(")
 
 
+def test_single_numbers_are_constants_unless_named(tmp_path: Path) -> None:
+    arrays = {"scale": np.array(2.5, F32), "eps": np.array(0.5, F32)}
+    path = write_model(tmp_path / "a.onnx", "(float[2] x) => (float[2] y) { a = Mul(x, scale) y = Add(a, eps) }", arrays=arrays)
+    feeds = {"x": draw("x", F32, (2,))}
+    assert roles(compare(path, feeds, 1e-6)) == {}
+    assert roles(compare(path, feeds, 1e-6, trained="^scale$")) == {"scale": "param"}
+    with pytest.raises(UsageError, match="--trained 'weight' matches no floating-point initializer"):
+        import_onnx(path, trained="weight")
+
+
 def test_a_tied_weight_is_one_variable_read_once(tmp_path: Path) -> None:
     text = "(int64[2,3] ids) => (float[2,3,9] y) { e = Gather(emb, ids) alias = Identity(emb) t = Transpose(alias) y = MatMul(e, t) }"
     imported = compare(
