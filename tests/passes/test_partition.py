@@ -16,7 +16,7 @@ from penstock.ir.interp import DictStore, run_graph, run_recurrence, run_schedul
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
 from penstock.passes.autodiff import AutodiffOptions, autodiff
-from penstock.passes.manager import run_passes
+from penstock.passes.manager import Call, run_passes
 from penstock.passes.optimizers import OptimizerOptions, optimizer
 from penstock.passes.partition import PartitionOptions, partition, seconds
 from penstock.passes.pipelines import PASSES, training_pipeline
@@ -168,7 +168,13 @@ def test_tied_parameters_train_as_one(schedule: str, delay: int) -> None:
     model = chain_model([8, 16, 16, 16, 16, 8], [(1, 3)], tied=True)
     calls = training_pipeline({"kind": "momentum", "lr": 0.2}, {"split_at": ("layer2", "layer4")}, schedule, 3)
     seen: list[Module] = []
-    module = run_passes(model, calls, PASSES, before=lambda call, before: seen.append(before) if call.name == "partition" else None)
+
+    def remember(call: Call, before: Module) -> Call:
+        if call.name == "partition":
+            seen.append(before)
+        return call
+
+    module = run_passes(model, calls, PASSES, before=remember)
     assert any("@shared16 is read on stages 0, 1" in note.text for note in module.notes)
     rng = np.random.default_rng(5)
     weights = {name: rng.standard_normal(v.type.shape) / 4 for name, v in model.vars.items()}
