@@ -103,8 +103,13 @@ def _backward_part(
     backward: Graph, stage: int, owner: Mapping[Value, int], forward: Graph, forward_owner: Mapping[Value, int]
 ) -> tuple[Graph, tuple[Value, ...]]:
     """The backward graph of a stage, and the forward values it needs saved. A forward value that B computes again is computed again
-    only where the forward pass made it; a stage that received it saves it."""
-    ops = tuple(op for op in backward.ops if not any(forward_owner.get(v, stage) != stage for v in op.outs))
+    only where the forward pass made it, and not from what a later stage makes of it; otherwise it is saved."""
+
+    def is_done_here(op: Op) -> bool:
+        again = any(v in forward_owner for v in op.outs)
+        return not again or (all(forward_owner[v] == stage for v in op.outs) and all(forward_owner.get(v, stage) <= stage for v in op.ins))
+
+    ops = tuple(op for op in backward.ops if is_done_here(op))
     exported = _used_elsewhere(backward, stage)
     outs = tuple(v for op in ops for v in op.outs if owner.get(v) == stage and v in exported)
     kept, used = _needed_ops(Graph(backward.name, backward.ins, outs, ops), stage, outs)

@@ -13,9 +13,10 @@ from onnx import helper
 import penstock as ps
 from penstock import cli
 from penstock.frontends.onnx import import_onnx
-from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.interp import DictStore, run_graph, run_schedule
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_gpt, write_mlp
+from penstock.passes.partition import stage_starts
 
 # In the order of the file: four layers of MatMul, Add and, but for the last, Relu.
 MLP = [f"{layer}{part}" for layer in ("fc1", "fc2", "fc3", "y") for part in (".product", "")]
@@ -214,3 +215,27 @@ def test_the_command_says_what_it_did(mlp, capsys):
     assert "placement: stages are those of configuration 'two' of the model" in said.out
     assert cli.main(["plan", str(mlp), "--devices", "2", "--hints", "ignore"]) == 0
     assert "placement:" not in capsys.readouterr().out
+
+
+def test_wherever_a_stage_may_start_training_is_the_same(tmp_path):
+    """At every place in turn, also where the backward pass makes values again from what the next stage made of them (reshaped attention)."""
+    path = write_gpt(tmp_path / "model.onnx", layers=1, width=8, heads=2, vocab=16, positions=8, batch=1)
+    model, training = ps.from_onnx(path), ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.5), microbatches=2)
+    whole = ps.plan(model, ps.Cluster.local(1), training)
+    random = np.random.default_rng(0)
+    drawn = [{name: random.integers(0, 16, (2, 8)) for name in ("tokens", "labels")} for _ in range(2)]
+    weights = model.imported.weights
+
+    def trained(plan: ps.Plan) -> dict[str, np.ndarray]:
+        return {name: array for name, array in run_schedule(plan.module, weights, drawn).variables.items() if name in weights}
+
+    expected = trained(whole)
+    chain, allowed = stage_starts(whole.reference)
+    starts = [op.outs[0].name for op, may in zip(chain[1:], allowed[1:], strict=False) if may]
+    assert {"h.0.attn.turned", "h.0.attn.merged"} <= set(starts)
+    for start in starts:
+        found = trained(ps.plan(model, ps.Cluster.local(2), training, split_at=(start,)))
+        assert found.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-12, atol=1e-14, err_msg=f"{name}, cut at {start}")
+    assert any(np.abs(expected[name] - weights[name]).max() > 1e-3 for name in expected)
