@@ -9,7 +9,22 @@ import numpy as np
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS, numpy_dtype
 
-from ..formulas.elementwise import elu, hard_sigmoid, leaky, negative, positive, power, softplus
+from ..formulas.elementwise import (
+    cosh,
+    elu,
+    hard_sigmoid,
+    inverse_cosh,
+    inverse_sinh,
+    inverse_tanh,
+    leaky,
+    negative,
+    positive,
+    power,
+    remainder,
+    sinh,
+    softplus,
+    truncate,
+)
 from ..writer import Refused
 from .node import Node, Result, Rule
 from .source import our_dtype
@@ -117,6 +132,20 @@ def _dropout(n: Node) -> Result | tuple[Result, ...]:
     return (n.tensor(0), mask) if n.wanted > 1 else n.tensor(0)
 
 
+def _mod(n: Node) -> Result:
+    """With the sign of the divisor, or with fmod of the dividend."""
+    x, y = n.value(0), n.value(1)
+    if not n.int_attr("fmod"):
+        return remainder(n, x, y)
+    return n.emit("sub", x, n.emit("mul", truncate(n, n.emit("div", x, y)), y))
+
+
+def _shrink(n: Node, x: Value) -> Value:
+    bias, limit = n.float_attr("bias"), n.float_attr("lambd", 0.5)
+    above = n.emit("where", n.emit("less", n.literal(limit, x.type.dtype), x), n.emit("sub", x, bias) if bias else x, 0.0)
+    return n.emit("where", n.emit("less", x, -limit), n.emit("add", x, bias) if bias else x, above)
+
+
 RULES: dict[str, Rule] = {
     # one operation each
     "Add": same("add"),
@@ -155,6 +184,14 @@ RULES: dict[str, Rule] = {
     "Xor": lambda n: n.emit("not", n.emit("equal", n.value(0), n.value(1))),
     "IsNaN": _not_a_number,
     "Ceil": unary(lambda n, x: n.emit("neg", n.emit("floor", n.emit("neg", x)))),
+    "Mod": _mod,
+    "Tan": unary(lambda n, x: n.emit("div", n.emit("sin", x), n.emit("cos", x))),
+    "Sinh": unary(sinh),
+    "Cosh": unary(cosh),
+    "Asinh": unary(inverse_sinh),
+    "Acosh": unary(inverse_cosh),
+    "Atanh": unary(inverse_tanh),
+    "Shrink": unary(_shrink),
     "Reciprocal": unary(lambda n, x: n.emit("div", 1.0, x)),
     "Pow": _pow,
     "Clip": _clip,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..formulas.indexing import entries, from_the_front, positions
+from ..formulas.indexing import from_the_front, positions
 from ..formulas.layout import axis_of, cut, reshape
 from .node import Node, Result, Rule
 
@@ -27,42 +27,22 @@ def _gather_elements(n: Node) -> Result:
     return n.emit("gather", reshape(n, x, (x.type.size,)), positions(n, indices, axis, x.type.dims), axis=0)
 
 
-def _gather_nd(n: Node) -> Result:
-    n.require(n.int_attr("batch_dims") == 0, "batch_dims is not supported")
-    return n.emit("gather", *entries(n, n.value(0), n.value(1)), axis=0)
-
-
-def _adds(n: Node) -> bool:
-    reduction = n.text_attr("reduction", "none")
-    n.require(reduction in ("none", "add"), f"reduction={reduction} is not supported, only none and add")
-    return reduction == "add"
-
-
-def _scatter_elements(n: Node) -> Result:
-    x, indices, updates = n.values()
-    axis = axis_of(n, n.int_attr("axis"), x.type.rank)
-    count = indices.type.size
-    places = reshape(n, positions(n, indices, axis, x.type.dims), (count,))
-    y = n.emit("scatter", reshape(n, x, (x.type.size,)), places, reshape(n, updates, (count,)), axis=0, add=_adds(n))
-    return reshape(n, y, x.type.dims)
-
-
-def _scatter_nd(n: Node) -> Result:
-    x, indices, updates = n.values()
-    whole, flat = entries(n, x, indices)
-    return reshape(n, n.emit("scatter", whole, flat, updates, axis=0, add=_adds(n)), x.type.dims)
-
-
 def _one_hot(n: Node) -> Result:
-    depth = n.ints(1, "the depth")[0]
-    off, on = n.constant(2, "the pair of values").tolist()
+    depth = int(n.constant(1, "the depth").reshape(-1)[0])
     indices, dtype = n.value(0), n.type(2).dtype
+    known = n.known(2)
+    pair = n.value(2) if known is None else None
+    if pair is not None:
+        off, on = (reshape(n, cut(n, pair, 0, i, i + 1), ()) for i in (0, 1))
+    else:
+        assert known is not None
+        off, on = (n.literal(x, dtype) for x in known.tolist())
     rank = indices.type.rank
     axis = axis_of(n, n.int_attr("axis", -1), rank + 1)
     wide = indices if indices.type.dtype == "i64" else n.emit("cast", indices, dtype="i64")
     column = reshape(n, from_the_front(n, wide, depth), (*indices.type.dims[:axis], 1, *indices.type.dims[axis:]))
     line = n.emit("iota", dtype="i64", shape=(depth, *(1,) * (rank - axis)), axis=0)
-    return n.emit("where", n.emit("equal", column, line), n.literal(on, dtype), n.literal(off, dtype))
+    return n.emit("where", n.emit("equal", column, line), on, off)
 
 
 def _topk(n: Node) -> Sequence[Result]:
@@ -81,9 +61,6 @@ def _cumsum(n: Node) -> Result:
 RULES: dict[str, Rule] = {
     "Gather": _gather,
     "GatherElements": _gather_elements,
-    "GatherND": _gather_nd,
-    "ScatterElements": _scatter_elements,
-    "ScatterND": _scatter_nd,
     "OneHot": _one_hot,
     "TopK": _topk,
     "CumSum": _cumsum,

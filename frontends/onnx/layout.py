@@ -11,11 +11,12 @@ from math import prod
 import numpy as np
 import onnx
 
-from penstock.ir.types import broadcast_shapes
+from penstock.ir.types import broadcast_shapes, numpy_dtype
 
 from ..formulas.layout import axis_of, cut, reshape, tile, transpose, triangle
 from ..writer import Refused
 from .node import Node, Result, Rule
+from .source import our_dtype
 
 
 def reshaped(n: Node, shape: Sequence[int]) -> Result:
@@ -190,6 +191,53 @@ def _range(n: Node) -> Result:
     return found
 
 
+def _eye_like(n: Node) -> Result:
+    x, k = n.type(), n.int_attr("k")
+    n.require(x.rank == 2, f"needs two dimensions, got {x}")
+    dtype = our_dtype(n.int_attr("dtype")) if n.given("dtype") else x.dtype
+    rows, columns = x.dims
+    return np.asarray(np.eye(rows, columns, k), numpy_dtype(dtype))
+
+
+def _depth_to_space(n: Node) -> Result:
+    x, block, mode = n.value(), n.int_attr("blocksize"), n.text_attr("mode", "DCR")
+    n.require(x.type.rank == 4 and block > 0 and x.type.dims[1] % (block * block) == 0, f"{x.type} does not divide into blocks of {block}")
+    n.require(mode in ("DCR", "CRD"), f"mode={mode} is not known")
+    batch, channels, height, width = x.type.dims
+    own = channels // (block * block)
+    shape = (batch, block, block, own, height, width) if mode == "DCR" else (batch, own, block, block, height, width)
+    perm = (0, 3, 4, 1, 5, 2) if mode == "DCR" else (0, 1, 4, 2, 5, 3)
+    return reshape(n, transpose(n, reshape(n, x, shape), perm), (batch, own, height * block, width * block))
+
+
+def _space_to_depth(n: Node) -> Result:
+    x, block, mode = n.value(), n.int_attr("blocksize"), n.text_attr("mode", "DCR")
+    n.require(x.type.rank == 4 and block > 0, f"needs four dimensions and a block, got {x.type} and {block}")
+    n.require(mode in ("DCR", "CRD"), f"mode={mode} is not known")
+    batch, channels, height, width = x.type.dims
+    n.require(height % block == 0 and width % block == 0, f"{x.type} does not divide into blocks of {block}")
+    parts = reshape(n, x, (batch, channels, height // block, block, width // block, block))
+    return reshape(
+        n,
+        transpose(n, parts, (0, 3, 5, 1, 2, 4) if mode == "DCR" else (0, 1, 3, 5, 2, 4)),
+        (batch, channels * block * block, height // block, width // block),
+    )
+
+
+def _center_crop_pad(n: Node) -> Result:
+    x, wanted = n.value(), n.ints(1, "the shape")
+    axes = [axis_of(n, a, x.type.rank) for a in n.ints_attr("axes")] or list(range(x.type.rank))
+    n.require(len(axes) == len(wanted), f"{len(wanted)} sizes do not fit {len(axes)} axes")
+    low, high = [0] * x.type.rank, [0] * x.type.rank
+    for axis, size in zip(axes, wanted, strict=True):
+        more = size - x.type.dims[axis]
+        if more < 0:
+            x = cut(n, x, axis, -more // 2, -more // 2 + size)
+        else:
+            low[axis], high[axis] = more // 2, more - more // 2
+    return n.emit("pad", x, low=tuple(low), high=tuple(high)) if any(high) else x if x is not n.value() else n.tensor(0)
+
+
 RULES: dict[str, Rule] = {
     # known at import
     "Constant": _constant,
@@ -211,4 +259,8 @@ RULES: dict[str, Rule] = {
     "Slice": _slice,
     "Pad": _pad,
     "Trilu": _trilu,
+    "EyeLike": _eye_like,
+    "DepthToSpace": _depth_to_space,
+    "SpaceToDepth": _space_to_depth,
+    "CenterCropPad": _center_crop_pad,
 }

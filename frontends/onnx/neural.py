@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from penstock.ir.graph import Value
-from penstock.ir.types import FLOATS
-
-from ..formulas.layout import axis_of, cut, expand, reshape
+from ..formulas.layout import axis_of, expand, reshape
 from ..formulas.norms import grouped_norm, per_channel, rms_norm
 from ..formulas.products import product, scaled_sum
 from .node import Node, Result, Rule
@@ -25,7 +22,7 @@ def _gemm(n: Node) -> Result:
 # ---------------------------------------------------------------------------------------- sliding windows
 
 
-def _window(n: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def window_attrs(n: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """strides, pads and dilations of a convolution or pooling, automatic padding and rounding up resolved."""
     r = len(kernel)
     sizes = n.type().dims[2:]
@@ -63,7 +60,7 @@ def _conv(n: Node) -> Result:
     n.require((n.ints_attr("kernel_shape") or kernel) == kernel, f"kernel_shape differs from the weight {w.type}")
     groups = n.int_attr("group", 1)
     n.require(groups > 0, f"{groups} groups")
-    y = n.emit("conv", x, w, groups=groups, **_window(n, kernel))
+    y = n.emit("conv", x, w, groups=groups, **window_attrs(n, kernel))
     if n.has(2):
         y = n.emit("add", y, reshape(n, n.value(2), (1, w.type.dims[0], *(1,) * len(kernel))))
     return y
@@ -97,16 +94,9 @@ def _conv_transpose(n: Node) -> Result:
     return n.emit("add", y, reshape(n, n.value(2), (1, shape[1], *(1,) * r))) if n.has(2) else y
 
 
-def _max_pool(n: Node) -> Result:
-    n.only_first_output()
-    n.ignore("storage_order")  # speaks of the second result
-    kernel = n.ints_attr("kernel_shape")
-    return n.emit("max_pool", n.value(), window=kernel, **_window(n, kernel))
-
-
 def _average_pool(n: Node) -> Result:
     kernel, count_padding = n.ints_attr("kernel_shape"), bool(n.int_attr("count_include_pad"))
-    x, window = n.value(), _window(n, kernel)
+    x, window = n.value(), window_attrs(n, kernel)
     if count_padding and n.int_attr("ceil_mode"):
         # Rounding up adds room that no mean counts; the padding that is counted becomes zeros of the tensor.
         counted, r = n.ints_attr("pads") or (0,) * 2 * len(kernel), len(kernel)
@@ -184,81 +174,6 @@ def _group_norm(n: Node) -> Result:
     return n.emit("add", n.emit("mul", y, per_channel(n, x, scale)), per_channel(n, x, bias))
 
 
-# ---------------------------------------------------------------------------------------- reductions
-
-
-def _axes(n: Node) -> tuple[int, ...] | None:
-    """The axes to reduce, an operand or (before opset 18, ReduceSum before 13) an attribute; None: nothing is to be done."""
-    rank = n.type().rank
-    given = n.ints(1, "the list of axes") if n.has(1) else n.ints_attr("axes")
-    nothing = n.int_attr("noop_with_empty_axes")
-    if not given:
-        return None if nothing else tuple(range(rank))
-    return tuple(sorted({axis_of(n, axis, rank) for axis in given}))
-
-
-def _reduce(write: str) -> Rule:
-    """`write` names what happens before the sum or maximum, the reduction itself, and what happens after."""
-
-    def rule(n: Node) -> Result:
-        axes, keep = _axes(n), bool(n.int_attr("keepdims", 1))
-        x = n.value()
-        if write not in ("sum", "max", "min", "abs-sum", "square-sum"):
-            n.require(x.type.dtype in FLOATS, f"needs a floating-point operand, got {x.type}")
-
-        def total(kind: str, value: Value, keeping: bool = keep) -> Value:
-            return value if axes is None else n.emit(kind, value, axes=axes, keep=keeping)
-
-        largest_of_none = write in ("max", "min", "exp-sum-log") and axes is not None and 0 in (x.type.dims[a] for a in axes)
-        n.require(not largest_of_none, f"no largest or smallest of no entries, got {x.type}")
-        match write:
-            case "sum" | "mean" | "max":
-                return n.tensor(0) if axes is None else total(write, x)
-            case "min":
-                return n.tensor(0) if axes is None else n.emit("neg", total("max", n.emit("neg", x)))
-            case "abs-sum":
-                return total("sum", n.emit("abs", x))
-            case "square-sum":
-                return total("sum", n.emit("mul", x, x))
-            case "square-sum-sqrt":
-                return n.emit("sqrt", total("sum", n.emit("mul", x, x)))
-            case "sum-log":
-                return n.emit("log", total("sum", x))
-        # exp-sum-log, with the largest value taken out so that nothing overflows
-        largest = total("max", x, True)
-        rest = n.emit("log", total("sum", n.emit("exp", n.emit("sub", x, largest))))
-        return n.emit("add", rest, reshape(n, largest, rest.type.dims))
-
-    return rule
-
-
-def _reduce_product(n: Node) -> Result:
-    axes, keep = _axes(n), n.int_attr("keepdims", 1)
-    if axes is None:
-        return n.tensor(0)
-    x = n.value()
-    dims = x.type.dims
-    count = prod(dims[a] for a in axes)
-    n.require(1 <= count <= 64, f"a product of {count} entries is not supported, 64 at most")
-    for axis in axes:
-        parts = [cut(n, x, axis, i, i + 1) for i in range(dims[axis])]
-        x = parts[0]
-        for part in parts[1:]:
-            x = n.emit("mul", x, part)
-    return x if keep else reshape(n, x, [size for i, size in enumerate(dims) if i not in axes])
-
-
-def _arg(sign: str) -> Rule:
-    def rule(n: Node) -> Result:
-        x = n.value()
-        n.require(not n.int_attr("select_last_index"), "select_last_index is not supported")
-        axis, keep = axis_of(n, n.int_attr("axis"), x.type.rank), n.int_attr("keepdims", 1)
-        y = n.emit("argmax", n.emit("neg", x) if sign == "-" else x, axis=axis)
-        return reshape(n, y, (*x.type.dims[:axis], 1, *x.type.dims[axis + 1 :])) if keep else y
-
-    return rule
-
-
 RULES: dict[str, Rule] = {
     # products
     "MatMul": lambda n: product(n, n.value(0), n.value(1)),
@@ -266,7 +181,6 @@ RULES: dict[str, Rule] = {
     # sliding windows
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
-    "MaxPool": _max_pool,
     "AveragePool": _average_pool,
     "GlobalAveragePool": _over_space("mean"),
     "GlobalMaxPool": _over_space("max"),
@@ -278,17 +192,4 @@ RULES: dict[str, Rule] = {
     "BatchNormalization": _batch_norm,
     "InstanceNormalization": _instance_norm,
     "GroupNormalization": _group_norm,
-    # reductions
-    "ReduceSum": _reduce("sum"),
-    "ReduceMean": _reduce("mean"),
-    "ReduceMax": _reduce("max"),
-    "ReduceMin": _reduce("min"),
-    "ReduceL1": _reduce("abs-sum"),
-    "ReduceL2": _reduce("square-sum-sqrt"),
-    "ReduceSumSquare": _reduce("square-sum"),
-    "ReduceLogSum": _reduce("sum-log"),
-    "ReduceLogSumExp": _reduce("exp-sum-log"),
-    "ReduceProd": _reduce_product,
-    "ArgMax": _arg("+"),
-    "ArgMin": _arg("-"),
 }

@@ -191,6 +191,12 @@ class Node(Writer):
     def ints_attr(self, name: str) -> tuple[int, ...]:
         return tuple(int(n) for n in self._attribute(name, ()))  # type: ignore[attr-defined]
 
+    def floats_attr(self, name: str) -> tuple[float, ...]:
+        return tuple(float(str(np.float32(x))) for x in self._attribute(name, ()))  # type: ignore[attr-defined]
+
+    def texts_attr(self, name: str) -> tuple[str, ...]:
+        return tuple(x.decode(errors="replace") for x in self._attribute(name, ()))  # type: ignore[attr-defined]
+
     def given(self, name: str) -> bool:
         return name in self._attributes
 

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from . import attention, elementwise, images, indexing, layout, losses, neural, sequences
+from . import (
+    attention,
+    elementwise,
+    images,
+    indexing,
+    layout,
+    losses,
+    neural,
+    placing,
+    pooling,
+    recurrent,
+    reductions,
+    sequences,
+    signals,
+)
 from .node import Rule
 
 RULES: dict[str, Rule] = {
@@ -14,14 +28,18 @@ RULES: dict[str, Rule] = {
     **losses.RULES,
     **images.RULES,
     **sequences.RULES,
+    **placing.RULES,
+    **pooling.RULES,
+    **recurrent.RULES,
+    **reductions.RULES,
+    **signals.RULES,
 }
 
 # fmt: off
 # Operators without a rule whose results may still be computed at import, when all their operands are known.
 FOLD_ONLY = frozenset({
-    "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor",
-    "Compress", "Cosh", "CumProd", "DepthToSpace", "Einsum", "EyeLike", "IsInf", "Mod", "NonZero",
-    "ReverseSequence", "Shrink", "Sinh", "SpaceToDepth", "Tan", "Unique",
+    "Acos", "Asin", "Atan", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "BlackmanWindow",
+    "HammingWindow", "HannWindow", "MelWeightMatrix", "NonMaxSuppression", "NonZero", "TfIdfVectorizer", "Unique",
 })
 # Operators whose results are no arrays: onnx.reference must not compute them.
 UNFOLDED = frozenset(sequences.RULES)

@@ -1,0 +1,89 @@
+"""Recurrent layers, unrolled: a cell of a few operations for each step, in one or both directions.
+
+Products with the inputs are taken for all steps at once, so that only those with the state are left in the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.ir.graph import Value
+
+from ..writer import Writer
+from .layout import cut, reshape
+
+Function = Callable[[Value], Value]
+# From the gates of one step, as far as the inputs go, and the state to the next state, whose first part is the result.
+Cell = Callable[[Value, tuple[Value, ...]], tuple[Value, ...]]
+# Steps of one layer.
+MOST_STEPS = 1024
+
+
+def split(w: Writer, x: Value, parts: int) -> list[Value]:
+    """Equal parts of the last dimension."""
+    last, size = x.type.rank - 1, x.type.dims[-1] // parts
+    return [cut(w, x, last, i * size, (i + 1) * size) for i in range(parts)]
+
+
+def linear(w: Writer, x: Value, weight: Value, bias: Value | None) -> Value:
+    y = w.emit("matmul", x, weight, tb=True)
+    return y if bias is None else w.emit("add", y, bias)
+
+
+def lstm_cell(w: Writer, recurrent: Value, peepholes: Sequence[Value] | None, functions: Sequence[Function], coupled: bool) -> Cell:
+    """Gates in the order input, output, forget, cell; peepholes for input, output and forget. `coupled`: forget is 1 - input."""
+    gate, candidate, shown = functions
+
+    def cell(gates: Value, state: tuple[Value, ...]) -> tuple[Value, ...]:
+        h, c = state
+        i, o, f, g = split(w, w.emit("add", gates, w.emit("matmul", h, recurrent, tb=True)), 4)
+        if peepholes is not None:
+            i, f = (w.emit("add", x, w.emit("mul", p, c)) for x, p in ((i, peepholes[0]), (f, peepholes[2])))
+        i = gate(i)
+        f = w.emit("sub", w.literal(1.0, i.type.dtype), i) if coupled else gate(f)
+        c = w.emit("add", w.emit("mul", f, c), w.emit("mul", i, candidate(g)))
+        if peepholes is not None:
+            o = w.emit("add", o, w.emit("mul", peepholes[1], c))
+        return w.emit("mul", gate(o), shown(c)), c
+
+    return cell
+
+
+def gru_cell(w: Writer, recurrent: Value, bias: Value | None, functions: Sequence[Function], reset_after: bool) -> Cell:
+    """Gates in the order update, reset, hidden; `bias` is the recurrent one of the hidden gate, which the reset gate scales with `reset_after`."""
+    gate, candidate = functions
+    size = recurrent.type.dims[-1]
+
+    def cell(gates: Value, state: tuple[Value, ...]) -> tuple[Value, ...]:
+        (h,) = state
+        both = linear(w, h, cut(w, recurrent, 0, 0, 2 * size), None)
+        z, r = split(w, gate(w.emit("add", cut(w, gates, 1, 0, 2 * size), both)), 2)
+        own = cut(w, recurrent, 0, 2 * size, 3 * size)
+        hidden = w.emit("mul", r, linear(w, h, own, bias)) if reset_after else linear(w, w.emit("mul", r, h), own, bias)
+        new = candidate(w.emit("add", cut(w, gates, 1, 2 * size, 3 * size), hidden))
+        return (w.emit("add", w.emit("mul", w.emit("sub", w.literal(1.0, z.type.dtype), z), new), w.emit("mul", z, h)),)
+
+    return cell
+
+
+def plain_cell(w: Writer, recurrent: Value, function: Function) -> Cell:
+    return lambda gates, state: (function(w.emit("add", gates, w.emit("matmul", state[0], recurrent, tb=True))),)
+
+
+def unroll(
+    w: Writer, gates: Value, state: tuple[Value, ...], cell: Cell, lengths: Value | None, backward: bool
+) -> tuple[Value, tuple[Value, ...]]:
+    """All results [steps, batch, size] and the last state; gates are [steps, batch, ...]. Beyond the length of a sequence its state stays and results are 0."""
+    steps, batch = gates.type.dims[:2]
+    w.require(0 < steps <= MOST_STEPS, f"{steps} steps are not supported, 1 to {MOST_STEPS}")
+    outs: list[Value] = [state[0]] * steps
+    for t in reversed(range(steps)) if backward else range(steps):
+        new = cell(reshape(w, cut(w, gates, 0, t, t + 1), gates.type.dims[1:]), state)
+        shown = new[0]
+        if lengths is not None:
+            lasts = reshape(w, w.emit("less", w.literal(t, lengths.type.dtype), lengths), (batch, 1))
+            new = tuple(w.emit("where", lasts, a, b) for a, b in zip(new, state, strict=True))
+            shown = w.emit("where", lasts, shown, 0.0)
+        state = new
+        outs[t] = reshape(w, shown, (1, *shown.type.dims))
+    return (outs[0] if steps == 1 else w.emit("concat", *outs, axis=0)), state

@@ -1,0 +1,45 @@
+"""Products of many entries: all of a dimension, or all up to each entry, in as many steps as the count has bits."""
+
+from __future__ import annotations
+
+from penstock.ir.graph import Value
+
+from ..writer import Writer
+from .layout import cut
+
+
+def flipped(w: Writer, x: Value) -> Value:
+    """What orders the other way round: -x, for integers ~x, which has no number without a counterpart."""
+    if x.type.dtype[0] == "i":
+        return w.emit("sub", w.literal(-1, x.type.dtype), x)
+    if x.type.dtype[0] == "u":
+        return w.emit("sub", w.literal(2 ** int(x.type.dtype[1:]) - 1, x.type.dtype), x)
+    return w.emit("neg", x)
+
+
+def product_over(w: Writer, x: Value, axis: int) -> Value:
+    """The product of all entries along `axis`, which stays with size 1."""
+    while (count := x.type.dims[axis]) > 1:
+        half = count // 2
+        y = w.emit("mul", cut(w, x, axis, 0, half), cut(w, x, axis, half, 2 * half))
+        x = y if count % 2 == 0 else w.emit("concat", y, cut(w, x, axis, count - 1, count), axis=axis)
+    return x
+
+
+def cumulative_product(w: Writer, x: Value, axis: int, *, exclusive: bool, reverse: bool) -> Value:
+    """The product of the entries up to each, itself left out if `exclusive`; `reverse`: from it to the end."""
+    size = x.type.dims[axis]
+
+    def shifted(v: Value, by: int) -> Value:
+        """Ones in place of what is moved in."""
+        dims, by = v.type.dims, min(by, size)
+        low, high = (tuple(by if i == axis and here else 0 for i in range(len(dims))) for here in (not reverse, reverse))
+        kept = cut(w, v, axis, by, size) if reverse else cut(w, v, axis, 0, size - by)
+        return w.emit("pad", kept, low=low, high=high, value=1.0)
+
+    y = shifted(x, 1) if exclusive else x
+    step = 1
+    while step < size:
+        y = w.emit("mul", y, shifted(y, step))
+        step *= 2
+    return y
