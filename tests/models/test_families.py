@@ -13,6 +13,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,18 +46,24 @@ def error(found: np.ndarray, expected: np.ndarray, floor: float = 0.0) -> float:
     return float(np.abs(found.astype(np.float64) - expected).max() / max(float(np.abs(expected).max()), floor, 1e-30))
 
 
+def export_onnx(module: nn.Module, args: tuple[Tensor, ...], folder: Path, **options: Any) -> Path:
+    """The plain form of attention, because torch 2.13 cannot decompose the fused one where it changes strides; not optimised, because only then
+    weights keep their names."""
+    path = folder / "model.onnx"
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+        warnings.simplefilter("ignore")
+        torch.onnx.export(module, args, str(path), dynamo=True, verbose=False, optimize=False, **options)
+    return path
+
+
 def load(source: str, module: nn.Module, inputs: Mapping[str, Tensor], folder: Path) -> Model:
     pytest.importorskip("transformers")
     args = tuple(inputs.values())
     if source == "torch":
         return ps.from_torch(module, args)
     pytest.importorskip("onnxscript")
-    path = folder / "model.onnx"
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    # The plain form of attention: torch 2.13 cannot decompose the fused one where it changes strides. Names of weights survive only without optimisation.
-    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
-        warnings.simplefilter("ignore")
-        torch.onnx.export(module, args, str(path), dynamo=True, verbose=False, optimize=False)
+    path = export_onnx(module, args, folder)
     # An exporter writes a parameter that is a single number like a number of the source text: it has to be named.
     single = "|".join(name for name, parameter in module.named_parameters() if parameter.ndim == 0)
     return ps.from_onnx(path, trained=f"^({single})$" if single else None)
