@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from export_cases import TIMEOUT, TRAINED, batches, bits, bones, compiled, outputs, tensors_of, write_rich
+from onnx import TensorProto
 
 import penstock as ps
 from penstock import cli
@@ -20,113 +18,6 @@ from penstock.frontends.onnx import import_onnx, structure
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.interp import DictStore, run_graph
 from penstock.models import write_cnn, write_gpt, write_mlp
-
-TIMEOUT = 20
-TRAINED = {"first layer/weight", "half", "brain", "tied"}
-
-
-def write_rich(path: Path, seed: int = 0, external: bool = False) -> Path:
-    """A model with what files have: odd names, all ways to store elements, 16-bit weights, a tied one, a local function, constants, frozen and
-    unused tensors, a second output that no loss sees, documentation and metadata."""
-    random = np.random.default_rng(seed)
-
-    def normal(*shape: int, dtype: object = np.float32) -> np.ndarray:
-        return (random.standard_normal(shape) * 0.4).astype(dtype)
-
-    odd = helper.make_tensor("first layer/weight", TensorProto.FLOAT, (8, 8), normal(8, 8).reshape(-1), raw=False)
-    half = helper.make_tensor("half", TensorProto.FLOAT16, (8, 8), normal(8, 8).reshape(-1), raw=False)
-    arrays = {
-        "brain": normal(8, 8, dtype=ml_dtypes.bfloat16),
-        "tied": normal(8, 8),
-        "frozen": normal(8, 8),
-        "scale": np.float32(0.5),
-        "flat": np.array([4, 8], np.int64),
-        "unused": normal(3),
-        "other": normal(8, 3),
-        "corner": np.array([[1.0, 2.0]] * 4 + [[3.0, 4.0]] * 4, np.float32),
-    }
-    tensors = [odd, half, *(numpy_helper.from_array(array, name) for name, array in arrays.items())]
-    tensors[3].doc_string = "read by two nodes"
-    nodes = [
-        helper.make_node("MatMul", ["x", "first layer/weight"], ["h 0"], name="first layer", doc_string="a product"),
-        helper.make_node("Twice", ["h 0"], ["h1"], name="twice", domain="mine"),
-        helper.make_node("Cast", ["half"], ["half.wide"], name="widen", to=TensorProto.FLOAT),
-        helper.make_node("MatMul", ["h1", "half.wide"], ["h2"], name="second"),
-        helper.make_node("Tanh", ["h2"], ["h3"]),
-        helper.make_node("Cast", ["brain"], ["brain.wide"], name="widen2", to=TensorProto.FLOAT),
-        helper.make_node("MatMul", ["h3", "brain.wide"], ["h4"], name="third"),
-        helper.make_node("Mul", ["h4", "scale"], ["h5"], name="scaled"),
-        helper.make_node("Reshape", ["h5", "flat"], ["h6"], name="reshaped"),
-        helper.make_node("MatMul", ["h6", "tied"], ["h7"], name="fourth"),
-        helper.make_node("Tanh", ["h7"], ["h8"], name="tanh"),
-        helper.make_node("MatMul", ["h8", "tied"], ["h9"], name="fifth"),
-        helper.make_node("MatMul", ["h9", "frozen"], ["y"], name="last"),
-        helper.make_node("MatMul", ["h9", "other"], ["z"], name="unseen"),
-        helper.make_node("MatMul", ["h9", "corner"], ["v"], name="unseen too"),
-    ]
-    twice = helper.make_function("mine", "Twice", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 20)])
-    graph = helper.make_graph(
-        nodes,
-        "rich",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 8], "what goes in")],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", size]) for name, size in (("y", 8), ("z", 3), ("v", 2))],
-        tensors,
-        doc_string="a graph",
-        value_info=[helper.make_tensor_value_info("h1", TensorProto.FLOAT, ["rows", 8])],
-    )
-    model = helper.make_model(
-        graph,
-        functions=[twice],
-        producer_name="a test",
-        doc_string="a model",
-        model_version=7,
-        opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid("mine", 1)],
-        ir_version=10,
-    )
-    helper.set_model_props(model, {"author": "nobody"})
-    nodes_of = model.graph.node
-    nodes_of[3].metadata_props.append(onnx.StringStringEntryProto(key="source", value="line 3"))
-    onnx.checker.check_model(model)
-    if external:
-        onnx.save_model(model, path, save_as_external_data=True, location="weights.bin", size_threshold=64)
-    else:
-        onnx.save_model(model, path)
-    return path
-
-
-def compiled(path: Path, out: Path, schedule: str = "1f1b", frozen: str | None = "frozen|corner", **options: object) -> Path:
-    """For training on two stages."""
-    model = ps.from_onnx(path, dims={"rows": 4}, frozen=frozen)
-    training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.05), microbatches=2)
-    return ps.compile(ps.plan(model, ps.Cluster.local(2), training, schedule=schedule, **options), out, backend="numpy")
-
-
-def batches(count: int) -> list[dict[str, np.ndarray]]:
-    random = np.random.default_rng(5)
-    return [{name: random.standard_normal((8, 8)).astype(np.float32) for name in ("x", "labels")} for _ in range(count)]
-
-
-def tensors_of(path: Path) -> dict[str, np.ndarray]:
-    return {t.name: numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
-
-
-def bits(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
-    return array.dtype.name, array.shape, array.tobytes()
-
-
-def bones(path: Path) -> onnx.ModelProto:
-    """All of a file but the elements of its initializers."""
-    model = onnx.load(path, load_external_data=False)
-    for tensor in model.graph.initializer:
-        for name in structure._ELEMENTS:
-            tensor.ClearField(name)
-        tensor.ClearField("data_location")
-    return model
-
-
-def outputs(path: Path, x: np.ndarray) -> list[np.ndarray]:
-    return list(onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, {"x": x}))
-
 
 # ------------------------------------------------------------------------------------------------ what was not trained
 
@@ -450,59 +341,3 @@ def test_the_command(trained, tmp_path, capsys):
     assert "give --onnx FILE" in capsys.readouterr().err
     assert cli.main(["export", str(folder / "ckpt"), "--checkpoint", str(folder / "ckpt"), "--onnx", str(out)]) == 2
     assert f"penstock export BUNDLE --checkpoint {folder / 'ckpt'}" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------------ from torch
-
-
-def test_a_state_dict_comes_back_whole(tmp_path):
-    import torch
-    from safetensors import safe_open
-    from safetensors.torch import load_file
-    from torch import nn
-
-    class Tied(nn.Module):
-        """Tied weights, a frozen one, a batch norm with its counter, buffers of both kinds, and a layer nobody uses."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm, self.last, self.unused = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(3, 2)
-            self.last.weight = self.first.weight
-            self.last.bias.requires_grad_(False)
-            self.register_buffer("shift", torch.randn(8))
-            self.register_buffer("passing", torch.randn(8, 8), persistent=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(torch.tanh(self.norm(self.first(x)) + self.shift) @ self.passing)
-
-    torch.manual_seed(0)
-    module, again = Tied().eval(), Tied().eval()
-    again.passing = module.passing
-    model = ps.from_torch(module, (torch.zeros(4, 8),))
-    training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.05), microbatches=2)
-    bundle = ps.compile(ps.plan(model, ps.Cluster.local(2), training, stages=1), tmp_path / "bundle", backend="numpy")
-
-    ps.export(bundle, safetensors=tmp_path / "before.safetensors")
-    before = module.state_dict()
-    found = load_file(tmp_path / "before.safetensors")
-    assert found.keys() == before.keys()
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in before.items())
-
-    with ps.open(bundle, timeout=TIMEOUT) as job:
-        list(job.run(batches(3)))
-        job.save(tmp_path / "ckpt")
-    assert ps.export(bundle, checkpoint=tmp_path / "ckpt", safetensors=tmp_path / "after.safetensors").step == 3
-    again.load_state_dict(load_file(tmp_path / "after.safetensors"))  # strict: every key is there, and no other
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05)
-    for batch in batches(3):
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(module(torch.tensor(batch["x"])), torch.tensor(batch["labels"])).backward()
-        optimizer.step()
-    for name, tensor in module.state_dict().items():
-        torch.testing.assert_close(again.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
-    changed = {name for name, tensor in load_file(tmp_path / "after.safetensors").items() if not torch.equal(tensor, found[name])}
-    assert changed == {"first.weight", "last.weight", "first.bias", "norm.weight", "norm.bias"}
-    with safe_open(tmp_path / "after.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-    with pytest.raises(UsageError, match="was not compiled from an ONNX model"):
-        ps.export(bundle, onnx=tmp_path / "out.onnx")

@@ -1,0 +1,153 @@
+"""Export where the source is no plain ONNX graph: weights inside of control flow, and modules of torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from export_cases import TIMEOUT, batches, bits, compiled, outputs
+from onnx import TensorProto, helper, numpy_helper
+
+import penstock as ps
+from penstock.frontends.onnx import import_onnx, structure
+from penstock.ir.errors import UsageError
+from penstock.ir.interp import DictStore, run_graph
+
+
+def test_a_state_dict_comes_back_whole(tmp_path):
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+    from torch import nn
+
+    class Tied(nn.Module):
+        """Tied weights, a frozen one, a batch norm with its counter, buffers of both kinds, and a layer nobody uses."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last, self.unused = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(3, 2)
+            self.last.weight = self.first.weight
+            self.last.bias.requires_grad_(False)
+            self.register_buffer("shift", torch.randn(8))
+            self.register_buffer("passing", torch.randn(8, 8), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.tanh(self.norm(self.first(x)) + self.shift) @ self.passing)
+
+    torch.manual_seed(0)
+    module, again = Tied().eval(), Tied().eval()
+    again.passing = module.passing
+    model = ps.from_torch(module, (torch.zeros(4, 8),))
+    training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.05), microbatches=2)
+    bundle = ps.compile(ps.plan(model, ps.Cluster.local(2), training, stages=1), tmp_path / "bundle", backend="numpy")
+
+    ps.export(bundle, safetensors=tmp_path / "before.safetensors")
+    before = module.state_dict()
+    found = load_file(tmp_path / "before.safetensors")
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in before.items())
+
+    with ps.open(bundle, timeout=TIMEOUT) as job:
+        list(job.run(batches(3)))
+        job.save(tmp_path / "ckpt")
+    assert ps.export(bundle, checkpoint=tmp_path / "ckpt", safetensors=tmp_path / "after.safetensors").step == 3
+    again.load_state_dict(load_file(tmp_path / "after.safetensors"))  # strict: every key is there, and no other
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05)
+    for batch in batches(3):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(module(torch.tensor(batch["x"])), torch.tensor(batch["labels"])).backward()
+        optimizer.step()
+    for name, tensor in module.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
+    changed = {name for name, tensor in load_file(tmp_path / "after.safetensors").items() if not torch.equal(tensor, found[name])}
+    assert changed == {"first.weight", "last.weight", "first.bias", "norm.weight", "norm.bias"}
+    with safe_open(tmp_path / "after.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    with pytest.raises(UsageError, match="was not compiled from an ONNX model"):
+        ps.export(bundle, onnx=tmp_path / "out.onnx")
+
+
+def test_weights_inside_of_loops_and_branches(tmp_path):
+    """Written out by the importer, trained as one variable each; in the file, loops and branches are what they were. An old opset, besides."""
+
+    def value(name: str, kind: int, shape: list[int] | None) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, kind, shape)
+
+    random = np.random.default_rng(0)
+    weights = {name: (random.standard_normal((8, 8)) * 0.4).astype(np.float32) for name in ("looped", "taken", "left", "outer")}
+    stored = {name: numpy_helper.from_array(array, name) for name, array in weights.items()}
+    floats = TensorProto.FLOAT
+    body = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["carried", "looped"], ["product"]),
+            helper.make_node("Tanh", ["product"], ["next"]),
+            helper.make_node("Identity", ["go"], ["go on"]),
+        ],
+        "body",
+        [value("i", TensorProto.INT64, []), value("go", TensorProto.BOOL, []), value("carried", floats, ["rows", 8])],
+        [value("go on", TensorProto.BOOL, []), value("next", floats, ["rows", 8])],
+        [stored["looped"]],
+    )
+    branches = {
+        f"{word}_branch": helper.make_graph(
+            [helper.make_node("MatMul", ["h", name], [f"{name} result"])],
+            word,
+            [],
+            [value(f"{name} result", floats, ["rows", 8])],
+            [stored[name]],
+        )
+        for word, name in (("then", "taken"), ("else", "left"))
+    }
+    constants = [numpy_helper.from_array(np.array(v), n) for n, v in (("three", np.int64(3)), ("yes", np.bool_(True)))]
+    nodes = [
+        helper.make_node("Loop", ["three", "yes", "x"], ["h"], name="loop", body=body),
+        helper.make_node("If", ["yes"], ["g"], name="branch", **branches),
+        helper.make_node("MatMul", ["g", "outer"], ["y"], name="last"),
+    ]
+    graph = helper.make_graph(
+        nodes, "control", [value("x", floats, ["rows", 8])], [value("y", floats, ["rows", 8])], [*constants, stored["outer"]]
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 11)], ir_version=6)
+    onnx.checker.check_model(model)
+    onnx.save(model, tmp_path / "model.onnx")
+
+    bundle = compiled(tmp_path / "model.onnx", tmp_path / "bundle", frozen=None, stages=1)
+    ps.export(bundle, onnx=tmp_path / "out.onnx")
+    assert (tmp_path / "out.onnx").read_bytes() == (tmp_path / "model.onnx").read_bytes()
+    with ps.open(bundle, timeout=TIMEOUT) as job:
+        list(job.run(batches(3)))
+        job.save(tmp_path / "ckpt")
+        parameters = job.parameters()
+    assert parameters.keys() == {"looped", "taken", "outer"}
+    ps.export(bundle, checkpoint=tmp_path / "ckpt", onnx=tmp_path / "out.onnx")
+    trained = onnx.load(tmp_path / "out.onnx")
+    stored_now = {t.name: numpy_helper.to_array(t) for g in structure._graphs(trained.graph) for t in g.initializer}
+    assert all(bits(stored_now[name]) == bits(array) for name, array in parameters.items())
+    assert bits(stored_now["left"]) == bits(weights["left"])
+    x = batches(1)[0]["x"][:4]
+    imported = import_onnx(tmp_path / "model.onnx", dims={"rows": 4})
+    (expected,) = run_graph(imported.module.graphs["main"], {"x": x}, DictStore(imported.weights | parameters))
+    np.testing.assert_allclose(outputs(tmp_path / "out.onnx", x)[0], expected, rtol=1e-5, atol=1e-6)
+    assert np.abs(outputs(tmp_path / "model.onnx", x)[0] - expected).max() > 1e-3
+
+
+def test_a_weight_without_a_place_of_its_own_is_not_left_behind_in_silence(tmp_path):
+    """Two loops call their weights the same: neither is the initializer of that name."""
+    bodies = []
+    for i in range(2):
+        weight = numpy_helper.from_array(np.eye(8, dtype=np.float32) * (i + 1), "weight")
+        kinds = [("i", TensorProto.INT64, []), ("go", TensorProto.BOOL, []), ("carried", TensorProto.FLOAT, ["rows", 8])]
+        ends = [("go on", TensorProto.BOOL, []), (f"next {i}", TensorProto.FLOAT, ["rows", 8])]
+        nodes = [helper.make_node("MatMul", ["carried", "weight"], [f"next {i}"]), helper.make_node("Identity", ["go"], ["go on"])]
+        ins, outs = ([helper.make_tensor_value_info(*kind) for kind in kinds] for kinds in (kinds, ends))
+        bodies.append(helper.make_graph(nodes, f"body {i}", ins, outs, [weight]))
+    loops = [
+        helper.make_node("Loop", ["two", "", before], [after], name=f"to {after}", body=body)
+        for before, after, body in zip("xh", "hy", bodies, strict=True)
+    ]
+    ends = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", 8])] for name in "xy"]
+    graph = helper.make_graph(loops, "loops", *ends, [numpy_helper.from_array(np.array(2), "two")])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "model.onnx")
+    bundle = compiled(tmp_path / "model.onnx", tmp_path / "bundle", frozen=None, stages=1)
+    with pytest.raises(UsageError, match=r"these parameters stand in no one place of the model: .*weight, .*weight"):
+        ps.export(bundle, onnx=tmp_path / "out.onnx")
