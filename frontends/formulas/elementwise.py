@@ -46,12 +46,28 @@ def hard_sigmoid(w: Writer, x: Value, alpha: float, beta: float) -> Value:
     return w.emit("minimum", w.emit("maximum", w.emit("add", w.emit("mul", x, alpha), beta), 0.0), 1.0)
 
 
-def elu(w: Writer, x: Value, alpha: float) -> Value:
-    return w.emit("add", positive(w, x), w.emit("mul", w.emit("sub", w.emit("exp", negative(w, x)), 1.0), alpha))
+def elu(w: Writer, x: Value, alpha: float, inner: float = 1.0) -> Value:
+    """x above zero, alpha * (e^(inner * x) - 1) elsewhere; the gradient at zero is that of the latter, as in torch."""
+    above = w.emit("less", 0.0, x)
+    low = w.emit("where", above, 0.0, x)  # not a minimum, which would give both its operands half of the gradient at zero
+    low = low if inner == 1.0 else w.emit("mul", low, inner)
+    return w.emit("where", above, x, w.emit("mul", w.emit("sub", w.emit("exp", low), 1.0), alpha))
 
 
 def leaky(w: Writer, x: Value, slope: Value | float) -> Value:
-    return w.emit("where", w.emit("less", x, 0.0), w.emit("mul", x, slope), x)
+    return w.emit("where", w.emit("less", 0.0, x), x, w.emit("mul", x, slope))
+
+
+def clamp(w: Writer, x: Value, low: Operand | None, high: Operand | None) -> Value:
+    """x where it lies between the bounds, which may be missing; there alone, the bounds themselves included, has it a gradient."""
+    if high is not None:
+        x = w.emit("where", w.emit("less", high, x), high, x)
+    return x if low is None else w.emit("where", w.emit("less", x, low), low, x)
+
+
+def saturate(w: Writer, x: Value, low: float, high: float) -> Value:
+    """x where it lies between the bounds; without a gradient at the bounds themselves, as torch has it for relu6."""
+    return w.emit("where", w.emit("less_equal", x, low), low, w.emit("where", w.emit("less_equal", high, x), high, x))
 
 
 # ---------------------------------------------------------------------------------------- exact near zero, finite far away

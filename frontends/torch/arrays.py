@@ -14,7 +14,11 @@ _DTYPES = {
     torch.bfloat16: "bf16",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.int16: "i16",
     torch.int8: "i8",
+    torch.uint64: "u64",
+    torch.uint32: "u32",
+    torch.uint16: "u16",
     torch.uint8: "u8",
     torch.bool: "bool",
 }

@@ -16,6 +16,7 @@ from penstock.ir.types import FLOATS
 
 from ..formulas.elementwise import (
     ceil,
+    clamp,
     cosh,
     elu,
     expm1,
@@ -26,15 +27,13 @@ from ..formulas.elementwise import (
     inverse_tanh,
     leaky,
     log1p,
-    negative,
-    positive,
     power,
     remainder,
+    saturate,
     scaled_softplus,
     sinh,
     truncate,
 )
-from ..writer import Operand
 from .node import Known, Node, Result, Rule
 
 # ---------------------------------------------------------------------------------------- one operand
@@ -88,12 +87,7 @@ def _not(n: Node) -> Result:
 
 def _elu(n: Node) -> Result:
     alpha, scale, inner = n.arg("alpha"), n.arg("scale"), n.arg("input_scale")
-    x = n.value("self", n.dtype)
-    if inner == 1:
-        y = elu(n, x, float(alpha))
-    else:
-        low = n.emit("sub", n.emit("exp", n.emit("mul", negative(n, x), float(inner))), 1.0)
-        y = n.emit("add", positive(n, x), n.emit("mul", low, float(alpha)))
+    y = elu(n, n.value("self", n.dtype), float(alpha), float(inner))
     return y if scale == 1 else n.emit("mul", y, float(scale))
 
 
@@ -201,15 +195,14 @@ def bitwise(kind: str) -> Rule:
 
 
 def _clamp(n: Node) -> Result:
-    x: Operand = n.value("self", n.dtype)
-    for name, kind in (("min", "maximum"), ("max", "minimum")):
-        if n.has(name):
-            x = n.emit(kind, x, n.operand(name, n.dtype))
-    return x
+    """torch lets the upper bound win where it is below the lower one."""
+    dtype = n.dtype
+    low, high = (n.operand(name, dtype) if n.has(name) else None for name in ("min", "max"))
+    return clamp(n, clamp(n, n.value("self", dtype), low, None), None, high)
 
 
 def _hardtanh(n: Node) -> Result:
-    return n.emit("minimum", n.emit("maximum", n.value(), n.arg("min_val")), n.arg("max_val"))
+    return saturate(n, n.value(), float(n.arg("min_val")), float(n.arg("max_val")))
 
 
 def _where(n: Node) -> Result:
@@ -278,7 +271,7 @@ RULES: dict[str, Rule] = {
     "elu": _elu,
     "leaky_relu": lambda n: leaky(n, n.value(), float(n.arg("negative_slope"))),
     "hardtanh": _hardtanh,
-    "relu6": unary(lambda n, x: n.emit("minimum", n.emit("maximum", x, 0.0), 6.0)),
+    "relu6": unary(lambda n, x: saturate(n, x, 0.0, 6.0)),
     "hardsigmoid": unary(lambda n, x: hard_sigmoid(n, x, 1 / 6, 0.5)),
     "hardswish": unary(lambda n, x: n.emit("mul", x, hard_sigmoid(n, x, 1 / 6, 0.5))),
     "softplus": _softplus,

@@ -60,7 +60,21 @@ def unary_cases() -> list[Case]:
         cases.append((row, op, (draw(3, 4),)))
         if row in ("expm1", "sinh", "cosh", "asinh"):
             cases.append((row, op, (EDGES.clamp(-20, 20),)))
-        if row in ("softplus", "mish", "gelu", "elu", "erf", "tanh", "sigmoid", "trunc", "round"):
+        if row in (
+            "softplus",
+            "mish",
+            "gelu",
+            "elu",
+            "selu",
+            "leaky_relu",
+            "hardtanh",
+            "relu6",
+            "erf",
+            "tanh",
+            "sigmoid",
+            "trunc",
+            "round",
+        ):
             cases.append((row, op, (EDGES.clone(),)))
         if row in ("exp", "sqrt", "tanh", "sigmoid"):  # of integers: floats
             cases.append((row, op, (i(1, 5, 3),)))
@@ -100,6 +114,7 @@ ELEMENTWISE: list[Case] = [
     ("add.Tensor", A.add.Tensor, (i(0, 3, 4), f(2, 4))),
     ("add.Tensor", lambda x: x + 3, (i(0, 3, 4),)),
     ("add.Tensor", lambda x: x + 1.5, (i(0, 3, 4),)),
+    ("add.Tensor", A.add.Tensor, (i(0, 9, 4).to(torch.int16), i(0, 9, 4).to(torch.uint8))),
     ("add.Tensor", A.add.Tensor, (b(4), b(4))),
     ("add.Scalar", lambda x: A.add.Scalar(x, 2, 3), (f(3),)),
     ("sub.Tensor", A.sub.Tensor, (f(3, 4), f(4))),
@@ -148,6 +163,8 @@ ELEMENTWISE: list[Case] = [
         )
     ),
     ("clamp", lambda x: A.clamp(x, -0.5, 0.5), (f(3, 4),)),
+    ("clamp", lambda x: A.clamp(x, 0.0, 1.0), (EDGES.clone(),)),
+    ("clamp", lambda x: A.clamp(x, 0.5, -0.5), (f(3, 4),)),
     ("clamp", lambda x: A.clamp(x, max=0.5), (f(3, 4),)),
     ("clamp", lambda x: A.clamp(x, 0, 2), (i(-3, 4, 5),)),
     ("clamp.Tensor", lambda x, low: A.clamp.Tensor(x, low, None), (f(3, 4), f(4))),
