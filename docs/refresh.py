@@ -45,12 +45,13 @@ def onnx_operators() -> str:
 
     from penstock.frontends.onnx.control import CONTROL
     from penstock.frontends.onnx.functions import has_definition
-    from penstock.frontends.onnx.table import FOLD_ONLY, RULES
+    from penstock.frontends.onnx.table import FOLD_ONLY, OTHERS, RULES
 
     own = {*RULES, *CONTROL}
     defined = {s.name for s in onnx.defs.get_all_schemas() if s.domain == "" and has_definition(s.name)} - own
+    others = "".join(f"Of {domain}: {', '.join(sorted(rules))}.\n\n" for domain, rules in OTHERS.items())
     return (
-        f"{len(own)} operators: {', '.join(sorted(own))}.\n\n"
+        f"{len(own)} operators: {', '.join(sorted(own))}.\n\n{others}"
         f"By the definition that ONNX gives, where it comes to these: {', '.join(sorted(defined))}.\n\n"
         f"Only on operands known at import: {', '.join(sorted(FOLD_ONLY - defined))}.\n"
     )

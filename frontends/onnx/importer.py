@@ -47,7 +47,7 @@ from .placement import Marks
 from .report import CannotImport, Findings, report, row
 from .source import Source, our_dtype, stored_in
 from .structure import take_structure
-from .table import FOLD_ONLY, RULES, UNFOLDED
+from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of
 from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, Tensor, TensorList, Weight, is_lost
 from .versions import CHANGED, DOMAINS, UPGRADES, opsets_of, upgrade
 
@@ -258,13 +258,14 @@ class _Importer:
         function = self.functions.get(identity(node.proto))
         if function is not None:
             return _all_read(node, call(self, node, function))
-        if node.kind in CONTROL:
+        standard = node.proto.domain in DOMAINS
+        if standard and node.kind in CONTROL:
             return _all_read(node, CONTROL[node.kind](self, node))
-        written_in = upgrade(node)
+        written_in = upgrade(node) if standard else node.opset
         note = ""
         known = bool(node.operands) and all(t is None or isinstance(t, Known) for t in node.operands)
         small = all(promises[name].size <= LARGEST for name in node.proto.output if name in promises)
-        if known and small and node.kind not in UNFOLDED and node.opset >= CHANGED.get(node.kind, 0):
+        if standard and known and small and node.kind not in UNFOLDED and node.opset >= CHANGED.get(node.kind, 0):
             try:
                 found = fold(node, written_in)
                 self.findings.folded.append(node.name)
@@ -272,16 +273,19 @@ class _Importer:
             except Refused as error:
                 note = f"; {error}"
         try:
-            if node.kind in RULES:
-                given = RULES[node.kind](node)
+            rule = rule_of(node.proto.domain, node.kind)
+            if rule is not None:
+                given = rule(node)
                 return _all_read(node, given if isinstance(given, list | tuple) else (given,))
-            function = definition(node)
+            function = definition(node) if standard else None
             if function is None:
                 raise Refused("not supported on operands that are not known at import")
             self.findings.expanded.append(node.name)
             return _all_read(node, call(self, node, function))
         except (Refused, TypeError) as error:
             raise Refused(f"{error}{note}") from error
+        except (ValueError, LookupError, ArithmeticError) as error:  # a rank, a length or a number that no valid node has
+            raise Refused(f"operands and attributes do not fit the operator: {error}{note}") from error
 
     def complain(self) -> None:
         """Raise when anything could not be imported."""
@@ -372,15 +376,13 @@ def _compare(proto: onnx.NodeProto, results: Sequence[Result], promises: Promise
 
 def _why_unknown(node: onnx.NodeProto) -> str:
     """Why a node's operator as such is not supported; empty when it has a rule, a definition, or may be folded."""
+    if rule_of(node.domain, node.op_type) is not None:
+        return ""
+    if node.domain in OTHERS:
+        return "no rule for this operator"
     if node.domain not in DOMAINS:
         return f"operators of domain {node.domain} are not supported"
-    if (
-        node.op_type in CONTROL
-        or node.op_type in RULES
-        or node.op_type in FOLD_ONLY
-        or node.op_type in UPGRADES
-        or has_definition(node.op_type)
-    ):
+    if node.op_type in CONTROL or node.op_type in FOLD_ONLY or node.op_type in UPGRADES or has_definition(node.op_type):
         return ""
     return "no rule for this operator"
 

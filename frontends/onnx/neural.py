@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from penstock.ir.graph import Value
+
 from ..formulas.layout import axis_of, expand, reshape
 from ..formulas.norms import grouped_norm, per_channel, rms_norm
 from ..formulas.products import product, scaled_sum
@@ -13,7 +15,7 @@ from .node import Node, Result, Rule
 # ---------------------------------------------------------------------------------------- products
 
 
-def _gemm(n: Node) -> Result:
+def gemm(n: Node) -> Value:
     y = n.emit("matmul", n.value(0), n.value(1), ta=bool(n.int_attr("transA")), tb=bool(n.int_attr("transB")))
     alpha, beta = n.float_attr("alpha", 1.0), n.float_attr("beta", 1.0)
     return scaled_sum(n, y, n.value(2) if n.has(2) and beta != 0.0 else None, alpha, beta)
@@ -54,7 +56,7 @@ def window_attrs(n: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
     return {"strides": strides, "pads": tuple(pads), "dilations": dilations}
 
 
-def _conv(n: Node) -> Result:
+def conv(n: Node) -> Value:
     x, w = n.value(0), n.value(1)
     kernel = w.type.dims[2:]
     n.require((n.ints_attr("kernel_shape") or kernel) == kernel, f"kernel_shape differs from the weight {w.type}")
@@ -177,9 +179,9 @@ def _group_norm(n: Node) -> Result:
 RULES: dict[str, Rule] = {
     # products
     "MatMul": lambda n: product(n, n.value(0), n.value(1)),
-    "Gemm": _gemm,
+    "Gemm": gemm,
     # sliding windows
-    "Conv": _conv,
+    "Conv": conv,
     "ConvTranspose": _conv_transpose,
     "AveragePool": _average_pool,
     "GlobalAveragePool": _over_space("mean"),

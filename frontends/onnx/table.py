@@ -1,4 +1,5 @@
-"""All rules by ONNX operator type (default domain, opsets 7 to 28). To support an operator, add its row to the family it belongs to."""
+"""All rules by ONNX operator type (default domain, opsets 7 to 28; com.microsoft, version 1). To support an operator, add its row to the family it
+belongs to."""
 
 from __future__ import annotations
 
@@ -9,15 +10,18 @@ from . import (
     indexing,
     layout,
     losses,
+    microsoft,
     neural,
     placing,
     pooling,
+    quantised,
     recurrent,
     reductions,
     sequences,
     signals,
 )
 from .node import Rule
+from .versions import DOMAINS
 
 RULES: dict[str, Rule] = {
     **elementwise.RULES,
@@ -33,7 +37,15 @@ RULES: dict[str, Rule] = {
     **recurrent.RULES,
     **reductions.RULES,
     **signals.RULES,
+    **quantised.RULES,
 }
+
+OTHERS: dict[str, dict[str, Rule]] = {"com.microsoft": {**quantised.MICROSOFT, **microsoft.RULES}}
+
+
+def rule_of(domain: str, kind: str) -> Rule | None:
+    return (RULES if domain in DOMAINS else OTHERS.get(domain, {})).get(kind)
+
 
 # fmt: off
 # Operators without a rule whose results may still be computed at import, when all their operands are known.

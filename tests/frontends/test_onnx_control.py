@@ -121,8 +121,8 @@ LOOP = "{0} {{ y = Loop(n, {1}, x)<body = b (int64 i, bool c, float[2] s) => (bo
             (),
         ),
         (
-            LOOP.format("(float[2] x) => (float[2] y) <int64 n = {3}>", "", "d = Identity(c) t = Det(s)"),
-            r"Loop_0/0/Det_1 \(ai.onnx Det\): no rule",
+            LOOP.format("(float[2] x) => (float[2] y) <int64 n = {3}>", "", "d = Identity(c) t = RandomNormalLike(s)"),
+            r"Loop_0/0/RandomNormalLike_1 \(ai.onnx RandomNormalLike\): no rule",
             (),
         ),
         (

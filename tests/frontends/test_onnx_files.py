@@ -95,8 +95,10 @@ def test_an_operator_nobody_knows_is_unsupported_not_invalid(tmp_path: Path) -> 
 
 
 def test_attributes_that_no_rule_reads_are_refused(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "a.onnx", "(float[2,3] x) => (int64[2,1] y) { y = ArgMax<axis = 1, select_last_index = 1>(x) }")
-    with pytest.raises(UnsupportedModel, match="select_last_index"):
+    path = tmp_path / "a.onnx"
+    text = '<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]> g (float[2,3] x) => (float[2,3] y) { y = com.microsoft.Gelu<speed = 3>(x) }'
+    onnx.save(onnx.parser.parse_model(text), path)
+    with pytest.raises(UnsupportedModel, match="attribute speed is not supported"):
         import_onnx(path)
 
 

@@ -1,0 +1,226 @@
+"""ONNX operators on quantised tensors: integers q that stand for (q - zero point) * scale.
+
+Quantising rounds half to even, adds the zero point and saturates. Products are exact: those of matrices in i32, convolutions in the float type
+that holds every integer that can come up. Scales and zero points are never trained, and may be one number, one for each entry along an axis,
+or (QuantizeLinear, DequantizeLinear) one for each block of entries along an axis. The gradient of rounding is zero.
+
+Integers of 4 and 2 bits and floats of 8 have no counterpart here.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+
+from penstock.ir.graph import Value
+from penstock.ir.types import FLOATS, INTS, numpy_dtype
+
+from ..formulas.layout import axis_of, cut, expand, reshape
+from ..writer import Refused
+from .neural import window_attrs
+from .node import Node, Result, Rule
+from .source import our_dtype
+
+# Integers up to here are exact in f32.
+_EXACT = 1 << 24
+
+
+def _type_attr(n: Node, name: str) -> str | None:
+    """An element type given by number; 0 and nothing mean the default."""
+    number = n.int_attr(name)
+    try:
+        return our_dtype(number) if number else None
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def _cast(n: Node, x: Value, dtype: str) -> Value:
+    return x if x.type.dtype == dtype else n.emit("cast", x, dtype=dtype)
+
+
+def _along(n: Node, i: int, x: Value, axis: int, block: int = 0) -> Value:
+    """A scale or zero point so that it broadcasts to x."""
+    s = n.statistic(i)
+    dims = x.type.dims
+    if s.type.size == 1 and s.type.rank <= 1:
+        return reshape(n, s, ())
+    axis = axis_of(n, axis, x.type.rank)
+    if not block:
+        n.require(s.type.dims == (dims[axis],), f"scale or zero point {s.type} does not fit axis {axis} of {x.type}")
+        return reshape(n, s, (*(1,) * axis, dims[axis], *(1,) * (x.type.rank - axis - 1)))
+    blocks = -(-dims[axis] // block)
+    n.require(
+        s.type.dims == (*dims[:axis], blocks, *dims[axis + 1 :]), f"{s.type} does not give one number per block of {block} of {x.type}"
+    )
+    wide = (*dims[:axis], blocks, block, *dims[axis + 1 :])
+    spread = expand(n, reshape(n, s, (*dims[:axis], blocks, 1, *dims[axis + 1 :])), wide)
+    return cut(n, reshape(n, spread, (*dims[:axis], blocks * block, *dims[axis + 1 :])), axis, 0, dims[axis])
+
+
+def _saturated(n: Node, x: Value, zero: Value | None, dtype: str) -> Value:
+    """round(x) + zero point within the range of an integer type. All in floats that hold it."""
+    n.require(dtype in ("i8", "u8", "i16", "u16"), f"element type {dtype} is not one to quantise to")
+    y = n.emit("round", x)
+    y = _cast(n, y, "f32") if y.type.dtype in ("f16", "bf16") else y
+    if zero is not None:
+        y = n.emit("add", y, _cast(n, zero, y.type.dtype))
+    limits = np.iinfo(numpy_dtype(dtype))
+    return _cast(n, n.emit("minimum", n.emit("maximum", y, float(limits.min)), float(limits.max)), dtype)
+
+
+def _quantize(n: Node) -> Result:
+    x, axis, block = n.value(), n.int_attr("axis", 1), n.int_attr("block_size")
+    n.ignore("saturate")  # speaks of 8-bit floats only
+    wanted = _type_attr(n, "output_dtype")
+    dtype = n.type(2).dtype if n.has(2) else wanted or "u8"
+    n.require(wanted in (None, dtype), f"output_dtype is {wanted}, but the zero point {dtype}")
+    scale = _along(n, 1, x, axis, block)
+    precision = _type_attr(n, "precision") or scale.type.dtype
+    n.require(precision in FLOATS, f"precision {precision} is no floating-point type")
+    zero = _along(n, 2, x, axis, block) if n.has(2) else None
+    return _saturated(n, n.emit("div", _cast(n, x, precision), _cast(n, scale, precision)), zero, dtype)
+
+
+def _less_zero(n: Node, x: Value, zero: Value | None, dtype: str) -> Value:
+    wide = _cast(n, x, dtype)
+    return wide if zero is None else n.emit("sub", wide, _cast(n, zero, dtype))
+
+
+def _dequantize(n: Node) -> Result:
+    x, axis, block = n.value(), n.int_attr("axis", 1), n.int_attr("block_size")
+    n.require(x.type.dtype in INTS, f"needs integers, got {x.type}")
+    scale = _along(n, 1, x, axis, block)
+    dtype = _type_attr(n, "output_dtype") or scale.type.dtype
+    zero = _along(n, 2, x, axis, block) if n.has(2) else None
+    y = _cast(n, _less_zero(n, x, zero, "i32"), "f32")
+    return _cast(n, n.emit("mul", y, _cast(n, scale, "f32")), dtype)
+
+
+# ---------------------------------------------------------------------------------------- products
+
+
+def _per_row(n: Node, i: int, x: Value, axis: int) -> Value:
+    """A scale or zero point of a matrix: one number, one per row (axis -2) or column (-1), or one that broadcasts."""
+    s = n.statistic(i)
+    if s.type.size == 1 and s.type.rank <= 1:
+        return reshape(n, s, ())
+    if s.type.rank > 1:
+        return s
+    n.require(s.type.dims == (x.type.dims[axis],), f"{s.type} does not fit dimension {axis} of {x.type}")
+    return reshape(n, s, (s.type.size, 1)) if axis == -2 else s
+
+
+def _product(n: Node, a: int, a_zero: int, b: int, b_zero: int) -> Value:
+    x, y = n.value(a), n.value(b)
+    n.require(x.type.rank > 0 and y.type.rank > 0, f"needs at least one dimension, got {x.type} and {y.type}")
+    lhs = _less_zero(n, x, _per_row(n, a_zero, x, -2 if x.type.rank > 1 else -1) if n.has(a_zero) else None, "i32")
+    rhs = _less_zero(n, y, _per_row(n, b_zero, y, -1) if n.has(b_zero) else None, "i32")
+    left, right = x.type.rank == 1, y.type.rank == 1
+    lhs = reshape(n, lhs, (1, *lhs.type.dims)) if left else lhs
+    rhs = reshape(n, rhs, (*rhs.type.dims, 1)) if right else rhs
+    total = n.emit("matmul", lhs, rhs)
+    dims = total.type.dims
+    return reshape(n, total, dims[:-2] + (() if left else dims[-2:-1]) + (() if right else dims[-1:]))
+
+
+def _qlinear_matmul(n: Node) -> Result:
+    x, y = n.value(0), n.value(3)
+    total = _product(n, 0, 2, 3, 5)
+    scale = n.emit("mul", _per_row(n, 1, x, -2), _per_row(n, 4, y, -1))
+    out = n.statistic(6)
+    scale = n.emit("div", scale, reshape(n, out, ()) if out.type.size == 1 else out)
+    product = n.emit("mul", _cast(n, total, scale.type.dtype), scale)
+    zero = n.statistic(7)
+    return _saturated(n, product, reshape(n, zero, ()) if zero.type.size == 1 else zero, n.type(7).dtype)
+
+
+def _convolution(n: Node, w_at: int, x_zero: int, w_zero: int) -> Value:
+    """The sums of a convolution, as floats that hold them exactly."""
+    x, w = n.value(0), n.value(w_at)
+    kernel = w.type.dims[2:]
+    n.require((n.ints_attr("kernel_shape") or kernel) == kernel, f"kernel_shape differs from the weight {w.type}")
+    n.require(x.type.dtype in ("i8", "u8") and w.type.dtype in ("i8", "u8"), f"needs integers of 8 bits, got {x.type} and {w.type}")
+    dtype = "f32" if 255 * 255 * prod(w.type.dims[1:]) < _EXACT else "f64"
+    groups = n.int_attr("group", 1)
+    n.require(groups > 0, f"{groups} groups")
+    data = _less_zero(n, x, _along(n, x_zero, x, 1) if n.has(x_zero) else None, dtype)
+    weight = _less_zero(n, w, _along(n, w_zero, w, 0) if n.has(w_zero) else None, dtype)
+    return n.emit("conv", data, weight, groups=groups, **window_attrs(n, kernel))
+
+
+def _qlinear_conv(n: Node) -> Result:
+    total, w = _convolution(n, 3, 2, 5), n.value(3)
+    if n.has(8):
+        total = n.emit("add", total, _cast(n, reshape(n, n.value(8), (1, w.type.dims[0], *(1,) * (w.type.rank - 2))), total.type.dtype))
+    x_scale, w_scale, y_scale = (n.statistic(i) for i in (1, 4, 6))
+    scale = n.emit("div", n.emit("mul", reshape(n, x_scale, ()), w_scale), reshape(n, y_scale, ()))
+    scale = reshape(n, scale, () if scale.type.size == 1 else (1, scale.type.size, *(1,) * (w.type.rank - 2)))
+    product = n.emit("mul", _cast(n, total, "f32"), scale)
+    return _saturated(n, product, reshape(n, n.statistic(7), ()), n.type(7).dtype)
+
+
+RULES: dict[str, Rule] = {
+    "QuantizeLinear": _quantize,
+    "DequantizeLinear": _dequantize,
+    "MatMulInteger": lambda n: _product(n, 0, 2, 1, 3),
+    "QLinearMatMul": _qlinear_matmul,
+    "ConvInteger": lambda n: _cast(n, _convolution(n, 1, 2, 3), "i32"),
+    "QLinearConv": _qlinear_conv,
+}
+
+
+# ---------------------------------------------------------------------------------------- com.microsoft
+
+
+def _real(n: Node, i: int, at: int | None = None) -> Value:
+    """The tensor that operand i stands for; its scale and zero point come next, or at `at`."""
+    at = i + 1 if at is None else at
+    x = n.value(i)
+    zero = reshape(n, n.statistic(at + 1), ()) if n.has(at + 1) else None
+    return n.emit("mul", _cast(n, _less_zero(n, x, zero, "i32"), "f32"), reshape(n, n.statistic(at), ()))
+
+
+def _requantized(n: Node, y: Value, at: int, like: int) -> Value:
+    """y at the scale and zero point that the operands from `at` on give; without a zero point in the type of operand `like`."""
+    zero = reshape(n, n.statistic(at + 1), ()) if n.has(at + 1) else None
+    dtype = n.type(at + 1).dtype if n.has(at + 1) else n.type(like).dtype
+    return _saturated(n, n.emit("div", y, reshape(n, n.statistic(at), ())), zero, dtype)
+
+
+def _binary(kind: str) -> Rule:
+    return lambda n: _requantized(n, n.emit(kind, _real(n, 0), _real(n, 3)), 6, 0)
+
+
+def _unary(kind: str) -> Rule:
+    return lambda n: _requantized(n, n.emit(kind, _real(n, 0)), 3, 0)
+
+
+def _leaky(n: Node) -> Result:
+    x = _real(n, 0)
+    return _requantized(n, n.emit("where", n.emit("less", x, 0.0), n.emit("mul", x, n.float_attr("alpha", 0.01)), x), 3, 0)
+
+
+def _average(n: Node) -> Result:
+    n.require(not n.int_attr("channels_last"), "channels_last is not supported")
+    x = _real(n, 0)
+    return _requantized(n, n.emit("mean", x, axes=tuple(range(2, x.type.rank)), keep=True), 3, 0)
+
+
+def _matmul_to_float(n: Node) -> Result:
+    total = _product(n, 0, 4, 1, 5)
+    x, y = n.value(0), n.value(1)
+    scaled = n.emit("mul", _cast(n, total, "f32"), n.emit("mul", _per_row(n, 2, x, -2), _per_row(n, 3, y, -1)))
+    return n.emit("add", scaled, n.value(6)) if n.has(6) else scaled
+
+
+MICROSOFT: dict[str, Rule] = {
+    "QuantizeLinear": _quantize,
+    "DequantizeLinear": _dequantize,
+    "QLinearAdd": _binary("add"),
+    "QLinearMul": _binary("mul"),
+    "QLinearSigmoid": _unary("sigmoid"),
+    "QLinearLeakyRelu": _leaky,
+    "QLinearGlobalAveragePool": _average,
+    "MatMulIntegerToFloat": _matmul_to_float,
+}
