@@ -14,6 +14,7 @@ from penstock.ir.types import FLOATS
 
 from ..writer import Writer
 from .layout import cut, reshape, transpose
+from .scans import flipped
 
 
 def from_the_front(w: Writer, indices: Value, size: int) -> Value:
@@ -63,7 +64,7 @@ def scatter_extreme(w: Writer, x: Value, axis: int, indices: Value, src: Value, 
     rank, size, count = x.type.rank, x.type.dims[axis], indices.type.dims[axis]
     dims = x.type.dims
     if not largest:
-        return w.emit("neg", scatter_extreme(w, w.emit("neg", x), axis, indices, w.emit("neg", src), largest=True, own=own))
+        return flipped(w, scatter_extreme(w, flipped(w, x), axis, indices, flipped(w, src), largest=True, own=own))
     others = [size for i, size in enumerate(indices.type.dims) if i != axis]
     w.require(
         others == [size for i, size in enumerate(dims) if i != axis], f"indices {indices.type} must cover {x.type} but for axis {axis}"

@@ -200,6 +200,26 @@ def at_places(n: Node, places: torch.Tensor) -> Result:
     return n.emit("gather", reshape(n, x, (x.type.size,)), places.contiguous().numpy(), axis=0)
 
 
+def _strided(n: Node) -> Result:
+    """By where torch keeps each element of the operand."""
+    meta = n.meta("self")
+    numbers = (*meta.shape, *meta.stride(), meta.storage_offset())
+    n.require(all(isinstance(x, int) for x in numbers), "is not supported on symbolic sizes")
+    size, stride, offset = n.ints("size"), n.ints("stride"), int(n.arg("storage_offset", meta.storage_offset()))
+    memory = torch.full((1 + max(_last(meta.shape, meta.stride(), meta.storage_offset()), _last(size, stride, offset)),), -1)
+    memory.as_strided(meta.shape, meta.stride(), meta.storage_offset()).copy_(torch.arange(meta.numel()).reshape(meta.shape))
+    places = memory.as_strided(size, stride, offset)
+    n.require(bool((places >= 0).all()), "reaches elements of the memory that are not the operand's")
+    if torch.equal(places.flatten(), torch.arange(meta.numel())):
+        return reshaped(n, size)
+    return at_places(n, places)
+
+
+def _last(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
+    """The last place in memory."""
+    return offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n > 0)
+
+
 def moved(*names: str) -> Rule:
     """An operation that only moves elements: what it does to the positions says where each comes from."""
 
@@ -247,5 +267,6 @@ RULES: dict[str, Rule] = {
     "flip": _flip,
     "roll": moved("shifts", "dims"),
     "diagonal": moved("offset", "dim1", "dim2"),
+    "as_strided": _strided,
     "unfold": moved("dimension", "size", "step"),
 }

@@ -18,6 +18,7 @@ from ..formulas.layout import axis_of, reshape
 from ..formulas.norms import batch_statistics, grouped_norm, per_channel, rms_norm
 from ..formulas.products import product, scaled_sum
 from ..formulas.resizing import pick, resample, taps_of
+from ..formulas.sampling import grid_sample
 from .node import Absent, Known, Node, Result, Rule
 
 # ---------------------------------------------------------------------------------------- products
@@ -190,6 +191,12 @@ def _along_one(n: Node, columns: torch.Tensor, i: int, r: int, out: int) -> torc
                 arguments.append(n.arg(name))
     result = n.target(columns.T.reshape(1, count, *shape), *arguments)  # type: ignore[operator]
     return result.reshape(count, out).T.contiguous()
+
+
+def _grid_sample(n: Node) -> Result:
+    mode, padding = int(n.arg("interpolation_mode")), int(n.arg("padding_mode"))
+    modes, paddings = ("linear", "nearest", "cubic"), ("zeros", "border", "reflection")
+    return grid_sample(n, n.value("input"), n.value("grid"), modes[mode], paddings[padding], bool(n.arg("align_corners")))
 
 
 def linear(r: int) -> Rule:
@@ -377,6 +384,7 @@ RULES: dict[str, Rule] = {
     "_adaptive_avg_pool3d": adaptive_pool(3),
     "pixel_shuffle": _pixel_shuffle,
     # resizing
+    "grid_sampler_2d": _grid_sample,
     "upsample_nearest1d.vec": nearest(1),
     "upsample_nearest2d.vec": nearest(2),
     "upsample_nearest3d.vec": nearest(3),

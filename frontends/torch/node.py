@@ -235,10 +235,11 @@ class Node(Writer):
 
     def common(self, *names: str) -> str:
         """The element type in which torch computes with these two arguments: tensors of no dimension and numbers give way."""
-        metas = [self._meta(name) for name in names]
+        metas = [self.meta(name) for name in names]
         return self.theirs(torch.result_type(*metas))
 
-    def _meta(self, name: str) -> Any:
+    def meta(self, name: str) -> Any:
+        """What torch knows of an argument: its type and strides, or the number."""
         self._asked.add(name)
         index = list(self._defaults).index(name)
         given = self.call.args[index] if index < len(self.call.args) else self.call.kwargs.get(name, self._defaults[name])

@@ -9,6 +9,7 @@ from penstock.ir.types import FLOATS
 
 from ..formulas.elementwise import power
 from ..formulas.layout import axis_of, reshape
+from ..formulas.scans import cumulative_product, flipped, product_over
 from .elementwise import truth
 from .node import Node, Result, Rule
 
@@ -40,7 +41,7 @@ def _extreme(sign: int) -> Rule:
 
     def rule(n: Node) -> Result:
         axes, x, keep = axes_of(n), n.value(), bool(n.arg("keepdim"))
-        return reduced(n, "max", x, axes, keep) if sign > 0 else n.emit("neg", reduced(n, "max", n.emit("neg", x), axes, keep))
+        return reduced(n, "max", x, axes, keep) if sign > 0 else flipped(n, reduced(n, "max", flipped(n, x), axes, keep))
 
     return rule
 
@@ -65,7 +66,7 @@ def _whole_extreme(sign: int) -> Rule:
     def rule(n: Node) -> Result:
         x = n.value()
         axes = tuple(range(x.type.rank))
-        return reduced(n, "max", x, axes, False) if sign > 0 else n.emit("neg", reduced(n, "max", n.emit("neg", x), axes, False))
+        return reduced(n, "max", x, axes, False) if sign > 0 else flipped(n, reduced(n, "max", flipped(n, x), axes, False))
 
     return rule
 
@@ -73,7 +74,7 @@ def _whole_extreme(sign: int) -> Rule:
 def _arg(sign: int) -> Rule:
     def rule(n: Node) -> Result:
         x, keep = n.value(), bool(n.arg("keepdim"))
-        x = n.emit("neg", x) if sign < 0 else x
+        x = flipped(n, x) if sign < 0 else x
         rank = x.type.rank
         if not n.has("dim") or rank == 0:
             found = n.emit("argmax", reshape(n, x, (x.type.size,)), axis=0)
@@ -143,6 +144,25 @@ def _log_sum(n: Node) -> Result:
     return n.emit("add", rest, reshape(n, finite, rest.type.dims))
 
 
+def _product(n: Node) -> Result:
+    n.ignore("dtype")
+    x = n.value("self", n.dtype)
+    if "dim" not in n.names:
+        return reshape(n, product_over(n, reshape(n, x, (x.type.size,)), 0), ())
+    if x.type.rank == 0:
+        return x
+    axis = axis_of(n, n.arg("dim"), x.type.rank)
+    n.require(x.type.dims[axis] > 0, f"there is nothing to multiply along axis {axis} of {x.type}")
+    found = product_over(n, x, axis)
+    return found if n.arg("keepdim") else reshape(n, found, x.type.dims[:axis] + x.type.dims[axis + 1 :])
+
+
+def _cumulative_product(n: Node) -> Result:
+    n.ignore("dtype")
+    x = n.value("self", n.dtype)
+    return cumulative_product(n, x, axis_of(n, n.arg("dim"), x.type.rank), exclusive=False, reverse=False) if x.type.rank else x
+
+
 RULES: dict[str, Rule] = {
     "sum.dim_IntList": over("sum"),
     "mean": over("mean"),
@@ -163,5 +183,8 @@ RULES: dict[str, Rule] = {
     "var.correction": _variance,
     "linalg_vector_norm": _norm,
     "cumsum": _cumulative,
+    "cumprod": _cumulative_product,
+    "prod": _product,
+    "prod.dim_int": _product,
     "logsumexp": _log_sum,
 }

@@ -214,6 +214,9 @@ LAYOUT: list[Case] = [
     ("roll", lambda x: A.roll(x, [5]), (f(3, 4),)),
     ("diagonal", lambda x: A.diagonal(x, 1), (f(4, 5),)),
     ("diagonal", lambda x: A.diagonal(x, 0, 0, 2), (f(2, 3, 4),)),
+    ("as_strided", lambda x: A.as_strided(x.T, [3, 2], [1, 4], 1), (f(2, 4),)),
+    ("as_strided", lambda x: A.as_strided(x * 2, [2, 3], [1, 1]), (f(2, 4),)),
+    ("as_strided", lambda x: A.as_strided(x * 2, [8, 1], [1, 1]), (f(2, 4),)),
     ("unfold", lambda x: A.unfold(x, 1, 3, 2), (f(2, 7),)),
 ]
 
@@ -284,6 +287,14 @@ REDUCTIONS: list[Case] = [
     ),
     ("cumsum", lambda x: A.cumsum(x, -1), (f(2, 5),)),
     ("cumsum", lambda x: A.cumsum(x, 0), (b(4, 2),)),
+    ("cumprod", lambda x: A.cumprod(x, 0), (f(5, 2),)),
+    ("prod", A.prod.default, (f(3, 2),)),
+    ("prod", A.prod.default, (i(1, 4, 5),)),
+    ("prod.dim_int", lambda x: A.prod.dim_int(x, 1, True), (f(3, 5),)),
+    ("prod.dim_int", lambda x: A.prod.dim_int(x, 0), (b(3, 5),)),
+    ("amin", lambda x: A.amin(x, [0]), (torch.tensor([3, 200, 7], dtype=torch.uint8),)),
+    ("argmin", lambda x: A.argmin(x, 0), (torch.tensor([3, 0, 7], dtype=torch.uint8),)),
+    ("min", A.min.default, (torch.tensor([3, -(2**63), 7]),)),
     ("logsumexp", lambda x: A.logsumexp(x, [1]), (f(3, 4),)),
     ("logsumexp", lambda x: A.logsumexp(x, [0], True), (torch.tensor([[-math.inf, 80.0], [-math.inf, 90.0]]),)),
 ]
@@ -342,6 +353,10 @@ NEURAL: list[Case] = [
         (f"{name}.vec", resized(getattr(A, name).vec, size, factors, corners), (x,))
         for name, x in zip(("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"), (*ONE_TO_THREE, f(1, 2, 5, 4)), strict=True)
         for size, factors, corners in (([7, 3, 6][: x.ndim - 2], None, False), ([7, 3, 6][: x.ndim - 2], None, True), (None, [1.6] * (x.ndim - 2), False))
+    ),
+    *(
+        ("grid_sampler_2d", lambda x, g, m=mode, q=pad, c=corners: A.grid_sampler_2d(x, g, m, q, c), (f(2, 2, 4, 5), 1.2 * u(2, 3, 2, 2)))
+        for mode, pad, corners in ((0, 0, False), (0, 1, True), (1, 0, True), (2, 2, False))
     ),
     ("softmax.int", lambda x: torch.softmax(x, 1), (f(2, 3, 4),)),
     ("_softmax", lambda x: A._softmax(x, 0, False), (f(2, 3),)),
@@ -414,7 +429,7 @@ RECURRENT: list[Case] = [
 # Of these no gradient is compared: it is zero, and autodiff refuses to train through what is flat, or torch has none.
 FLAT = (
     "sign", "floor", "ceil", "trunc", "round", "round.decimals", "div.Tensor_mode", "remainder.Tensor", "remainder.Scalar", "fmod.Tensor", "fmod.Scalar",
-    "scatter.reduce",
+    "scatter.reduce", "grid_sampler_2d",
 )  # fmt: skip
 # What these give does not depend on their operands; at a small size that is computed at import.
 MADE = (
