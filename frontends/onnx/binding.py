@@ -130,6 +130,8 @@ def _open_dimensions(
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.HasField("dim_value"):
                 shape.append(dim.dim_value)
+                if dim.dim_value < 0:
+                    problems.append(f"input {value.name}, dimension {axis} is {dim.dim_value}: a size cannot be negative")
                 continue
             name = dim.dim_param or f"{value.name}.{axis}"
             names.add(name)

@@ -27,7 +27,7 @@ from penstock.ir.types import numpy_dtype
 from ..formulas.layout import axis_of, cut, reshape
 from ..writer import Refused
 from .functions import Bodies, results_of
-from .inference import static_types
+from .inference import promises_of
 from .node import Node, Result
 from .tensors import Known, Lost, Scope, Tensor, TensorList, Weight
 
@@ -159,7 +159,7 @@ def _both(n: Node, before: bool | Value, after: bool | Value) -> bool | Value:
 def _stack(n: Node, items: Sequence[Tensor], axis: int, declared: onnx.ValueInfoProto) -> Tensor:
     """Tensors of one type along a new dimension. Of none, `declared` must say the type."""
     if not items:
-        kind = static_types({"": declared.type}).get("")
+        kind = promises_of({"": declared.type}).types.get("")
         if kind is None:
             raise Refused(f"nothing is collected for {declared.name}, and the model does not say its type")
         at = axis_of(n, axis, kind.rank + 1)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from penstock.ir.graph import Value
-from penstock.ir.types import FLOATS, numpy_dtype
+from penstock.ir.types import FLOATS
 
 from ..formulas.elementwise import (
     cosh,
@@ -128,8 +126,15 @@ def _dropout(n: Node) -> Result | tuple[Result, ...]:
     n.ignore("seed")
     if n.has(2):
         n.require(not n.constant(2, "training_mode").any(), "training_mode is on; export the model for inference")
-    mask = np.ones(n.type().dims, np.bool_ if n.opset >= 10 else numpy_dtype(n.type().dtype))
-    return (n.tensor(0), mask) if n.wanted > 1 else n.tensor(0)
+    if n.wanted < 2:
+        return n.tensor(0)
+    kind = n.type()
+    mask = (
+        n.emit("const", value=True, dtype="bool", shape=kind.dims)
+        if n.opset >= 10
+        else n.emit("const", value=1, dtype=kind.dtype, shape=kind.dims)
+    )
+    return n.tensor(0), mask
 
 
 def _mod(n: Node) -> Result:

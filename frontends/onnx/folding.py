@@ -2,10 +2,14 @@
 
 The meaning of an operator is that of onnx.reference, ONNX's own NumPy implementation, so that folding and the rules of the op tables
 are independent of each other. A result of another type than shape inference promises is refused rather than converted.
+
+Nothing is computed whose size is not known to be small before: a few bytes of a file can ask for a tensor that fills all memory, or for hours of a reference
+implementation that loops in Python.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -14,6 +18,7 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 
 from ..writer import Refused
+from .inference import Promises
 from .node import Node
 from .tensors import Known
 
@@ -21,6 +26,31 @@ from .tensors import Known
 LARGEST = 1 << 22
 # Where onnx.reference leaves the specification (signs of LpNormalization, lengths, clip and activations of recurrent layers, channels of LRN).
 OTHERWISE = frozenset({"LRN", "LpNormalization", "RNN", "GRU", "LSTM"})
+# The same for operators whose reference loops over elements in Python, and for the product of the operands of those that sum products.
+_LARGEST_LOOP, _LARGEST_PRODUCT = 1 << 13, 1 << 32
+
+# fmt: off
+# Shape inference does not tell the size of these, which is of the order of the operands' size.
+_LIKE_OPERANDS = frozenset({"Compress", "GroupNormalization", "NonZero", "NonMaxSuppression", "StringNormalizer", "StringSplit", "Unique"})
+_LOOPS = frozenset({
+    "AveragePool", "Col2Im", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "GRU", "GridSample", "LRN", "LSTM", "LpPool", "MaxPool", "MaxRoiPool",
+    "MaxUnpool", "NonMaxSuppression", "QLinearConv", "RNN", "Resize", "RoiAlign", "TfIdfVectorizer", "Upsample",
+})
+_PRODUCTS = frozenset({"Einsum", "Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"})
+# fmt: on
+
+
+def small(n: Node, promises: Promises) -> bool:
+    """Whether the results of a node with known operands are small, and soon computed."""
+    names = [name for name in n.proto.output if name]
+    if n.kind not in _LIKE_OPERANDS and any(name not in promises.sizes for name in names):
+        return False
+    operands = [t.array.size for t in n.operands if isinstance(t, Known)]
+    most = _LARGEST_LOOP if n.kind in _LOOPS else LARGEST
+    sizes = [promises.sizes.get(name, 0) for name in names]
+    if n.kind in _PRODUCTS and math.prod(max(1, size) for size in operands) > _LARGEST_PRODUCT >> (8 if n.kind == "Einsum" else 0):
+        return False
+    return max(sizes, default=0) <= most and (n.kind not in _LOOPS or max(operands, default=0) <= most)
 
 
 def fold(n: Node, opset: int) -> list[np.ndarray]:

@@ -10,7 +10,18 @@ import numpy as np
 from penstock.ir.graph import Value
 
 from ..formulas.layout import axis_of, cut, reshape, transpose
-from ..formulas.resizing import Taps, cubic_shape, cubic_weights, linear_weights, pick, resample, smoothing_weights, taps_around, tent
+from ..formulas.resizing import (
+    LONGEST_MATRIX,
+    Taps,
+    cubic_shape,
+    cubic_weights,
+    linear_weights,
+    pick,
+    resample,
+    smoothing_weights,
+    taps_around,
+    tent,
+)
 from ..formulas.sampling import clamped, corners_at, ends_outside, grid_sample, images, read_between, zeros_outside
 from .node import Node, Result, Rule
 
@@ -19,6 +30,7 @@ from .node import Node, Result, Rule
 
 def _places(n: Node, mode: str, size: int, count: int, scale: float, region: tuple[float, float]) -> np.ndarray:
     """Where each entry of the result lies between the entries of the operand."""
+    n.room(count * min(size, LONGEST_MATRIX))
     y, length = np.arange(count, dtype=np.float64), scale * size
     match mode:
         case "align_corners":
@@ -71,6 +83,7 @@ def _weights(n: Node, mode: str, at: np.ndarray, scale: float, size: int) -> Tap
     below = np.ceil(at) - 1  # an entry at the place itself counts as the one above
     ratio, a = at - below, n.float_attr("cubic_coeff_a", -0.75)
     if n.int_attr("antialias"):
+        n.room(math.ceil(5 / min(scale, 1.0)) * len(at))
         weights = smoothing_weights(ratio, scale, 1, tent) if mode == "linear" else smoothing_weights(ratio, scale, 2, cubic_shape(a))
     else:
         weights = linear_weights(ratio) if mode == "linear" else cubic_weights(ratio, a)
@@ -127,6 +140,7 @@ def _affine_grid(n: Node) -> Result:
     space, corners = size[2:], n.int_attr("align_corners")
     rank = len(space)
     n.require(theta.type.dims == (size[0], rank, rank + 1), f"matrices {theta.type} do not fit size {list(size)}")
+    n.room(math.prod(size))
     lines = [np.linspace(-1, 1, m) if corners else (2 * np.arange(m) + 1) / m - 1 for m in space]
     base = np.stack([*reversed(np.meshgrid(*lines, indexing="ij")), np.ones(space)], axis=-1).reshape(-1, rank + 1)
     dtype = np.float64 if theta.type.dtype == "f64" else np.float32
@@ -149,7 +163,7 @@ def _regions(n: Node, rois: Value, first: int, count: int, samples: int) -> Valu
     low, high = bound(first), bound(first + 2)
     length = n.emit("sub", high, low)
     length = length if half else n.emit("maximum", length, 1.0)
-    steps = ((np.arange(count * samples) + 0.5) / (count * samples)).astype(np.float64 if rois.type.dtype == "f64" else np.float32)
+    steps = ((np.arange(n.room(count * samples)) + 0.5) / (count * samples)).astype(np.float64 if rois.type.dtype == "f64" else np.float32)
     return n.emit("add", low, n.emit("mul", length, steps.reshape(1, -1)))
 
 
@@ -198,6 +212,7 @@ def _deform_conv(n: Node) -> Result:
     n.require(groups > 0 and shifts > 0 and channels % shifts == 0 and outs % groups == 0, f"groups do not fit {x.type} and {w.type}")
     n.require(per_group * groups == channels, f"{x.type} has {channels} channels, the weight {w.type} takes {per_group * groups}")
     n.require(offset.type.dims[1] == shifts * taps * 2, f"offsets {offset.type} do not fit {shifts} groups of {taps} places")
+    n.room(taps * max(rows, columns))
     size = channels // shifts
     moved = reshape(n, offset, (batch, shifts, taps, 2, rows, columns))
     dtype = np.float64 if x.type.dtype == "f64" else np.float32

@@ -39,9 +39,9 @@ from ..pruning import live_ops
 from ..writer import Refused
 from .binding import Given, Inputs, bind
 from .control import CONTROL
-from .folding import LARGEST, fold
+from .folding import fold, small
 from .functions import MOST_NODES, Unfinished, call, definition, has_definition, identity
-from .inference import Promises, promised_by_node, static_types
+from .inference import Promises, promised_by_node, promises_of, rounds_up
 from .node import Builder, Node
 from .placement import Marks
 from .report import CannotImport, Findings, report, row
@@ -50,6 +50,9 @@ from .structure import take_structure
 from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of
 from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, Tensor, TensorList, Weight, is_lost
 from .versions import CHANGED, DOMAINS, UPGRADES, opsets_of, upgrade
+
+# What rules, the op table and NumPy raise for operands and attributes that do not fit each other.
+_DO_NOT_FIT = (Refused, TypeError, ValueError, IndexError, ArithmeticError)
 
 
 def import_onnx(
@@ -68,9 +71,7 @@ def import_onnx(
     graph = source.model.graph
     _check(source)
     bound = bind(graph, dims or {}, known or {}, where)
-    doubtful = _behind_rounded_pools(graph) if opsets[""] < 22 else set()
-    promises = static_types({name: kind for name, kind in source.infer_types(bound).items() if name not in doubtful})
-    importer = _Importer(source, opsets, promises)
+    importer = _Importer(source, opsets)
     importer.take_inputs(graph, bound)
     importer.take_initializers(graph, _pattern("frozen", frozen, where), _pattern("trained", trained, where))
     for index, node in enumerate(graph.node):
@@ -98,11 +99,10 @@ def _check(source: Source) -> None:
 
 
 def _behind_rounded_pools(graph: onnx.GraphProto) -> set[str]:
-    """Tensors whose inferred shape may be wrong: before opset 22, shape inference counts one window too many when pooling rounds up."""
+    """Tensors whose declared shape may be wrong: exporters take it from shape inference, which counted one window too many."""
     found: set[str] = set()
     for node in graph.node:
-        rounded = node.op_type.endswith("Pool") and any(a.name == "ceil_mode" and a.i for a in node.attribute)
-        if rounded or not found.isdisjoint(node.input):
+        if rounds_up(node) or not found.isdisjoint(node.input):
             found.update(node.output)
     return found
 
@@ -120,7 +120,7 @@ def _pattern(flag: str, text: str | None, where: str) -> re.Pattern[str] | None:
 class _Importer:
     """State of one import: the graph built so far, and what is to be reported. `scope` holds the names of the model's own graph."""
 
-    def __init__(self, source: Source, opsets: Mapping[str, int], promises: Promises) -> None:
+    def __init__(self, source: Source, opsets: Mapping[str, int]) -> None:
         graph = source.model.graph
         every = [v.name for v in graph.input] + [t.name for t in graph.initializer] + [o for n in graph.node for o in n.output]
         every += [t.values.name for t in graph.sparse_initializer]
@@ -132,7 +132,8 @@ class _Importer:
         self.frozen: re.Pattern[str] | None = None
         self.trained: re.Pattern[str] | None = None
         self.source = source
-        self.promises = promises
+        doubtful = _behind_rounded_pools(graph) if opsets[""] < 22 else set()
+        self.declared = promises_of({value.name: value.type for value in graph.output if value.name not in doubtful})
         self.functions = {identity(f): f for f in source.model.functions}
         self.added = 0
         self.builder = Builder(Names(every), source=source)
@@ -218,7 +219,7 @@ class _Importer:
 
     def take_node(self, proto: onnx.NodeProto, index: int, scope: Scope) -> None:
         """Import one node into a scope; what cannot be imported is noted, and its results are lost."""
-        promises: Promises = self.promises if scope is self.scope else {}
+        promises = Promises()
         results, first = None, len(self.builder.ops)
         try:
             node = Node(self.builder, proto, index, scope)
@@ -226,11 +227,13 @@ class _Importer:
                 raise Refused(reason)
             if any(map(is_lost, node.operands)):  # nothing can be said
                 raise Unfinished
-            if scope is not self.scope and proto.op_type not in CONTROL:
+            if proto.op_type not in CONTROL:
                 promises = promised_by_node(node)
             try:
                 results = self._results(node, promises)
-                _compare(proto, results, promises)
+                _compare(proto, results, promises, "shape inference")
+                if scope is self.scope:
+                    _compare(proto, results, self.declared, "the model")
                 node.finish(results)
                 self.marks.take(proto, self.builder.ops[first:])
             finally:
@@ -238,12 +241,12 @@ class _Importer:
                     node.abandon()
         except Unfinished:
             pass
-        except (Refused, TypeError) as error:
+        except _DO_NOT_FIT as error:
             results = None
             self._note(row(scope.prefix + _name(proto, index), proto, str(error)), error)
         if results is None:
             for name in filter(None, proto.output):
-                scope.tensors[name] = Lost(promises.get(name))
+                scope.tensors[name] = Lost(promises.types.get(name))
 
     def _note(self, problem: str, error: Exception) -> None:
         self.findings.problems.append(problem)
@@ -264,8 +267,7 @@ class _Importer:
         written_in = upgrade(node) if standard else node.opset
         note = ""
         known = bool(node.operands) and all(t is None or isinstance(t, Known) for t in node.operands)
-        small = all(promises[name].size <= LARGEST for name in node.proto.output if name in promises)
-        if standard and known and small and node.kind not in UNFOLDED and node.opset >= CHANGED.get(node.kind, 0):
+        if standard and known and small(node, promises) and node.kind not in UNFOLDED and node.opset >= CHANGED.get(node.kind, 0):
             try:
                 found = fold(node, written_in)
                 self.findings.folded.append(node.name)
@@ -289,6 +291,9 @@ class _Importer:
 
     def complain(self) -> None:
         """Raise when anything could not be imported."""
+        twice = [name for name, times in Counter(v.name for v in self.source.model.graph.output).items() if times > 1]
+        if twice:
+            raise UsageError(f"output {', '.join(twice)} is listed more than once", where=str(self.source.path))
         for value in self.source.model.graph.output:
             tensor = self.scope.tensors.get(value.name)
             if tensor is None:
@@ -360,18 +365,18 @@ def _all_read(node: Node, results: Sequence[Result]) -> Sequence[Result]:
     return results
 
 
-def _compare(proto: onnx.NodeProto, results: Sequence[Result], promises: Promises) -> None:
-    """Each result against what shape inference promises for it."""
+def _compare(proto: onnx.NodeProto, results: Sequence[Result], promises: Promises, who: str) -> None:
+    """Each result against what is promised for it."""
     if len(results) < sum(1 for name in proto.output if name):
         raise Refused(f"only the first {len(results)} results are supported")
     for name, result in zip(proto.output, results, strict=False):
-        promised = promises.get(name)
+        promised = promises.types.get(name)
         array = result.array if isinstance(result, Known) else result
         if promised is None or isinstance(array, TensorList | Empty):
             continue
         found = TensorType(dtype_of(array.dtype), array.shape) if isinstance(array, np.ndarray) else array.type
         if found is not None and found != promised:
-            raise Refused(f"result {name} comes out as {found}, but shape inference says {promised}")
+            raise Refused(f"result {name} comes out as {found}, but {who} says {promised}")
 
 
 def _why_unknown(node: onnx.NodeProto) -> str:

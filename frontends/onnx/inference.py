@@ -1,12 +1,17 @@
 """What ONNX's shape inference promises of the results of nodes.
 
-It is asked once about the model's own graph (source.py), and node by node inside of loops, branches and functions, where types come with the operands.
-What it says is a check on our rules, and the type of results that are lost; nothing is taken from it that a rule could not tell.
+It is asked node by node, with the types that the operands have here. What it says is a check on our rules, the type of results that are lost, and
+how large a result will be that is to be computed at import; nothing is taken from it that a rule could not tell.
+
+Shape inference is native code which trusts what it is given: over whole graphs, files that its checker accepts end the process. A single node whose operands
+have static types is what it is made for; `_harmless` keeps the rest from it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import onnx
 from onnx import numpy_helper
@@ -18,23 +23,30 @@ from .node import Node
 from .source import SMALL, our_dtype
 from .tensors import Empty, Known, Lost, Tensor, TensorList
 
-Promises = Mapping[str, TensorType]
+
+@dataclass(frozen=True)
+class Promises:
+    """About results by their names: the types of those that are tensors of an element type that we have, every size a number; and how many
+    elements those have whose sizes are numbers, of whatever type they are."""
+
+    types: Mapping[str, TensorType] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-def static_types(inferred: Mapping[str, onnx.TypeProto]) -> dict[str, TensorType]:
-    """The types that are tensors of an element type that we have, every size a number."""
-    found = {name: _static(kind) for name, kind in inferred.items()}
-    return {name: kind for name, kind in found.items() if kind is not None}
-
-
-def _static(kind: onnx.TypeProto) -> TensorType | None:
-    if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
-        return None
-    shape = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in kind.tensor_type.shape.dim)
-    try:
-        return None if -1 in shape else TensorType(our_dtype(kind.tensor_type.elem_type), shape)
-    except ValueError:
-        return None
+def promises_of(inferred: Mapping[str, onnx.TypeProto]) -> Promises:
+    types, sizes = {}, {}
+    for name, kind in inferred.items():
+        if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
+            continue
+        shape = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in kind.tensor_type.shape.dim)
+        if min(shape, default=0) < 0:
+            continue
+        sizes[name] = math.prod(shape)
+        try:
+            types[name] = TensorType(our_dtype(kind.tensor_type.elem_type), shape)
+        except ValueError:
+            continue
+    return Promises(types, sizes)
 
 
 def type_proto(tensor: Tensor | None) -> onnx.TypeProto | None:
@@ -54,13 +66,12 @@ def type_proto(tensor: Tensor | None) -> onnx.TypeProto | None:
 def promised_by_node(n: Node) -> Promises:
     """The types of one node's results by its operands; nothing about operators that ONNX does not know or that contain graphs."""
     proto, types, data = n.proto, {}, {}
-    counts = [a.i for a in proto.attribute if a.name == "num_outputs"]
-    if any(a.HasField("g") or a.graphs for a in proto.attribute) or any(count != len(proto.output) for count in counts):
-        return {}
+    if not _harmless(proto):
+        return Promises()
     for name, tensor in zip(proto.input, n.operands, strict=True):
         kind = type_proto(tensor)
         if kind is None:
-            return {}
+            return Promises()
         if name:
             types[name] = kind
         if name and isinstance(tensor, Known) and tensor.array.size <= SMALL:
@@ -68,6 +79,19 @@ def promised_by_node(n: Node) -> Promises:
     try:
         schema = onnx.defs.get_schema(proto.op_type, n.opset, proto.domain)
         imports = [make_opsetid(domain, version) for domain, version in n.scope.opsets.items()]
-        return static_types(onnx.shape_inference.infer_node_outputs(schema, proto, types, data, None, imports))
+        found = promises_of(onnx.shape_inference.infer_node_outputs(schema, proto, types, data, None, imports))
     except Exception:  # it raises all kinds; the rule then says what is wrong with the node
-        return {}
+        return Promises()
+    return Promises({}, found.sizes) if n.opset < 22 and rounds_up(proto) else found
+
+
+def _harmless(proto: onnx.NodeProto) -> bool:
+    """Whether shape inference may see a node: it ends the process for a Split whose number of results is not what it says."""
+    if any(a.HasField("g") or a.graphs for a in proto.attribute):
+        return False
+    return all(a.i == len(proto.output) for a in proto.attribute if a.name == "num_outputs")
+
+
+def rounds_up(proto: onnx.NodeProto) -> bool:
+    """Whether a node is a pool of which shape inference, before opset 22, may count one window too many."""
+    return bool(proto.op_type.endswith("Pool") and any(a.name == "ceil_mode" and a.i for a in proto.attribute))

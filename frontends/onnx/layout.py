@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from math import prod
 
 import numpy as np
 import onnx
 
-from penstock.ir.types import broadcast_shapes, numpy_dtype
+from penstock.ir.types import broadcast_shapes, dtype_of, numpy_dtype
 
 from ..formulas.layout import axis_of, cut, reshape, tile, transpose, triangle
 from ..writer import Refused
-from .node import Node, Result, Rule
+from .node import MOST_MADE, Node, Result, Rule
 from .source import our_dtype
 
 
@@ -33,9 +33,9 @@ def _reshape(n: Node) -> Result:
             wanted[i] = dims[i]
     if -1 in wanted:
         i = wanted.index(-1)
-        rest = prod(wanted[:i] + wanted[i + 1 :])
+        rest = math.prod(wanted[:i] + wanted[i + 1 :])
         n.require(-1 not in wanted[i + 1 :] and rest > 0, f"shape {wanted} leaves more than one size open")
-        wanted[i] = prod(dims) // rest
+        wanted[i] = math.prod(dims) // rest
     return reshaped(n, wanted)
 
 
@@ -44,7 +44,7 @@ def _flatten(n: Node) -> Result:
     axis = n.int_attr("axis", 1)
     n.require(-len(dims) <= axis <= len(dims), f"axis {axis} is outside a tensor of rank {len(dims)}")
     axis = axis + len(dims) if axis < 0 else axis
-    return reshaped(n, (prod(dims[:axis]), prod(dims[axis:])))
+    return reshaped(n, (math.prod(dims[:axis]), math.prod(dims[axis:])))
 
 
 def _squeeze(n: Node) -> Result:
@@ -141,7 +141,7 @@ def _pad(n: Node) -> Result:
     n.require(min(low + high) >= 0, f"negative padding with mode={mode} is not supported")
     for axis, size in enumerate(dims):
         if low[axis] or high[axis]:
-            order = np.pad(np.arange(size), (low[axis], high[axis]), mode=mode)  # type: ignore[call-overload]
+            order = np.pad(np.arange(n.room(size + low[axis] + high[axis]) - low[axis] - high[axis]), (low[axis], high[axis]), mode=mode)  # type: ignore[call-overload]
             x = n.emit("gather", x, order.astype(np.int64), axis=axis)
     return x
 
@@ -175,7 +175,11 @@ def _constant(n: Node) -> Result:
 
 def _constant_of_shape(n: Node) -> Result:
     filler = n.array_attr("value").reshape(-1)[0] if n.given("value") else np.float32(0)
-    return np.full(n.ints(0, "the shape"), filler)
+    shape = n.ints(0, "the shape")
+    n.require(min(shape, default=0) >= 0, f"sizes {list(shape)} are not all positive or zero")
+    if math.prod(shape) > MOST_MADE:
+        return n.emit("const", value=filler.item(), dtype=dtype_of(filler.dtype), shape=shape)
+    return np.full(shape, filler)
 
 
 def _shape(n: Node) -> Result:
@@ -186,7 +190,11 @@ def _shape(n: Node) -> Result:
 
 def _range(n: Node) -> Result:
     start, limit, delta = (n.constant(i, what) for i, what in enumerate(("the start", "the limit", "the step")))
-    count = max(0, int(np.ceil((limit.item() - start.item()) / delta.item())))
+    n.require(
+        start.size == limit.size == delta.size == 1 and bool(delta), "start, limit and step have to be one number each, and the step not 0"
+    )
+    start, limit, delta = (array.reshape(()) for array in (start, limit, delta))
+    count = n.room(max(0, math.ceil((limit.item() - start.item()) / delta.item())))
     found: np.ndarray = (start + np.arange(count, dtype=start.dtype) * delta).astype(start.dtype)
     return found
 

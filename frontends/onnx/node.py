@@ -24,6 +24,9 @@ from ..writer import Program, Refused, Writer
 from .source import Source
 from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, Tensor, TensorList, Weight
 
+# The most elements that a rule makes of its own: what a file says costs nothing to say.
+MOST_MADE = 1 << 22
+
 Rule = Callable[["Node"], "Result | Sequence[Result]"]
 
 
@@ -152,6 +155,11 @@ class Node(Writer):
 
     def ints(self, i: int, what: str) -> tuple[int, ...]:
         return tuple(int(n) for n in self.constant(i, what).reshape(-1))
+
+    def room(self, count: int) -> int:
+        """A number of elements that are to be made at import, if it is not too many."""
+        self.require(0 <= count <= MOST_MADE, f"{count} numbers would have to be made at import, at most {MOST_MADE} are")
+        return count
 
     def statistic(self, i: int) -> Value:
         """An operand that is not trained even when it is a floating-point initializer: it becomes a buffer."""

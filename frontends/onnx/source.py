@@ -5,15 +5,15 @@ and a hash of everything that was read. What is refused here, always as UsageErr
 model, and external data that is missing, too short, or outside the model's folder (absolute paths, `..`, links that lead out of it).
 A memory-mapped array is read-only and must not outlive the file.
 
-Known limit: onnx's checker and shape inference are native code; a file made to crash them is not survived.
+Known limit: onnx's checker is native code; a file made to crash it is not survived. None is known.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -23,9 +23,6 @@ from onnx.helper import tensor_dtype_to_np_dtype
 
 from penstock.ir.errors import UsageError
 from penstock.ir.types import FLOATS, TensorType, dtype_of
-
-if TYPE_CHECKING:
-    from .binding import Inputs
 
 # Shape inference only looks into small tensors (shapes, axes); larger ones are given to it by type alone.
 SMALL = 1024
@@ -56,6 +53,8 @@ class Source:
         self._folder = self.path.parent.resolve()
         self._files: dict[str, Path] = {}
         for tensor in _tensors(self.model.graph):
+            if min(tensor.dims, default=0) < 0:
+                raise UsageError(f"tensor {tensor.name} has a negative size: {list(tensor.dims)}", where=str(self.path))
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
                 self._span(tensor)
 
@@ -91,9 +90,12 @@ class Source:
             return np.asarray(mapped) if offset % dtype.itemsize == 0 else np.array(mapped)
         # Types narrower than a byte and the typed fields (float_data, ...) need onnx's own unpacking.
         if not tensor.HasField("raw_data") or element_name(tensor.data_type).endswith(("int4", "e2m1", "int2")):
-            return numpy_helper.to_array(tensor)
+            try:
+                return numpy_helper.to_array(tensor)
+            except (ValueError, TypeError) as error:
+                raise UsageError(f"tensor {tensor.name} of shape {list(shape)} cannot be read: {error}", where=str(self.path)) from error
         raw = tensor.raw_data
-        if len(raw) != dtype.itemsize * int(np.prod(shape, dtype=np.int64)):
+        if len(raw) != dtype.itemsize * math.prod(shape):
             raise UsageError(f"tensor {tensor.name} of shape {list(shape)} holds {len(raw)} bytes", where=str(self.path))
         return np.frombuffer(raw, dtype).reshape(shape)
 
@@ -135,35 +137,13 @@ class Source:
         target.output.extend(graph.output)
         for tensor in graph.initializer:
             external = tensor.data_location == onnx.TensorProto.EXTERNAL
-            if external or int(np.prod(tensor.dims, dtype=np.int64)) > SMALL:
+            if external or math.prod(tensor.dims) > SMALL:
                 target.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tuple(tensor.dims)))
             else:
                 target.initializer.append(tensor)
         stored = {t.name for t in graph.initializer}
         target.input.extend(value for value in graph.input if value.name not in stored)
         return light
-
-    def infer_types(self, bound: Inputs) -> dict[str, onnx.TypeProto]:
-        """What onnx.shape_inference says about every value, once the inputs have the shapes and values in `bound`."""
-        for node in self.model.graph.node:  # shape inference does not fail on this one, it ends the process
-            counts = [a.i for a in node.attribute if a.name == "num_outputs"]
-            if node.op_type == "Split" and counts and counts[0] != len(node.output):
-                raise UsageError(f"node {node.name} splits in {counts[0]}, but has {len(node.output)} results", where=str(self.path))
-        light = self._light()
-        for value in light.graph.input:
-            known = bound.known.get(value.name)
-            array = known if isinstance(known, np.ndarray) else None
-            shape = bound.shapes.get(value.name) if array is None else array.shape
-            if shape is not None:
-                value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, shape))
-            if array is not None and array.size <= SMALL:
-                light.graph.initializer.append(numpy_helper.from_array(array, value.name))
-        try:
-            inferred = onnx.shape_inference.infer_shapes(light, data_prop=True)
-        except Exception as error:
-            raise UsageError(f"the model's shapes do not fit together: {error}", where=str(self.path)) from error
-        values = [*inferred.graph.value_info, *inferred.graph.output]
-        return {v.name: v.type for v in values}
 
     def _stored_dtype(self, tensor: onnx.TensorProto) -> np.dtype:
         try:
@@ -177,7 +157,7 @@ class Source:
         location = fields.get("location", "")
         where = f"{self.path}: tensor {tensor.name}"
         file = self._contained(location, where)
-        needed = int(np.prod(tensor.dims, dtype=np.int64)) * self._stored_dtype(tensor).itemsize
+        needed = math.prod(tensor.dims) * self._stored_dtype(tensor).itemsize
         try:
             offset, length = int(fields.get("offset", "0")), int(fields.get("length", str(needed)))
         except ValueError as error:
@@ -192,7 +172,7 @@ class Source:
     def external(self, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
         """File, offset and number of bytes of a tensor that is external data."""
         file, offset = self._span(tensor)
-        return file, offset, int(np.prod(tensor.dims, dtype=np.int64)) * self._stored_dtype(tensor).itemsize
+        return file, offset, math.prod(tensor.dims) * self._stored_dtype(tensor).itemsize
 
     def _contained(self, location: str, where: str) -> Path:
         if location in self._files:
