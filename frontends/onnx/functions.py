@@ -21,6 +21,8 @@ from .versions import DOMAINS, OPSETS
 Identity = tuple[str, str, str]
 # Nodes that loops, branches and functions may add to a model in all.
 MOST_NODES = 10_000
+# How deep graphs may be inside each other: each level is some calls of Python's here, which has few.
+DEEPEST = 64
 
 
 class Unfinished(Exception):

@@ -40,7 +40,7 @@ from ..writer import Refused
 from .binding import Given, Inputs, bind
 from .control import CONTROL
 from .folding import fold, small
-from .functions import MOST_NODES, Unfinished, call, definition, has_definition, identity
+from .functions import DEEPEST, MOST_NODES, Unfinished, call, definition, has_definition, identity
 from .inference import Promises, promised_by_node, promises_of, rounds_up
 from .node import Builder, Node
 from .placement import Marks
@@ -135,7 +135,7 @@ class _Importer:
         doubtful = _behind_rounded_pools(graph) if opsets[""] < 22 else set()
         self.declared = promises_of({value.name: value.type for value in graph.output if value.name not in doubtful})
         self.functions = {identity(f): f for f in source.model.functions}
-        self.added = 0
+        self.added = self.depth = 0
         self.builder = Builder(Names(every), source=source)
         self.scope = Scope(opsets)
         self.inputs: list[Value] = []
@@ -212,8 +212,14 @@ class _Importer:
         self.added += len(nodes) + 1
         if self.added > MOST_NODES:
             raise Refused(f"loops, branches and functions written out would be more than {MOST_NODES} nodes")
-        for index, proto in enumerate(nodes):
-            self.take_node(proto, index, scope)
+        self.depth += 1
+        try:
+            if self.depth > DEEPEST:
+                raise Refused(f"functions, loops and branches inside each other are more than {DEEPEST} deep")
+            for index, proto in enumerate(nodes):
+                self.take_node(proto, index, scope)
+        finally:
+            self.depth -= 1
         if len(self.findings.problems) > before:
             raise Unfinished
 

@@ -10,7 +10,7 @@ have static types is what it is made for; `_harmless` keeps the rest from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import onnx
@@ -22,6 +22,10 @@ from penstock.ir.types import TensorType, numpy_dtype
 from .node import Node
 from .source import SMALL, our_dtype
 from .tensors import Empty, Known, Lost, Tensor, TensorList
+
+# Attributes that name dimensions of operands, and operators whose results have dimensions that the operands have not, or that take one behind the last.
+_PLACES = ("axis", "axes", "batch_axis", "time_axis", "perm")
+_NEW_PLACES = ("Unsqueeze", "Flatten", "OneHot")
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,6 @@ def type_proto(tensor: Tensor | None) -> onnx.TypeProto | None:
 def promised_by_node(n: Node) -> Promises:
     """The types of one node's results by its operands; nothing about operators that ONNX does not know or that contain graphs."""
     proto, types, data = n.proto, {}, {}
-    if not _harmless(proto):
-        return Promises()
     for name, tensor in zip(proto.input, n.operands, strict=True):
         kind = type_proto(tensor)
         if kind is None:
@@ -76,6 +78,9 @@ def promised_by_node(n: Node) -> Promises:
             types[name] = kind
         if name and isinstance(tensor, Known) and tensor.array.size <= SMALL:
             data[name] = numpy_helper.from_array(tensor.array, name)
+    ranks = [len(kind.tensor_type.shape.dim) for kind in types.values()]
+    if not _harmless(proto, ranks):
+        return Promises()
     try:
         schema = onnx.defs.get_schema(proto.op_type, n.opset, proto.domain)
         imports = [make_opsetid(domain, version) for domain, version in n.scope.opsets.items()]
@@ -85,11 +90,23 @@ def promised_by_node(n: Node) -> Promises:
     return Promises({}, found.sizes) if n.opset < 22 and rounds_up(proto) else found
 
 
-def _harmless(proto: onnx.NodeProto) -> bool:
-    """Whether shape inference may see a node: it ends the process for a Split whose number of results is not what it says."""
-    if any(a.HasField("g") or a.graphs for a in proto.attribute):
-        return False
-    return all(a.i == len(proto.output) for a in proto.attribute if a.name == "num_outputs")
+def _harmless(proto: onnx.NodeProto, ranks: Collection[int]) -> bool:
+    """Whether shape inference may see a node: it ends the process for a Split whose number of results is not what it says, and for some operators
+    that name dimensions which their operands do not have."""
+    most, fewest = max(ranks, default=0), min(ranks, default=0)
+    for a in proto.attribute:
+        if a.HasField("g") or a.graphs:
+            return False
+        if a.name == "num_outputs" and a.i != len(proto.output):
+            return False
+        if a.name == "batch_dims" and not 0 <= a.i <= fewest:
+            return False
+        if a.name in _PLACES:
+            places = a.ints if a.type == onnx.AttributeProto.INTS else (a.i,)
+            last = most + (len(places) if proto.op_type in _NEW_PLACES else 0)
+            if not all(-last <= place < last for place in places):
+                return False
+    return True
 
 
 def rounds_up(proto: onnx.NodeProto) -> bool:
