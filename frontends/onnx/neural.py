@@ -191,6 +191,7 @@ RULES: dict[str, Rule] = {
     "LogSoftmax": _row("log_softmax"),
     "LayerNormalization": _layer_norm,
     "RMSNormalization": _rms_norm,
+    "SimplifiedLayerNormalization": _rms_norm,  # what onnxruntime called it before it was a standard
     "BatchNormalization": _batch_norm,
     "InstanceNormalization": _instance_norm,
     "GroupNormalization": _group_norm,

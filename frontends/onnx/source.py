@@ -26,6 +26,8 @@ from penstock.ir.types import FLOATS, TensorType, dtype_of
 
 # Shape inference only looks into small tensors (shapes, axes); larger ones are given to it by type alone.
 SMALL = 1024
+# GroupNormalization before opset 21, LayerNormalization before 17, and what onnxruntime puts into the default domain.
+_UNREGISTERED = ("GroupNormalization", "LayerNormalization", "SimplifiedLayerNormalization")
 # Elements of a sparse tensor, zeros included.
 MOST_DENSE = 1 << 26
 
@@ -59,18 +61,18 @@ class Source:
                 self._span(tensor)
 
     def check(self) -> str:
-        """What onnx.checker has against the file; empty when it is valid. Operators of an older meaning are valid, even where the checker calls
-        them deprecated, and so are functions of another opset."""
+        """What onnx.checker has against the file; empty when it is valid. Functions of another opset are valid, too, as are operators that the checker
+        does not have or calls deprecated, but exporters write."""
         problem = _complaint(str(self.path))
-        deprecated = "is deprecated in domain_version" in problem
-        if deprecated or "whereas model imports version" in problem:
+        other_opset = "whereas model imports version" in problem
+        if other_opset or any(f"registered for {kind}" in problem for kind in _UNREGISTERED):
             light = self._light()
-            if not deprecated:  # functions may be written in other opsets than the model; each is read in its own
+            if other_opset:  # functions may be written in other opsets than the model; each is read in its own
                 del light.functions[:]
-            light.opset_import.append(onnx.helper.make_opsetid("deprecated", 1))
+            light.opset_import.append(onnx.helper.make_opsetid("unregistered", 1))
             for node in light.graph.node:
-                if node.op_type == "GroupNormalization":
-                    node.domain = "deprecated"
+                if node.op_type in _UNREGISTERED:
+                    node.domain = "unregistered"
             return _complaint(light)
         return problem
 

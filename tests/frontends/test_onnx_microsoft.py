@@ -122,6 +122,19 @@ def test_every_rule_has_a_case() -> None:
     assert set(table.OTHERS["com.microsoft"]) == {re.split(r" = |<|\(", body)[1] for _, body in ROWS}
 
 
+@pytest.mark.parametrize("opset", [12, 17])
+@pytest.mark.parametrize(
+    "node", ["SimplifiedLayerNormalization<axis = -1, epsilon = 0.01>(x, w)", "LayerNormalization<axis = -1, epsilon = 0.01>(x, w, b)"]
+)
+def test_normalisations_that_onnxruntime_puts_into_the_default_domain(tmp_path: Path, node: str, opset: int) -> None:
+    path = tmp_path / "mini.onnx"
+    text = (
+        f'<ir_version: 8, opset_import: ["" : {opset}]> mini (float[2,4,8] x, float[8] w, float[8] b) => (float[2,4,8] y) {{ y = {node} }}'
+    )
+    onnx.save(onnx.parser.parse_model(text), path)
+    compare(path, {name: draw(name, np.dtype(np.float32), (2, 4, 8) if name == "x" else (8,)) for name in "xwb"})
+
+
 def test_a_wrong_mask_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.frontends.onnx import microsoft
 
