@@ -15,7 +15,7 @@ import onnx
 from ..writer import Refused
 from .inference import type_proto
 from .node import Node
-from .tensors import Scope, Tensor, is_lost
+from .tensors import Scope, Tensor, Unfinished, is_lost
 from .versions import DOMAINS, OPSETS
 
 Identity = tuple[str, str, str]
@@ -23,10 +23,6 @@ Identity = tuple[str, str, str]
 MOST_NODES = 10_000
 # How deep graphs may be inside each other: each level is some calls of Python's here, which has few.
 DEEPEST = 64
-
-
-class Unfinished(Exception):
-    """Some node inside could not be imported, which has been noted."""
 
 
 class Bodies(Protocol):

@@ -40,7 +40,7 @@ from ..writer import Refused
 from .binding import Given, Inputs, bind
 from .control import CONTROL
 from .folding import fold, small
-from .functions import DEEPEST, MOST_NODES, Unfinished, call, definition, has_definition, identity
+from .functions import DEEPEST, MOST_NODES, call, definition, has_definition, identity
 from .inference import Promises, promised_by_node, promises_of, rounds_up
 from .node import Builder, Node
 from .placement import Marks
@@ -48,7 +48,7 @@ from .report import CannotImport, Findings, report, row
 from .source import Source, our_dtype, stored_in
 from .structure import take_structure
 from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of
-from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, Tensor, TensorList, Weight, is_lost
+from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, Tensor, TensorList, Unfinished, Weight, is_lost
 from .versions import CHANGED, DOMAINS, UPGRADES, opsets_of, upgrade
 
 # What rules, the op table and NumPy raise for operands and attributes that do not fit each other.

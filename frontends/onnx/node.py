@@ -22,7 +22,7 @@ from penstock.ir.types import TensorType
 from ..names import legal
 from ..writer import Program, Refused, Writer
 from .source import Source
-from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, Tensor, TensorList, Weight
+from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, Tensor, TensorList, Unfinished, Weight
 
 # The most elements that a rule makes of its own: what a file says costs nothing to say.
 MOST_MADE = 1 << 22
@@ -147,6 +147,8 @@ class Node(Writer):
             return tensor.array
         if isinstance(tensor, Weight):
             return self._builder.source.array(tensor.tensor)
+        if isinstance(tensor, Lost):
+            raise Unfinished
         behind = self._builder.inputs_behind(tensor) if isinstance(tensor, Value) else []
         if not behind:
             raise Refused(f"{what} is computed at run time, it has to be known at import")

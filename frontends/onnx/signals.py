@@ -12,7 +12,7 @@ from .node import Node, Result, Rule
 
 def _dft(n: Node) -> Result:
     x, inverse, onesided = n.value(), bool(n.int_attr("inverse")), bool(n.int_attr("onesided"))
-    given = n.int_attr("axis", 1) if n.opset < 20 else int(n.constant(2, "the axis")) if n.has(2) else -2
+    given = int(n.constant(2, "the axis")) if n.has(2) else -2
     axis = axis_of(n, given, x.type.rank)
     size = x.type.dims[axis]
     length = int(n.constant(1, "the length")) if n.has(1) else 2 * (size - 1) if inverse and onesided else size

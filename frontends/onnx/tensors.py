@@ -69,6 +69,10 @@ class NeedsKnown(Refused):
         self.inputs = tuple(inputs)
 
 
+class Unfinished(Exception):
+    """A node cannot be imported because of another one, which has been noted."""
+
+
 @dataclass
 class Scope:
     """Names of one graph; None is an operand that a function was not given. `path` is the prefix without the numbers of iterations. `opsets` gives the version of each operator domain there, `calls` the functions whose bodies this is in."""

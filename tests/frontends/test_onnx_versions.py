@@ -200,3 +200,27 @@ def test_a_known_sequence_needs_a_list(tmp_path: Path) -> None:
         import_onnx(path)
     with pytest.raises(UsageError, match="takes a list of arrays"):
         import_onnx(path, known={"s": np.ones(2)})
+
+
+# ---------------------------------------------------------------------------------------- the command line
+
+
+def test_values_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from penstock.cli import main
+
+    path = str(_reshaped(tmp_path))
+    np.save(tmp_path / "s.npy", np.array([4, 3]))
+    for words in ("s=4,3", f"s={tmp_path / 's.npy'}"):
+        assert main(["plan", path, "--known", words]) == 0
+        assert "inputs bound to values: s" in "".join(capsys.readouterr())
+    assert main(["verify", path, "--known", "s=2,6", "--backend", "numpy"]) == 0
+    assert main(["plan", path]) == 3
+    assert "--known s=VALUES" in capsys.readouterr().err
+    for words, said in {
+        "s": "expected NAME=NUMBERS",
+        "s=a,b": "neither numbers",
+        "s=absent.npy": "cannot be read",
+        "t=1": "there is no such input",
+    }.items():
+        assert main(["plan", path, "--known", words]) == 2
+        assert said in capsys.readouterr().err
