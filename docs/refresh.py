@@ -86,6 +86,30 @@ def conformance() -> str:
     return "".join(lines)
 
 
+def onnx_support() -> str:
+    """What ONNX's node tests say of each operator, and whether what it becomes can be trained and has kernels."""
+    import json
+
+    from penstock.backends.tvm.cuda.generate import KINDS
+    from penstock.passes.decompose import DECOMPOSE
+    from penstock.passes.vjp import FLAT, VJP
+
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    from conformance.execution import FAILED, INTERPRETER, TVM
+    from conformance.gaps import file_of, read_gaps
+    from conformance.operators import FILE
+
+    failing = {way: {test for test, (status, _) in read_gaps(file_of(way)).items() if status == FAILED} for way in (INTERPRETER, TVM)}
+    lines = ["| operator | node tests | interpreter | compiled for CPU | kernels for CUDA | training |\n", "| --- " * 6 + "|\n"]
+    for name, row in json.loads(FILE.read_text(encoding="utf-8")).items():
+        passed = [len(set(row["tests"]) - failing[way]) for way in (INTERPRETER, TVM)]
+        flat = set(row["floats"]) - VJP.keys() - FLAT.keys() - DECOMPOSE.keys()
+        training = "-" if not row["floats"] else f"no gradient of {', '.join(f'`{kind}`' for kind in sorted(flat))}" if flat else "yes"
+        cuda = "-" if not row["kinds"] else "yes" if KINDS.union(DECOMPOSE).issuperset(row["kinds"]) else "no"
+        lines.append(f"| {name} | {len(row['tests'])} | {passed[0]} | {passed[1]} | {cuda} | {training} |\n")
+    return "".join(lines)
+
+
 def passes() -> str:
     """Every pass with its options and the facts it needs and gives."""
     from dataclasses import MISSING, fields
@@ -146,6 +170,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "verifier": lambda: docstring("penstock.ir.verify", "typed ", "Cost:"),
     "ops": ops,
     "onnx-operators": onnx_operators,
+    "onnx-support": onnx_support,
     "torch-operations": torch_operations,
     "conformance": conformance,
     "passes": passes,

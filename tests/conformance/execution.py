@@ -32,7 +32,7 @@ def judged(case: Case, execute: Execute) -> tuple[str, str]:
         refusal = ""
         for known in attempts(case.model):
             try:
-                imported = _imported(case, known, path)
+                imported = imported_case(case, known, path)
             except (UnsupportedModel, UsageError) as error:
                 refusal = "not imported: " + _reason(error)
                 continue
@@ -45,7 +45,7 @@ def judged(case: Case, execute: Execute) -> tuple[str, str]:
         return FAILED, refusal
 
 
-def _imported(case: Case, known: tuple[str, ...], path: Path) -> Imported:
+def imported_case(case: Case, known: tuple[str, ...], path: Path) -> Imported:
     named = dict(zip((value.name for value in case.model.graph.input), case.inputs, strict=True))
     path.write_bytes(case.model.SerializeToString())
     dims = {}

@@ -15,6 +15,7 @@ import onnx
 import pytest
 from limits import ANSWERED, CRASHED, HUNG, MEMORY
 
+from conformance import operators
 from conformance.binding import attempts
 from conformance.cases import ALL, COUNTS, NUMERIC, ONNX, PLAIN, collect, excluded, members
 from conformance.execution import FAILED, FOLDED, INTERPRETER, KNOWN, PASSED, TVM, interpret, judged
@@ -159,3 +160,8 @@ def test_all_cases_are_listed_once(cases) -> None:
         assert read_gaps(file_of(way)).keys() <= names
     assert len(cases) == len(collect())
     assert ALL in COUNTS
+
+
+@pytest.mark.slow
+def test_what_operators_become_is_recorded() -> None:
+    assert json.loads(operators.FILE.read_text(encoding="utf-8")) == operators.operators()

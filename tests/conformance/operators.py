@@ -1,0 +1,73 @@
+"""What each ONNX operator becomes: the IR operations that its node tests are imported as.
+
+    python tests/conformance/operators.py            write operators.json anew
+    python tests/conformance/operators.py --check    exit 1 if it is out of date
+
+docs/refresh.py makes the table of operators in docs/onnx-operators.md from it, from the lists of tests that fail, and from the tables of gradients and kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from conformance.binding import attempts
+from conformance.cases import PLAIN, Case, collect, members
+from conformance.execution import imported_case
+from penstock.frontends.onnx import Imported
+from penstock.ir.errors import UnsupportedModel, UsageError
+from penstock.ir.types import FLOATS
+
+FILE = Path(__file__).resolve().parent / "operators.json"
+
+
+def imported(case: Case, path: Path) -> Imported | None:
+    """As `judged` imports it."""
+    for known in attempts(case.model):
+        try:
+            return imported_case(case, known, path)
+        except (UnsupportedModel, UsageError):
+            continue
+    return None
+
+
+def operators() -> dict[str, dict[str, list[str]]]:
+    """By operator: its plain tests, all kinds of IR operations that they become, and those among them that make floats from floats."""
+    table: dict[str, dict[str, set[str]]] = {}
+    with tempfile.TemporaryDirectory(prefix="penstock-operators-") as folder:
+        for case in collect():
+            if PLAIN not in members(case):
+                continue
+            # A test of several nodes is one of the operator that its name begins with, which the last of its nodes mostly is.
+            row = table.setdefault(case.model.graph.node[-1].op_type, {"tests": set(), "kinds": set(), "floats": set()})
+            row["tests"].add(case.name)
+            found = imported(case, Path(folder) / "case.onnx")
+            for op in found.module.graphs["main"].ops if found is not None else ():
+                row["kinds"].add(op.kind)
+                if any(v.type.dtype in FLOATS for v in op.ins) and any(v.type.dtype in FLOATS for v in op.outs):
+                    row["floats"].add(op.kind)
+    return {name: {key: sorted(values) for key, values in row.items()} for name, row in sorted(table.items())}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    text = json.dumps(operators(), indent=1) + "\n"
+    if given.check:
+        stale = not FILE.is_file() or FILE.read_text(encoding="utf-8") != text
+        if stale:
+            print(f"{FILE.name} is out of date: run python tests/conformance/operators.py", file=sys.stderr)
+        return int(stale)
+    FILE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
