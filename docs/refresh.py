@@ -105,7 +105,7 @@ def onnx_support() -> str:
         passed = [len(set(row["tests"]) - failing[way]) for way in (INTERPRETER, TVM)]
         flat = set(row["floats"]).difference(VJP, FLAT, DECOMPOSE)
         training = "-" if not row["floats"] else f"no gradient of {', '.join(f'`{kind}`' for kind in sorted(flat))}" if flat else "yes"
-        cuda = "-" if not row["kinds"] else "yes" if KINDS.union(DECOMPOSE).issuperset(row["kinds"]) else "no"
+        cuda = "-" if not row["kinds"] else "yes" if KINDS.union(DECOMPOSE, ["read"]).issuperset(row["kinds"]) else "no"
         lines.append(f"| {name} | {len(row['tests'])} | {passed[0]} | {passed[1]} | {cuda} | {training} |\n")
     return "".join(lines)
 
