@@ -74,6 +74,20 @@ def _erf(b: Emitter, x: Value, y: Value, dy: Value) -> Value:
     return b.emit("mul", dy, _scaled(b, 2 / math.sqrt(math.pi), bell))
 
 
+def _atan(b: Emitter, x: Value, y: Value, dy: Value) -> Value:
+    return b.emit("div", dy, b.emit("add", b.emit("mul", x, x), b.scalar(1.0, x)))
+
+
+def _rem(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
+    x, divisor = op.ins
+
+    def of_divisor() -> Value:  # less the whole part of the quotient
+        quotient = b.emit("div", b.emit("sub", x, op.outs[0]), divisor)
+        return b.emit("neg", b.emit("mul", dy, b.emit("round", quotient)))
+
+    return lambda: dy, of_divisor
+
+
 def _gelu(b: Emitter, op: Op, dy: Value) -> Sequence[Grad]:
     return (lambda: b.emit("gelu_grad", op.ins[0], dy, approximate=complete_attrs(op)["approximate"]),)
 
@@ -454,6 +468,8 @@ VJP: dict[str, Rule] = {
     "sqrt": _unary(lambda b, x, y, dy: b.emit("div", _scaled(b, 0.5, dy), y)),
     "rsqrt": _unary(_rsqrt),
     "sin": _unary(lambda b, x, y, dy: b.emit("mul", dy, b.emit("cos", x))),
+    "atan": _unary(_atan),
+    "rem": _rem,
     "cos": _unary(lambda b, x, y, dy: b.emit("neg", b.emit("mul", dy, b.emit("sin", x)))),
     "tanh": _unary(_one_minus_square),
     "sigmoid": _unary(_sigmoid),

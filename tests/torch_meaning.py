@@ -60,6 +60,18 @@ def _divide(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b == 0, 0, torch.where(negated, -a, whole))
 
 
+def _remainder(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_floating_point():
+        return torch.fmod(a, b)
+    whole = b.abs() == 1 if b.dtype != torch.uint8 else b == 1
+    rest = torch.fmod(a, torch.where((b == 0) | whole, 2, b))
+    return torch.where(b == 0, a, torch.where(whole, 0, rest))
+
+
+def _bitcast(x: Tensor, dtype: str) -> Tensor:
+    return x.view(TORCH_DTYPES[dtype])
+
+
 def _cast(x: Tensor, dtype: str) -> Tensor:
     return x.to(TORCH_DTYPES[dtype])
 
@@ -309,6 +321,7 @@ MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "rsqrt": torch.rsqrt,
     "sin": torch.sin,
     "cos": torch.cos,
+    "atan": torch.atan,
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
     "erf": torch.erf,
@@ -316,10 +329,12 @@ MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "gelu": F.gelu,
     "not": torch.logical_not,
     "cast": _cast,
+    "bitcast": _bitcast,
     "add": torch.add,
     "sub": torch.sub,
     "mul": torch.mul,
     "div": _divide,
+    "rem": _remainder,
     "pow": torch.pow,
     "minimum": torch.minimum,
     "maximum": torch.maximum,
@@ -328,6 +343,11 @@ MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "less_equal": torch.le,
     "and": torch.logical_and,
     "or": torch.logical_or,
+    "bit_and": torch.bitwise_and,
+    "bit_or": torch.bitwise_or,
+    "bit_xor": torch.bitwise_xor,
+    "shift_left": torch.bitwise_left_shift,
+    "shift_right": torch.bitwise_right_shift,
     "where": torch.where,
     "relu_grad": lambda x, dy: grad(torch.relu, 0, dy, x),
     "gelu_grad": lambda x, dy, approximate: grad(lambda v: F.gelu(v, approximate=approximate), 0, dy, x),

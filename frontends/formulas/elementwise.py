@@ -116,6 +116,18 @@ def inverse_tanh(w: Writer, x: Value) -> Value:
     return w.emit("mul", w.emit("sub", log1p(w, x), log1p(w, w.emit("neg", x))), 0.5)
 
 
+def inverse_sine(w: Writer, x: Value) -> Value:
+    return w.emit(
+        "atan", w.emit("div", x, w.emit("sqrt", w.emit("mul", w.emit("sub", w.literal(1.0, x.type.dtype), x), w.emit("add", x, 1.0))))
+    )
+
+
+def inverse_cosine(w: Writer, x: Value) -> Value:
+    """2 * atan(sqrt((1 - x) / (1 + x)))"""
+    ratio = w.emit("div", w.emit("sub", w.literal(1.0, x.type.dtype), x), w.emit("add", x, 1.0))
+    return w.emit("mul", w.emit("atan", w.emit("sqrt", ratio)), 2.0)
+
+
 def scaled_softplus(w: Writer, x: Value, beta: float, threshold: float) -> Value:
     """log(1 + e^(beta * x)) / beta, and x itself where beta * x is above the threshold."""
     scaled = x if beta == 1.0 else w.emit("mul", x, beta)
@@ -149,14 +161,12 @@ def floor_divide(w: Writer, x: Operand, y: Operand) -> Value:
 
 def remainder(w: Writer, x: Operand, y: Operand) -> Value:
     """What remains of x, with the sign of y."""
-    quotient = w.emit("div", x, y)
-    if quotient.type.dtype in FLOATS:
-        return w.emit("sub", x, w.emit("mul", w.emit("floor", quotient), y))
-    rest = w.emit("sub", x, w.emit("mul", quotient, y))
+    rest = w.emit("rem", x, y)
     return w.emit("where", _against(w, rest, y), w.emit("add", rest, y), rest)
 
 
 def _against(w: Writer, rest: Value, y: Operand) -> Value:
     """Whether a remainder is not zero and of the other sign than the divisor."""
-    signs_differ = w.emit("not", w.emit("equal", w.emit("less", rest, 0), w.emit("less", w.emit("add", w.emit("mul", rest, 0), y), 0)))
+    divisor = y if isinstance(y, Value) else w.literal(y, rest.type.dtype)
+    signs_differ = w.emit("not", w.emit("equal", w.emit("less", rest, 0), w.emit("less", divisor, 0)))
     return w.emit("and", w.emit("not", w.emit("equal", rest, 0)), signs_differ)

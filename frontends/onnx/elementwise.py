@@ -12,6 +12,8 @@ from ..formulas.elementwise import (
     elu,
     hard_sigmoid,
     inverse_cosh,
+    inverse_cosine,
+    inverse_sine,
     inverse_sinh,
     inverse_tanh,
     leaky,
@@ -21,7 +23,6 @@ from ..formulas.elementwise import (
     remainder,
     sinh,
     softplus,
-    truncate,
 )
 from ..writer import Refused
 from .node import Node, Result, Rule
@@ -71,7 +72,9 @@ def _pow(n: Node) -> Result:
     if exponent is not None and exponent.size == 1 and exponent.ndim <= n.type(0).rank:
         return power(n, n.value(0), float(exponent.reshape(-1)[0]))
     x, y = n.value(0), n.value(1)
-    n.require(x.type.dtype in FLOATS, f"integers to a power that is not one number are not supported, got {x.type}")
+    if x.type.dtype not in FLOATS:  # exact up to 2^53
+        wide = n.emit("pow", *(v if v.type.dtype == "f64" else n.emit("cast", v, dtype="f64") for v in (x, y)))
+        return n.emit("cast", wide if y.type.dtype in FLOATS else n.emit("round", wide), dtype=x.type.dtype)
     return n.emit("pow", x, y if y.type.dtype == x.type.dtype else n.emit("cast", y, dtype=x.type.dtype))
 
 
@@ -142,7 +145,20 @@ def _mod(n: Node) -> Result:
     x, y = n.value(0), n.value(1)
     if not n.int_attr("fmod"):
         return remainder(n, x, y)
-    return n.emit("sub", x, n.emit("mul", truncate(n, n.emit("div", x, y)), y))
+    return n.emit("rem", x, y)
+
+
+def _bit_shift(n: Node) -> Result:
+    direction = n.text_attr("direction")
+    n.require(direction in ("LEFT", "RIGHT"), f"direction={direction} is not known")
+    return n.emit("shift_left" if direction == "LEFT" else "shift_right", n.value(0), n.value(1))
+
+
+def _bit_cast(n: Node) -> Result:
+    try:
+        return n.emit("bitcast", n.value(), dtype=our_dtype(n.int_attr("to")))
+    except ValueError as error:
+        raise Refused(str(error)) from error
 
 
 def _shrink(n: Node, x: Value) -> Value:
@@ -189,6 +205,15 @@ RULES: dict[str, Rule] = {
     "Xor": lambda n: n.emit("not", n.emit("equal", n.value(0), n.value(1))),
     "IsNaN": _not_a_number,
     "Ceil": unary(lambda n, x: n.emit("neg", n.emit("floor", n.emit("neg", x)))),
+    "Asin": unary(inverse_sine),
+    "Acos": unary(inverse_cosine),
+    "Atan": same("atan"),
+    "BitwiseAnd": same("bit_and"),
+    "BitwiseOr": same("bit_or"),
+    "BitwiseXor": same("bit_xor"),
+    "BitwiseNot": lambda n: n.emit("bit_xor", n.value(), 2 ** int(n.type().dtype[1:]) - 1 if n.type().dtype[0] == "u" else -1),
+    "BitShift": _bit_shift,
+    "BitCast": _bit_cast,
     "Mod": _mod,
     "Tan": unary(lambda n, x: n.emit("div", n.emit("sin", x), n.emit("cos", x))),
     "Sinh": unary(sinh),

@@ -50,8 +50,7 @@ def rule_of(domain: str, kind: str) -> Rule | None:
 # fmt: off
 # Operators without a rule whose results may still be computed at import, when all their operands are known.
 FOLD_ONLY = frozenset({
-    "Acos", "Asin", "Atan", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "BlackmanWindow",
-    "HammingWindow", "HannWindow", "MelWeightMatrix", "NonMaxSuppression", "NonZero", "TfIdfVectorizer", "Unique",
+    "BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix", "NonMaxSuppression", "NonZero", "TfIdfVectorizer", "Unique",
 })
 # Operators whose results are no arrays: onnx.reference must not compute them.
 UNFOLDED = frozenset(sequences.RULES)

@@ -44,6 +44,9 @@ def array_dtype(dtype: str, precision: str) -> np.dtype[Any]:
 def apply_op(op: Op, inputs: Sequence[Array], precision: str = TYPED) -> tuple[Array, ...]:
     """The results of one pure op, in their declared element types (or float64)."""
     attrs: dict[str, Attr] = complete_attrs(op)
+    if op.kind == "bitcast":  # is about the bits of the types as declared
+        (bits,) = NUMPY[op.kind]([inputs[0].astype(numpy_dtype(op.ins[0].type.dtype), copy=False)], attrs)
+        return (bits.astype(array_dtype(op.outs[0].type.dtype, precision), copy=False),)
     if precision == F64 and attrs.get("dtype") in FLOATS:
         attrs["dtype"] = "f64"
     halves = [v.type.dtype in ("f16", "bf16") and precision == TYPED for v in op.ins]

@@ -42,6 +42,16 @@ def _cast(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     return (x[0].astype(numpy_dtype(a["dtype"])),)
 
 
+def _bitcast(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
+    return (np.ascontiguousarray(x[0]).view(numpy_dtype(a["dtype"])).reshape(x[0].shape),)
+
+
+def _remainder(x: Array, y: Array) -> Array:
+    if np.issubdtype(x.dtype, np.integer):
+        return np.asarray(np.where(y == 0, x, np.fmod(x, np.where(y == 0, y.dtype.type(1), y))))
+    return np.asarray(np.fmod(x, y))
+
+
 _TANH_SLOPE, _TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
@@ -83,6 +93,7 @@ RULES: dict[str, Rule] = {
     "rsqrt": _map(lambda x: 1 / np.sqrt(x)),
     "sin": _map(np.sin),
     "cos": _map(np.cos),
+    "atan": _map(np.arctan),
     "tanh": _map(np.tanh),
     "sigmoid": _map(_sigmoid),
     "erf": _map(erf),
@@ -90,10 +101,12 @@ RULES: dict[str, Rule] = {
     "gelu": _gelu,
     "not": _map(np.logical_not),
     "cast": _cast,
+    "bitcast": _bitcast,
     "add": _map(np.add),
     "sub": _map(np.subtract),
     "mul": _map(np.multiply),
     "div": _map(divide),
+    "rem": _map(_remainder),
     "pow": _map(np.power),
     "minimum": _map(np.minimum),
     "maximum": _map(np.maximum),
@@ -102,6 +115,11 @@ RULES: dict[str, Rule] = {
     "less_equal": _map(np.less_equal),
     "and": _map(np.logical_and),
     "or": _map(np.logical_or),
+    "bit_and": _map(np.bitwise_and),
+    "bit_or": _map(np.bitwise_or),
+    "bit_xor": _map(np.bitwise_xor),
+    "shift_left": _map(np.left_shift),
+    "shift_right": _map(np.right_shift),
     "where": _map(np.where),
     "relu_grad": _map(lambda x, dy: np.where(x > 0, dy, 0)),
     "gelu_grad": _gelu_grad,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ..types import TensorType, broadcast_shapes
+from ..types import INTS, ITEM_BYTES, TensorType, broadcast_shapes
 from .table import Needs, Types, Values, axis_of, broadcast, dtype_of, ints, need, need_floats, need_numbers, per_element, row
 
 
@@ -57,6 +57,18 @@ def _cast(x: Types, a: Values) -> tuple[TensorType, ...]:
     return (x[0].with_dtype(dtype_of(a["dtype"])),)
 
 
+def _bits(x: Types, a: Values) -> tuple[TensorType, ...]:
+    need(all(t.dtype in INTS for t in x), f"needs integer operands, got {' and '.join(map(str, x))}")
+    return broadcast(x, a)
+
+
+def _bitcast(x: Types, a: Values) -> tuple[TensorType, ...]:
+    found = x[0].with_dtype(dtype_of(a["dtype"]))
+    need_numbers([x[0], found])
+    need(ITEM_BYTES[found.dtype] == ITEM_BYTES[x[0].dtype], f"{x[0].dtype} and {found.dtype} differ in width")
+    return (found,)
+
+
 # fmt: off
 ROWS = (
     # sources
@@ -75,6 +87,7 @@ ROWS = (
     row("rsqrt", "elementwise", 1, _float, "1 / sqrt(x)", flops=per_element(5)),
     row("sin", "elementwise", 1, _float, "sine", flops=per_element(10)),
     row("cos", "elementwise", 1, _float, "cosine", flops=per_element(10)),
+    row("atan", "elementwise", 1, _float, "inverse tangent", flops=per_element(15)),
     row("tanh", "elementwise", 1, _float, "hyperbolic tangent", flops=per_element(12)),
     row("sigmoid", "elementwise", 1, _float, "1 / (1 + e^-x)", flops=per_element(12)),
     row("erf", "elementwise", 1, _float, "error function", flops=per_element(15)),
@@ -83,11 +96,14 @@ ROWS = (
     row("not", "elementwise", 1, _logic, "logical negation"),
     row("cast", "elementwise", 1, _cast, "change of element type; float to integer truncates", dtype=Needs(str)),
 
+    row("bitcast", "elementwise", 1, _bitcast, "the same bits as another element type of the same width", dtype=Needs(str)),
+
     # elementwise, several operands, broadcast as in NumPy
     row("add", "elementwise", 2, _number, "a + b", flops=per_element(1)),
     row("sub", "elementwise", 2, _number, "a - b", flops=per_element(1)),
     row("mul", "elementwise", 2, _number, "a * b", flops=per_element(1)),
     row("div", "elementwise", 2, _number, "a / b; integers truncate toward zero", flops=per_element(1)),
+    row("rem", "elementwise", 2, _number, "what a / b, truncated toward zero, leaves of a; exact, with the sign of a; of integers over 0 all of a", flops=per_element(4)),
     row("pow", "elementwise", 2, _float, "a to the power b", flops=per_element(20)),
     row("minimum", "elementwise", 2, _number, "the smaller; nan if either is", flops=per_element(1)),
     row("maximum", "elementwise", 2, _number, "the larger; nan if either is", flops=per_element(1)),
@@ -96,6 +112,11 @@ ROWS = (
     row("less_equal", "elementwise", 2, _compare, "a <= b"),
     row("and", "elementwise", 2, _logic, "logical and"),
     row("or", "elementwise", 2, _logic, "logical or"),
+    row("bit_and", "elementwise", 2, _bits, "bits set in both", flops=per_element(1)),
+    row("bit_or", "elementwise", 2, _bits, "bits set in either", flops=per_element(1)),
+    row("bit_xor", "elementwise", 2, _bits, "bits set in one of both", flops=per_element(1)),
+    row("shift_left", "elementwise", 2, _bits, "a with its bits moved up by b, which is not negative; those past the end are lost", flops=per_element(1)),
+    row("shift_right", "elementwise", 2, _bits, "a with its bits moved down by b, which is not negative; the sign moves in from above", flops=per_element(1)),
     row("where", "elementwise", 3, _where, "a where the condition holds, else b"),
 
     # gradients of elementwise ops that are worth one op: (x, dy)

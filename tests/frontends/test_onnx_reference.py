@@ -39,6 +39,7 @@ CASES = """
 16 | float[1,2,6,5] x => float[] y | r = Constant<value = float[1,4] {0, 1, 5, 6}>() i = Constant<value = int64[1] {0}>() y = RoiAlign<mode = "max", output_height = 2, output_width = 3, sampling_ratio = 2>(x, r, i)
 9 | float[1,2,3,4] x => float[] y | s = Constant<value = float[4] {1.0, 1.0, 2.0, 3.0}>() y = Upsample<mode = "nearest">(x, s)
 24 | float[2,3,5,4] x, float[2,3,2,4] z => float[] y | i = Constant<value_ints = [4, 1]>() y = TensorScatter<mode = "circular">(x, z, i)
+26 | float[2,5] x => int32[] y | y = BitCast<to = 6>(x)
 26 | float[2,5] x => float[] y | a = Constant<value_int = 1>() y = CumProd(x, a)
 26 | float[2,5] x => float[] y | a = Constant<value_int = 0>() y = CumProd<exclusive = 1, reverse = 1>(x, a)
 20 | float[2,0,3] x => float[] y | a = Constant<value_ints = [1]>() y = ReduceMax(x, a)

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from samples import HALF, RELATED, SAMPLES, Sample, samples_of, touched
-from torch_meaning import MEANING
+from torch_meaning import MEANING, TORCH_DTYPES
 
 from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Value
 from penstock.ir.numpy_ops import NUMPY, apply_op, erf
 from penstock.ir.ops import OPS, complete_attrs, make
 from penstock.ir.types import FLOATS, TensorType, dtype_of, numpy_dtype, parse_type
+from penstock.runtime.store import fill
 
 # Of these torch has memory, but hardly a function: they are computed as i64, of which they are the last bits.
 FEW = ("u64", "u32", "u16")
@@ -40,6 +41,9 @@ def in_torch(s: Sample, arrays: list[np.ndarray]) -> list[np.ndarray]:
     """The results of a sample as torch sees it, in float64 where they are floats."""
     dtypes = [parse_type(t).dtype for t in s.types]
     wide = [np.float64 if d in FLOATS else np.int64 if d in FEW else a.dtype for a, d in zip(arrays, dtypes, strict=True)]
+    if s.kind == "bitcast":  # is about the bits as they are
+        found = MEANING["bitcast"](fill(torch.empty(arrays[0].shape, dtype=TORCH_DTYPES[dtypes[0]]), arrays[0]), **s.attrs)
+        return [found.double().numpy() if found.is_floating_point() else found.numpy()]
     tensors = [torch.tensor(a.astype(w)) for a, w in zip(arrays, wide, strict=True)]
     attrs = {name: "i64" if value in FEW else value for name, value in complete_attrs(s.op).items()}
     with warnings.catch_warnings():

@@ -99,6 +99,8 @@ CASES = [
     ("rsqrt", (positive(3, 4),), {}, torch.rsqrt),
     ("sin", (normal(3, 4),), {}, torch.sin),
     ("cos", (normal(3, 4),), {}, torch.cos),
+    ("atan", (normal(3, 4),), {}, torch.atan),
+    ("rem", (3 * normal(3, 4), normal(3, 4)), {}, torch.fmod),
     ("tanh", (normal(3, 4),), {}, torch.tanh),
     ("sigmoid", (normal(3, 4),), {}, torch.sigmoid),
     ("erf", (normal(3, 4),), {}, torch.erf),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.ir.types import FLOATS, INTS, UNSIGNED, TensorType, numpy_dtype
+from penstock.ir.types import FLOATS, INTS, ITEM_BYTES, UNSIGNED, TensorType, numpy_dtype
 
 HALF = ("f16", "bf16")
 SINGLE = ("f32",)
@@ -54,6 +54,18 @@ def halves(rng: np.random.Generator, t: TensorType) -> Array:
     """Whole numbers, those in the middle between two, and their neighbours."""
     near = np.asarray(rng.integers(-9, 9, t.dims) / 2).astype(numpy_dtype(t.dtype))
     return np.where(rng.random(t.dims) < 0.3, np.nextafter(near, near.dtype.type(100)), near).astype(near.dtype)
+
+
+def patterns(rng: np.random.Generator, t: TensorType) -> Array:
+    """The bits of normal floats, as integers."""
+    floats = {2: "f16", 4: "f32", 8: "f64"}
+    drawn = rng.standard_normal(t.dims).astype(numpy_dtype(floats[ITEM_BYTES[t.dtype]]))
+    return drawn.view(numpy_dtype(t.dtype))
+
+
+def shift(rng: np.random.Generator, t: TensorType) -> Array:
+    """By how many bits, also by all and by more."""
+    return np.asarray(rng.integers(0, 8 * ITEM_BYTES[t.dtype] + 3, t.dims)).astype(numpy_dtype(t.dtype))
 
 
 def huge(rng: np.random.Generator, t: TensorType) -> Array:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from penstock.ir.types import DTYPES, FLOATS, INTS, UNSIGNED
+from penstock.ir.types import DTYPES, FLOATS, INTS, ITEM_BYTES, UNSIGNED
 
-from .data import HALF, halves, nasty, normal, positive, ties, wrapping
+from .data import HALF, NUMBERS, halves, nasty, normal, patterns, positive, shift, ties, wrapping
 from .table import refuse, sample
 
-_UNARY_FLOAT = ("floor", "round", "exp", "sin", "cos", "tanh", "sigmoid", "erf", "gelu")
+_UNARY_FLOAT = ("floor", "round", "exp", "sin", "cos", "atan", "tanh", "sigmoid", "erf", "gelu")
 _UNARY_NUMBER = ("neg", "abs", "sign", "relu")
 for _kind in _UNARY_FLOAT + _UNARY_NUMBER:
     sample(_kind, "T[3,37]", dtypes=("f32", "f64"))
@@ -25,7 +25,7 @@ for _kind in ("log", "sqrt", "rsqrt"):
     sample(_kind, "T[21]", dtypes=HALF, draws=positive)
     sample(_kind, "T[40]", dtypes=("f32", "f64"), draws=nasty)
     refuse(_kind, "i32[3]", because="needs a floating-point operand")
-for _kind in ("neg", "abs", "sign", "exp", "tanh", "sigmoid", "relu", "erf", "floor", "round"):
+for _kind in ("neg", "abs", "sign", "exp", "tanh", "sigmoid", "relu", "erf", "floor", "round", "atan"):
     sample(_kind, "f32[40]", draws=nasty)
 sample("round", "T[64]", dtypes=FLOATS, draws=halves)
 sample("gelu", "f32[64]", approximate="tanh")
@@ -47,8 +47,8 @@ refuse("cast", "f32[3]", dtype="float", because="unknown element type 'float'")
 
 _BROADCASTS = (("T[4,1]", "T[37]"), ("T[2,3,16]", "T[3,1]"), ("T[]", "T[5]"), ("T[1,1]", "T[5]"), ("T[0,3]", "T[3]"))
 _COMPARE = ("equal", "less", "less_equal")
-for _kind in ("add", "sub", "mul", "div", "pow", "minimum", "maximum", *_COMPARE):
-    _draw = positive if _kind in ("pow", "div") else ties if _kind in _COMPARE else normal
+for _kind in ("add", "sub", "mul", "div", "rem", "pow", "minimum", "maximum", *_COMPARE):
+    _draw = positive if _kind in ("pow", "div", "rem") else ties if _kind in _COMPARE else normal
     sample(_kind, "T[3,37]", "T[3,37]", dtypes=("f32", "f64"), draws=_draw)
     sample(_kind, "T[21]", "T[21]", dtypes=HALF, draws=_draw)
     for _a, _b in _BROADCASTS:
@@ -68,6 +68,27 @@ for _kind in ("minimum", "maximum", *_COMPARE):
     sample(_kind, "T[50]", "T[50]", dtypes=("f32", "f64"), draws=nasty)
 for _kind in _COMPARE:
     sample(_kind, "T[35]", "T[35]", dtypes=("bool",))
+_JUDGED = tuple(t for t in INTS if t != "u64")  # of which torch has the order
+sample("rem", "T[50]", "T[50]", dtypes=_JUDGED, draws=wrapping)
+sample("rem", "T[50]", "T[50]", dtypes=("f32", "f64"), draws=nasty)
+for _kind in ("bit_and", "bit_or", "bit_xor", "shift_left", "shift_right"):
+    _draw = normal if "bit" in _kind else positive
+    sample(_kind, "T[3,11]", "T[11]", dtypes=INTS, draws=_draw)
+    sample(_kind, "T[0,3]", "T[3]", dtypes=("i64",), draws=_draw)
+    refuse(_kind, "f32[3]", "f32[3]", because="needs integer operands")
+    refuse(_kind, "i64[3]", "i32[3]", because="element types differ")
+for _kind in ("shift_left", "shift_right"):
+    sample(_kind, "T[50]", "T[50]", dtypes=_JUDGED, draws=(wrapping, shift))
+for _kind in ("bit_and", "bit_or", "bit_xor"):
+    sample(_kind, "T[50]", "T[50]", dtypes=INTS, draws=wrapping)
+for _from in NUMBERS:
+    for _to in NUMBERS:
+        if ITEM_BYTES[_from] == ITEM_BYTES[_to] and (_from not in HALF or _to not in HALF or _from == _to):
+            sample("bitcast", f"{_from}[2,21]", dtype=_to, draws=normal if _from in FLOATS or _to in INTS else patterns)
+sample("bitcast", "T[5]", dtypes=NUMBERS, dtype="T")
+sample("bitcast", "f32[0,3]", dtype="i32")
+refuse("bitcast", "f32[3]", dtype="i64", because="differ in width")
+refuse("bitcast", "bool[3]", dtype="u8", because="not defined for bool")
 for _kind in ("and", "or"):
     sample(_kind, "T[3,20]", "T[20]", dtypes=("bool",))
     sample(_kind, "bool[0]", "bool[1]")

@@ -43,6 +43,8 @@ class DeviceBody(Body):
         return replace(value, type=value.type.with_dtype("f32")) if value.type.dtype in NARROW else value
 
     def computed(self, op: Op) -> Op:
+        if op.kind == "bitcast":  # is about the bits of the types in memory
+            return op
         return replace(op, ins=tuple(map(self._wide, op.ins)), outs=tuple(map(self._wide, op.outs)))
 
     def own(self, value: Value) -> Value:

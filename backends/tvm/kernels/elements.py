@@ -21,8 +21,9 @@ from tvm import tirx
 
 from penstock.ir.graph import Attr, Op, Value
 from penstock.ir.ops import complete_attrs, ints
+from penstock.ir.types import ITEM_BYTES
 
-from .emit import HALVES, Expr, cast, dtype_name, literal, rounded_literal
+from .emit import HALVES, TVM_DTYPES, Expr, cast, dtype_name, literal, rounded_literal
 from .functions import Functions
 
 Index = tuple[Expr, ...]
@@ -99,6 +100,48 @@ def _div(f: Functions, a: Expr, b: Expr) -> Expr:
     return tirx.Select(none, _number(a, 0), tirx.Select(turned, _number(a, 0) - a, quotient))
 
 
+def _remainder(f: Functions, a: Expr, b: Expr) -> Expr:
+    a, b = f.bind(a), f.bind(b)
+    name = dtype_name(a)
+    if not name.startswith("float"):
+        # Without signs, because the processor stops at the smallest integer over -1, as it does at a division by zero.
+        unsigned = f"uint{name.lstrip('uint')}"
+
+        def size(x: Expr) -> Expr:
+            return x if name == unsigned else f.bind(tirx.Cast(unsigned, tirx.Select(x < _number(x, 0), _number(x, 0) - x, x)))
+
+        none = tirx.EQ(b, _number(b, 0))
+        rest = tirx.truncmod(size(a), f.bind(tirx.Select(none, tirx.IntImm(unsigned, 1), size(b))))
+        if name != unsigned:
+            rest = f.bind(tirx.Cast(name, rest))
+            rest = tirx.Select(a < _number(a, 0), _number(a, 0) - rest, rest)
+        return tirx.Select(none, a, rest)
+    return f.bind(tirx.call_pure_extern(name, "fmodf" if name == "float32" else "fmod", a, b))
+
+
+def _shifted(x: Expr, by: Expr, found: Expr, beyond: Expr) -> Expr:
+    """The processor takes a shift modulo the width."""
+    return tirx.Select(by < _number(by, int(dtype_name(x).lstrip("uint"))), found, beyond)
+
+
+def _bits(x: Expr, dtype: str) -> Expr:
+    """The bits of a number of that type as an unsigned integer; 16-bit floats are f32 here."""
+    if dtype == "f16":
+        return tirx.reinterpret("uint16", tirx.Cast("float16", x))
+    if dtype == "bf16":
+        return tirx.Cast("uint16", tirx.reinterpret("uint32", x) >> tirx.IntImm("uint32", 16))
+    return tirx.reinterpret(f"uint{8 * ITEM_BYTES[dtype]}", x)
+
+
+def _bitcast(f: Functions, x: Expr, source: str, target: str) -> Expr:
+    bits = f.bind(_bits(f.rounded(x, source) if source == "bf16" else x, source))
+    if target == "f16":
+        return tirx.Cast("float32", tirx.reinterpret("float16", bits))
+    if target == "bf16":
+        return tirx.reinterpret("float32", tirx.Cast("uint32", bits) << tirx.IntImm("uint32", 16))
+    return tirx.reinterpret(TVM_DTYPES[target], bits)
+
+
 def _relu(x: Expr) -> Expr:
     return tirx.Select(x < _number(x, 0), _number(x, 0), x)
 
@@ -136,6 +179,7 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "rsqrt": lambda f, a, x: f.rsqrt(x),
     "sin": lambda f, a, x: f.sin(x),
     "cos": lambda f, a, x: f.cos(x),
+    "atan": lambda f, a, x: f.atan(x),
     "tanh": lambda f, a, x: f.tanh(x),
     "sigmoid": lambda f, a, x: f.sigmoid(x),
     "erf": lambda f, a, x: f.erf(x),
@@ -147,6 +191,7 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "sub": lambda f, a, x, y: x - y,
     "mul": lambda f, a, x, y: x * y,
     "div": lambda f, a, x, y: _div(f, x, y),
+    "rem": lambda f, a, x, y: _remainder(f, x, y),
     "pow": lambda f, a, x, y: f.pow(x, y),
     "minimum": lambda f, a, x, y: f.smaller(x, y),
     "maximum": lambda f, a, x, y: f.larger(x, y),
@@ -155,6 +200,13 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "less_equal": lambda f, a, x, y: x <= y if not dtype_name(x).startswith("bool") else tirx.Or(tirx.Not(x), y),
     "and": lambda f, a, x, y: tirx.And(x, y),
     "or": lambda f, a, x, y: tirx.Or(x, y),
+    "bit_and": lambda f, a, x, y: tirx.bitwise_and(x, y),
+    "bit_or": lambda f, a, x, y: tirx.bitwise_or(x, y),
+    "bit_xor": lambda f, a, x, y: tirx.bitwise_xor(x, y),
+    "shift_left": lambda f, a, x, y: _shifted(x, y, x << y, _number(x, 0)),
+    "shift_right": lambda f, a, x, y: _shifted(
+        x, y, x >> y, _number(x, 0) if dtype_name(x)[0] == "u" else tirx.Select(x < _number(x, 0), _number(x, -1), _number(x, 0))
+    ),
     "where": lambda f, a, c, x, y: tirx.Select(c, x, y),
     "relu_grad": lambda f, a, x, dy: tirx.Select(x > _number(x, 0), dy, _number(dy, 0)),
     "gelu_grad": lambda f, a, x, dy: dy * f.gelu_slope(x, str(a["approximate"])),
@@ -336,6 +388,13 @@ def forward_index(op: Op, index: Index) -> Index:
         return tuple(index[p] for p in ints(op.attrs["perm"]))
     assert op.kind == "reshape", op.kind
     return reshape_index(index, op.ins[0].type.dims, op.outs[0].type.dims)
+
+
+def _same_bits(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    return _bitcast(f, read(0, index), op.ins[0].type.dtype, str(op.attrs["dtype"]))
+
+
+INDEXED["bitcast"] = _same_bits
 
 
 def element(f: Functions, op: Op, read: Read, index: Index) -> tuple[Expr, ...]:

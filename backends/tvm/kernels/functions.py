@@ -80,6 +80,7 @@ _ERF_UP = (
 )
 _ERF_DOWN = (-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03, -1.42647390514189e-02)
 
+_ATAN = (8.05374449538e-2, -1.38776856032e-1, 1.99777106478e-1, -3.33329491539e-1)
 _TANH_SERIES = (-929569 / 638512875, 21844 / 6081075, -1382 / 155925, 62 / 2835, -17 / 315, 2 / 15, -1 / 3)
 _GELU = math.sqrt(2 / math.pi)
 
@@ -222,6 +223,22 @@ class Functions:
 
     def cos(self, x: Expr) -> Expr:
         return cosine(self.emit, x) if _is_f32(x) and self._is_fused else self.bind(tirx.cos(x))
+
+    def atan(self, x: Expr) -> Expr:
+        """Turned to |r| <= tan(pi / 8) by atan(x) = pi/2 - atan(1 / x) = pi/4 + atan((x - 1) / (x + 1)), then a polynomial (Cephes)."""
+        x = self.bind(x)
+        if not _is_f32(x):
+            return self.bind(tirx.atan(x))
+        size = self.bind(tirx.abs(x))
+        far, middle = size > _f32(2.414213562373095), size > _f32(0.4142135623730950)
+        # One division; what is not chosen may be infinite, never a division by zero that is.
+        above = self.bind(tirx.Select(far, _f32(-1), tirx.Select(middle, size - _f32(1), size)))
+        below = self.bind(tirx.Select(far, size, tirx.Select(middle, size + _f32(1), _f32(1))))
+        r = self.bind(above / below)
+        z = self.bind(r * r)
+        start = tirx.Select(far, _f32(math.pi / 2), tirx.Select(middle, _f32(math.pi / 4), _f32(0)))
+        y = self.bind(self._horner(z, _ATAN) * z * r + r + start)
+        return self.bind(tirx.Select(x < _f32(0), _f32(0) - y, y))
 
     def pow(self, x: Expr, y: Expr) -> Expr:
         return power(self.bind, lambda z: self._horner(z, _EXP2), x, y) if _is_f32(x) else self.bind(tirx.power(x, y))
