@@ -4,12 +4,7 @@ The module has one graph `main`: the model's inputs, its outputs, one operation 
 the node's name as its `loc`. Tensor names are kept (names.py says how others are spelled). Supported are opsets 7 to 28 of the default
 domain; every size is a number once `dims` has bound the symbolic ones, and inputs that `known` binds to values are inputs no more.
 
-Which initializers are trained: every floating-point initializer that is used as a tensor is a parameter, except
-  * those whose name matches `frozen` (a regular expression, searched for anywhere in the name),
-  * the running mean and variance of a BatchNormalization,
-  * those of rank 0, unless their name matches `trained`: exporters write the numbers of the source text (a scale, an epsilon) that way,
-  * those that a rule needs as numbers (a bound of Clip, the value of Pad).
-All others are constants. What depends on constants alone is computed here. Small constants and those with one value throughout become
+trained.py says which initializers are parameters. All others are constants. What depends on constants alone is computed here. Small constants and those with one value throughout become
 `const`, the rest buffers. An initializer used by several nodes stays one variable, read once.
 
 A node is, in this order: a call of one of the model's functions (functions.py), control flow or a sequence (control.py, sequences.py), computed here
@@ -19,7 +14,6 @@ All nodes that cannot be imported are listed by one CannotImport.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +25,7 @@ import onnx
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph, Module, Op, Value, Var, substitute
 from penstock.ir.ops import make
-from penstock.ir.types import FLOATS, TensorType, dtype_of
+from penstock.ir.types import TensorType, dtype_of
 
 from ..imported import Imported
 from ..names import Names, legal
@@ -49,6 +43,7 @@ from .source import Source, our_dtype, stored_in
 from .structure import take_structure
 from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of
 from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, Tensor, TensorList, Unfinished, Weight, is_lost
+from .trained import Trained
 from .versions import CHANGED, DOMAINS, UPGRADES, opsets_of, upgrade
 
 # What rules, the op table and NumPy raise for operands and attributes that do not fit each other.
@@ -71,9 +66,10 @@ def import_onnx(
     graph = source.model.graph
     _check(source)
     bound = bind(graph, dims or {}, known or {}, where)
-    importer = _Importer(source, opsets)
+    findings = Findings()
+    importer = _Importer(source, opsets, findings, Trained(source, findings, frozen, trained))
     importer.take_inputs(graph, bound)
-    importer.take_initializers(graph, _pattern("frozen", frozen, where), _pattern("trained", trained, where))
+    importer.take_initializers(graph)
     for index, node in enumerate(graph.node):
         importer.take_node(node, index, importer.scope)
     importer.complain()
@@ -107,20 +103,13 @@ def _behind_rounded_pools(graph: onnx.GraphProto) -> set[str]:
     return found
 
 
-def _pattern(flag: str, text: str | None, where: str) -> re.Pattern[str] | None:
-    try:
-        return re.compile(text) if text else None
-    except re.error as error:
-        raise UsageError(f"--{flag} {text!r} is not a regular expression: {error}", where=where) from error
-
-
 # ---------------------------------------------------------------------------------------- the import itself
 
 
 class _Importer:
     """State of one import: the graph built so far, and what is to be reported. `scope` holds the names of the model's own graph."""
 
-    def __init__(self, source: Source, opsets: Mapping[str, int]) -> None:
+    def __init__(self, source: Source, opsets: Mapping[str, int], findings: Findings, trained: Trained) -> None:
         graph = source.model.graph
         every = [v.name for v in graph.input] + [t.name for t in graph.initializer] + [o for n in graph.node for o in n.output]
         every += [t.values.name for t in graph.sparse_initializer]
@@ -129,8 +118,7 @@ class _Importer:
         self.names_of_inner = Counter([*every, *inner])
         every += [name for name in inner if self.names_of_inner[name] == 1]
         self.inner: dict[str, Tensor] = {}
-        self.frozen: re.Pattern[str] | None = None
-        self.trained: re.Pattern[str] | None = None
+        self.trained = trained
         self.source = source
         doubtful = _behind_rounded_pools(graph) if opsets[""] < 22 else set()
         self.declared = promises_of({value.name: value.type for value in graph.output if value.name not in doubtful})
@@ -139,7 +127,7 @@ class _Importer:
         self.builder = Builder(Names(every), source=source)
         self.scope = Scope(opsets)
         self.inputs: list[Value] = []
-        self.findings = Findings()
+        self.findings = findings
         self.marks = Marks()
 
     def take_inputs(self, graph: onnx.GraphProto, bound: Inputs) -> None:
@@ -167,12 +155,7 @@ class _Importer:
             self.builder.inputs[found] = value.name
             tensors[value.name] = found
 
-    def take_initializers(self, graph: onnx.GraphProto, frozen: re.Pattern[str] | None, trained: re.Pattern[str] | None) -> None:
-        self.frozen, self.trained = frozen, trained
-        floating = [tensor.name for _, tensor in stored_in(graph) if self.source.is_float(tensor)]
-        for flag, pattern in (("frozen", frozen), ("trained", trained)):
-            if pattern is not None and not any(map(pattern.search, floating)):
-                raise UsageError(f"--{flag} {pattern.pattern!r} matches no floating-point initializer", where=str(self.source.path))
+    def take_initializers(self, graph: onnx.GraphProto) -> None:
         for tensor in graph.initializer:
             self.scope.tensors[tensor.name] = self._initializer(tensor, tensor.name)
         for sparse in graph.sparse_initializer:
@@ -183,16 +166,7 @@ class _Importer:
             kind = self.source.type_of(tensor)
         except ValueError:  # said when a node uses it as a tensor: as a number it may be harmless
             return Known(label, self.source.array(tensor))
-        floating = kind.dtype in FLOATS
-        trainable = floating and kind.rank > 0
-        if floating and self.trained is not None and self.trained.search(tensor.name):
-            trainable = True
-        elif floating and self.frozen is not None and self.frozen.search(tensor.name):
-            self.findings.matched.append(tensor.name)
-            trainable = False
-        elif floating and kind.rank == 0:
-            self.findings.scalars.append(tensor.name)
-        return Weight(label, kind, tensor) if trainable else Known(label, self.source.array(tensor))
+        return Weight(label, kind, tensor) if self.trained(tensor.name, kind) else Known(label, self.source.array(tensor))
 
     def open_graph(self, graph: onnx.GraphProto, n: Node, part: str) -> Scope:
         """A scope around a graph inside a node, with its initializers: all its runs, also by runs of what is around, share them."""

@@ -23,6 +23,7 @@ class Findings:
     folded: list[str] = field(default_factory=list)
     scalars: list[str] = field(default_factory=list)
     matched: list[str] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
     expanded: list[str] = field(default_factory=list)
 
 
@@ -70,6 +71,8 @@ def report(
         lines.append(f"written out by ONNX's own definition: {some(findings.expanded)}")
     if findings.matched:
         lines.append(f"frozen by name: {some(findings.matched)}")
+    if findings.buffers:
+        lines.append(f"buffers of the exported module, not trained: {some(findings.buffers)}")
     if findings.scalars:
         lines.append(f"initializers of rank 0, taken as constants: {some(findings.scalars)} (--trained REGEX makes parameters of them)")
     if unused:

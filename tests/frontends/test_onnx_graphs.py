@@ -273,3 +273,20 @@ def test_what_torch_exports(tmp_path: Path, build, opset: int) -> None:
     assert all(op.outs[0].type.rank > 1 for op in imported.module.graphs["main"].ops if op.kind == "iota")
     kinds = [op.kind for op in simplify(imported.module, SimplifyOptions()).graphs["main"].ops]
     assert kinds.count("attention") == (0 if build is _images else 2)
+
+
+def test_what_the_exporter_says_of_weights_counts(tmp_path: Path) -> None:
+    text = "(float[2] x) => (float[2] y) { a = Mul(x, scale) b = Add(a, eps) c = Mul(b, table) y = Mul(c, weight) }"
+    arrays = {"scale": np.array(2.5, F32), "eps": np.array(0.5, F32), "table": draw("t", F32, (2,)), "weight": draw("w", F32, (2,))}
+    path = write_model(tmp_path / "a.onnx", text, arrays=arrays)
+    feeds = {"x": draw("x", F32, (2,))}
+    assert roles(compare(path, feeds, 1e-6)) == {"table": "param", "weight": "param"}
+    model = onnx.load(path)
+    for name, kind in (("scale", "PARAMETER"), ("table", "BUFFER"), ("weight", "PARAMETER")):
+        value = model.graph.value_info.add(name=name)
+        value.metadata_props.add(key="pkg.torch.export.graph_signature.InputSpec.kind", value=kind)
+    onnx.save(model, path)
+    imported = compare(path, feeds, 1e-6)
+    assert roles(imported) == {"scale": "param", "weight": "param"}
+    assert "buffers of the exported module, not trained: table" in imported.report
+    assert roles(compare(path, feeds, 1e-6, frozen="scale", trained="table")) == {"table": "param", "weight": "param"}

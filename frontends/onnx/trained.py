@@ -1,0 +1,61 @@
+"""Which initializers of an ONNX file are trained.
+
+Every floating-point initializer that is used as a tensor is a parameter, except
+  * those whose name matches `frozen` (a regular expression, searched for anywhere in the name),
+  * those that the exporter calls buffers: torch's writes for each weight what it was in the module (KIND),
+  * the running mean and variance of a BatchNormalization, and what a rule needs as numbers (a bound of Clip, the value of Pad): their rules see to that,
+  * those of rank 0: exporters write the numbers of the source text (a scale, an epsilon) that way.
+`trained` names exceptions from all of these but `frozen`; what the exporter calls a parameter is one, of any rank.
+"""
+
+from __future__ import annotations
+
+import re
+
+from penstock.ir.errors import UsageError
+from penstock.ir.types import FLOATS, TensorType
+
+from .report import Findings
+from .source import Source, stored_in
+
+# Metadata of the value of that name, as torch.onnx.export(dynamo=True) writes it.
+KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+
+
+class Trained:
+    """Decides by name, and says what it decided where that may surprise."""
+
+    def __init__(self, source: Source, findings: Findings, frozen: str | None, trained: str | None) -> None:
+        self._findings = findings
+        graph = source.model.graph
+        self._said = {value.name: entry.value for value in graph.value_info for entry in value.metadata_props if entry.key == KIND}
+        floating = [tensor.name for _, tensor in stored_in(graph) if source.is_float(tensor)]
+        patterns = []
+        for flag, text in (("frozen", frozen), ("trained", trained)):
+            try:
+                pattern = re.compile(text) if text else None
+            except re.error as error:
+                raise UsageError(f"--{flag} {text!r} is not a regular expression: {error}", where=str(source.path)) from error
+            if pattern is not None and not any(map(pattern.search, floating)):
+                raise UsageError(f"--{flag} {text!r} matches no floating-point initializer", where=str(source.path))
+            patterns.append(pattern)
+        self._frozen, self._trained = patterns
+
+    def __call__(self, name: str, kind: TensorType) -> bool:
+        if kind.dtype not in FLOATS:
+            return False
+        said = self._said.get(name)
+        if self._frozen is not None and self._frozen.search(name):
+            self._findings.matched.append(name)
+            return False
+        if (self._trained is not None and self._trained.search(name)) or said == "PARAMETER":
+            return True
+        if said == "BUFFER":
+            self._findings.buffers.append(name)
+            return False
+        if kind.rank == 0:
+            self._findings.scalars.append(name)
+        return kind.rank > 0
+
+
+__all__ = ["Trained"]
