@@ -155,8 +155,13 @@ def _bit_shift(n: Node) -> Result:
 
 
 def _bit_cast(n: Node) -> Result:
+    x = n.value()
+    x = n.emit("cast", x, dtype="u8") if x.type.dtype == "bool" else x
     try:
-        return n.emit("bitcast", n.value(), dtype=our_dtype(n.int_attr("to")))
+        dtype = our_dtype(n.int_attr("to"))
+        if dtype == "bool":
+            return n.emit("cast", x, dtype="bool")
+        return x if dtype == x.type.dtype else n.emit("bitcast", x, dtype=dtype)
     except ValueError as error:
         raise Refused(str(error)) from error
 

@@ -115,8 +115,8 @@ ROWS = (
     row("bit_and", "elementwise", 2, _bits, "bits set in both", flops=per_element(1)),
     row("bit_or", "elementwise", 2, _bits, "bits set in either", flops=per_element(1)),
     row("bit_xor", "elementwise", 2, _bits, "bits set in one of both", flops=per_element(1)),
-    row("shift_left", "elementwise", 2, _bits, "a with its bits moved up by b, which is not negative; those past the end are lost", flops=per_element(1)),
-    row("shift_right", "elementwise", 2, _bits, "a with its bits moved down by b, which is not negative; the sign moves in from above", flops=per_element(1)),
+    row("shift_left", "elementwise", 2, _bits, "a with its bits moved up by b; those past the end are lost, all of them if b is negative", flops=per_element(1)),
+    row("shift_right", "elementwise", 2, _bits, "a with its bits moved down by b, all of them if b is negative; the sign moves in from above", flops=per_element(1)),
     row("where", "elementwise", 3, _where, "a where the condition holds, else b"),
 
     # gradients of elementwise ops that are worth one op: (x, dy)

@@ -68,6 +68,11 @@ def shift(rng: np.random.Generator, t: TensorType) -> Array:
     return np.asarray(rng.integers(0, 8 * ITEM_BYTES[t.dtype] + 3, t.dims)).astype(numpy_dtype(t.dtype))
 
 
+def shift_either_way(rng: np.random.Generator, t: TensorType) -> Array:
+    """Also by less than nothing, which moves everything out."""
+    return np.asarray(rng.integers(-3, 4, t.dims)).astype(numpy_dtype(t.dtype))
+
+
 def huge(rng: np.random.Generator, t: TensorType) -> Array:
     """Where exponentials overflow unless the largest is taken off first."""
     return np.asarray(rng.standard_normal(t.dims) * 300).astype(numpy_dtype(t.dtype))

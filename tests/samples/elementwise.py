@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.ir.types import DTYPES, FLOATS, INTS, ITEM_BYTES, UNSIGNED
 
-from .data import HALF, NUMBERS, halves, nasty, normal, patterns, positive, shift, ties, wrapping
+from .data import HALF, NUMBERS, halves, nasty, normal, patterns, positive, shift, shift_either_way, ties, wrapping
 from .table import refuse, sample
 
 _UNARY_FLOAT = ("floor", "round", "exp", "sin", "cos", "atan", "tanh", "sigmoid", "erf", "gelu")
@@ -79,6 +79,7 @@ for _kind in ("bit_and", "bit_or", "bit_xor", "shift_left", "shift_right"):
     refuse(_kind, "i64[3]", "i32[3]", because="element types differ")
 for _kind in ("shift_left", "shift_right"):
     sample(_kind, "T[50]", "T[50]", dtypes=_JUDGED, draws=(wrapping, shift))
+    sample(_kind, "T[50]", "T[50]", dtypes=("i64", "i8"), draws=(wrapping, shift_either_way))
 for _kind in ("bit_and", "bit_or", "bit_xor"):
     sample(_kind, "T[50]", "T[50]", dtypes=INTS, draws=wrapping)
 for _from in NUMBERS:

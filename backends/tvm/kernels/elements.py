@@ -120,8 +120,11 @@ def _remainder(f: Functions, a: Expr, b: Expr) -> Expr:
 
 
 def _shifted(x: Expr, by: Expr, found: Expr, beyond: Expr) -> Expr:
-    """The processor takes a shift modulo the width."""
-    return tirx.Select(by < _number(by, int(dtype_name(x).lstrip("uint"))), found, beyond)
+    """The processor takes a shift modulo the width; one by less than nothing is taken for one by more than all."""
+    inside = by < _number(by, int(dtype_name(x).lstrip("uint")))
+    if not dtype_name(x).startswith("uint"):
+        inside = tirx.And(inside, by >= _number(by, 0))
+    return tirx.Select(inside, found, beyond)
 
 
 def _bits(x: Expr, dtype: str) -> Expr:
