@@ -10,6 +10,7 @@ Needs transformers and onnxscript (`pip install -e '.[models]'`); skipped withou
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,7 +65,9 @@ def load(source: str, module: nn.Module, inputs: Mapping[str, Tensor], folder: P
         return ps.from_torch(module, args)
     pytest.importorskip("onnxscript")
     path = export_onnx(module, args, folder)
-    return ps.from_onnx(path)
+    # A file does not say which parameters ask for no gradient.
+    still = "|".join(re.escape(name) for name, parameter in module.named_parameters() if not parameter.requires_grad)
+    return ps.from_onnx(path, frozen=f"^({still})$" if still else None)
 
 
 def parameters(module: nn.Module) -> list[tuple[set[str], nn.Parameter]]:
