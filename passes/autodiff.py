@@ -31,7 +31,7 @@ from ..ir.errors import UnsupportedModel, UsageError
 from ..ir.graph import GRAD, PARAM, Attr, Graph, Module, Namer, Op, Value, Var
 from ..ir.ops import OPS, infer_op, ints, make
 from ..ir.types import FLOATS
-from .vjp import FLAT, VJP, sum_to
+from .vjp import FLAT, STOPS, VJP, sum_to
 
 
 def is_repeated(op: Op) -> bool:
@@ -103,6 +103,8 @@ def _carriers(main: Graph, loss: Value, params: Iterable[Value]) -> set[Value]:
             continue
         place = f"{op.kind} %{op.outs[0].name}" + (f" ({op.loc})" if op.loc else "")
         truncates = op.kind == "cast" and op.outs[0].type.dtype not in (*FLOATS, "bool")
+        if op.kind in STOPS:
+            continue
         if op.kind in FLAT or truncates:
             flat.append(place)
         elif op.outs[0].type.dtype not in FLOATS:

@@ -36,7 +36,7 @@ _WIDE = "f32"
 _PRODUCTS = ("matmul", "conv", "attention")
 # Computed on low operands as they are: what moves elements, chooses among them, or is computed in f32 by its kernel and rounded once.
 _FOLLOWS = (
-    *("relu", "gelu", "max", "argmax", "max_pool", "avg_pool", "softmax", "log_softmax"),
+    *("relu", "gelu", "detach", "max", "argmax", "max_pool", "avg_pool", "softmax", "log_softmax"),
     *("reshape", "transpose", "broadcast", "slice", "pad", "concat", "gather"),
 )
 # Results that stay f32: few numbers that much depends on.

@@ -514,3 +514,5 @@ VJP: dict[str, Rule] = {
 
 # Float operations, or choices made by float values, whose gradient is zero wherever it exists: training through them does nothing.
 FLAT = ("floor", "round", "sign", "argmax")
+# Gradients end here because the model says so.
+STOPS = ("detach",)

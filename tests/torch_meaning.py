@@ -326,6 +326,7 @@ MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "sigmoid": torch.sigmoid,
     "erf": torch.erf,
     "relu": torch.relu,
+    "detach": torch.Tensor.clone,
     "gelu": F.gelu,
     "not": torch.logical_not,
     "cast": _cast,

@@ -32,26 +32,17 @@ def _index_select(n: Node) -> Result:
 
 
 def _embedding(n: Node) -> Result:
-    """Rows by index. torch gives the row of padding no gradient, so where it is asked for, it is the constant that it was at import."""
-    indices = n.value("indices")
+    """Rows by index; torch gives the row of padding no gradient."""
     n.require(not n.arg("scale_grad_by_freq"), "scale_grad_by_freq is not supported")
+    indices, pad = n.value("indices"), int(n.arg("padding_idx", -1))
     rows = n.emit("gather", n.value("weight"), indices, axis=0)
-    return without_padding(n, rows, indices, 0)
-
-
-def without_padding(n: Node, rows: Value, indices: Value, shown: float | None) -> Value:
-    """Rows of an embedding with those of `padding_idx` kept from gradients; where `shown` is None they are zeros instead."""
-    pad = n.arg("padding_idx", -1)
-    weight = n.weight("weight")
-    if pad < 0 or (shown is not None and not n.is_trained("weight")):
+    if pad < 0 or not n.is_trained("weight"):
         return rows
-    n.require(weight is not None, "padding_idx is supported for weights only that are parameters")
-    assert weight is not None
-    is_pad = reshape(n, n.emit("equal", indices, int(pad)), (*indices.type.dims, 1))
-    row = weight[pad].detach()
-    if shown is None or not bool(row.any()):
-        return n.emit("where", is_pad, 0.0, rows)
-    return n.emit("where", is_pad, n.tensor_value(Known(n.fresh("padding"), row)), rows)
+    is_pad = reshape(n, n.emit("equal", indices, pad), (*indices.type.dims, 1))
+    row = n.weight("weight")
+    # Nothing trains a row of zeros, nor does weight decay: it stays what it is.
+    instead = 0.0 if row is not None and not bool(row[pad].any()) else n.emit("detach", rows)
+    return n.emit("where", is_pad, instead, rows)
 
 
 # ---------------------------------------------------------------------------------------- several index tensors at once

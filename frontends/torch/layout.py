@@ -64,8 +64,8 @@ def _copy(n: Node) -> Result:
 
 
 def _detach(n: Node) -> Result:
-    n.require(not n.is_trained(), "stopping gradients on the way to a parameter is not supported")
-    return n.arg("self")
+    """Written only where a gradient would pass: behind a parameter that is trained."""
+    return n.emit("detach", n.value()) if n.is_trained() and n.dtype in FLOATS else n.arg("self")
 
 
 # ---------------------------------------------------------------------------------------- made

@@ -319,11 +319,8 @@ def _embedding_bag(n: Node) -> Result:
         rows = n.emit("mul", rows, reshape(n, n.value("per_sample_weights"), (total, 1)))
     share = None
     if pad >= 0:
-        from .indexing import without_padding
-
-        rows = without_padding(n, rows, reshape(n, indices, (total,)), None)
-        real = n.emit("not", n.emit("equal", reshape(n, indices, (total,)), int(pad)))
-        share = reshape(n, n.emit("cast", real, dtype=dtype), (total, 1))
+        real = reshape(n, n.emit("not", n.emit("equal", reshape(n, indices, (total,)), int(pad))), (total, 1))
+        rows, share = n.emit("where", real, rows, 0.0), n.emit("cast", real, dtype=dtype)
     width = weight.type.dims[1]
     bounds = None if offsets is None else [*offsets.tolist()[:bags], total]
     even = bounds is not None and bags > 0 and bounds == list(range(0, total + 1, max(1, total // bags)))

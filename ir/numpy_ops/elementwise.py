@@ -99,6 +99,7 @@ RULES: dict[str, Rule] = {
     "erf": _map(erf),
     "relu": _map(lambda x: np.maximum(x, 0)),
     "gelu": _gelu,
+    "detach": _map(np.positive),
     "not": _map(np.logical_not),
     "cast": _cast,
     "bitcast": _bitcast,

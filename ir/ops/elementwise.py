@@ -93,6 +93,7 @@ ROWS = (
     row("erf", "elementwise", 1, _float, "error function", flops=per_element(15)),
     row("relu", "elementwise", 1, _number, "max(x, 0); its gradient at 0 is 0", flops=per_element(1)),
     row("gelu", "elementwise", 1, _gelu, "x * Phi(x); `approximate=tanh` uses the tanh form", flops=per_element(16), approximate="none"),
+    row("detach", "elementwise", 1, _float, "x; gradients stop here"),
     row("not", "elementwise", 1, _logic, "logical negation"),
     row("cast", "elementwise", 1, _cast, "change of element type; float to integer truncates", dtype=Needs(str)),
 

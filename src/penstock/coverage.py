@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.ir.numpy_ops import NUMPY
 from penstock.ir.ops import OPS
 from penstock.passes.decompose import DECOMPOSE
-from penstock.passes.vjp import FLAT, VJP
+from penstock.passes.vjp import FLAT, STOPS, VJP
 
 STATE = "state"
 
@@ -19,7 +19,7 @@ def coverage() -> tuple[list[str], list[list[str]]]:
     rows = []
     for name, row in OPS.items():
         missing = "decomposed" if name in DECOMPOSE else "-"
-        gradient = "yes" if name in VJP else "zero" if name in FLAT else missing
+        gradient = "yes" if name in VJP else "zero" if name in (*FLAT, *STOPS) else missing
         kernel = "yes" if name in kernels or row.family == STATE else missing
         numpy = "yes" if name in NUMPY or row.family == STATE else "-"
         rows.append([name, row.family, numpy, gradient, kernel, row.doc])

@@ -15,7 +15,7 @@ import penstock as ps
 from penstock.frontends.torch import import_torch
 from penstock.ir.errors import UnsupportedModel, UsageError
 
-from .torch_cases import compare, compare_gradients, judge, run
+from .torch_cases import compare, compare_gradients, gradients, judge, labels_of, run
 
 
 @pytest.fixture(autouse=True)
@@ -378,22 +378,31 @@ def test_what_torch_cannot_export_is_an_error_of_ours() -> None:
     assert caught.value.__cause__ is not None
 
 
-def test_gradients_that_are_stopped_on_the_way_to_a_parameter_are_refused() -> None:
-    class Stopped(nn.Module):
-        def __init__(self, how: str) -> None:
-            super().__init__()
-            self.layer, self.how = nn.Linear(3, 3), how
+class Stopped(nn.Module):
+    """`second` is used without gradients alone."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.how == "detach":
-                return self.layer(x).detach() + self.layer(x)
-            with torch.no_grad():
-                y = self.layer(x)
-            return y + self.layer(x)
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second, self.how = nn.Linear(3, 3), nn.Linear(3, 3), how
 
-    for how in ("detach", "no_grad"):
-        with pytest.raises(UnsupportedModel, match="stopping gradients"):
-            import_torch(Stopped(how), (torch.randn(2, 3),))
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "detach":
+            return self.first(x).detach() * self.first(x) + self.second(x).detach()
+        with torch.no_grad():
+            y, z = self.first(x), self.second(x)
+        return y * self.first(x) + z
+
+
+@pytest.mark.parametrize("how", ["detach", "no_grad"])
+def test_gradients_stop_where_the_module_says(how: str) -> None:
+    model, fed = Stopped(how), (torch.randn(2, 3),)
+    imported = compare(model, fed)
+    found, _ = gradients(imported, fed)
+    F.mse_loss(model(*fed), torch.from_numpy(labels_of(imported.module))).backward()
+    assert model.first.weight.grad is not None
+    np.testing.assert_allclose(found["first.weight"], model.first.weight.grad.numpy(), rtol=1e-4, atol=1e-6)
+    assert model.second.weight.grad is None
+    assert not found.get("second.weight", np.zeros(1)).any()
 
 
 # ---------------------------------------------------------------------------------------- through the whole compiler

@@ -184,6 +184,7 @@ LAYOUT: list[Case] = [
     ("alias", A.alias.default, (f(3),)),
     ("clone", lambda x: x.clone() * 2, (f(3),)),
     ("detach", lambda x: x.detach(), (i(0, 5, 3),)),
+    ("detach", lambda x, y: x.detach() * y + x, (f(3), f(3))),
     ("_to_copy", lambda x: x.to(torch.float64), (f(3),)),
     ("_to_copy", lambda x: (x * 3).to(torch.int64), (f(6),)),
     ("_to_copy", lambda x: x.to(torch.bool), (i(0, 2, 4),)),
@@ -223,6 +224,8 @@ LAYOUT: list[Case] = [
 INDEXING: list[Case] = [
     ("embedding", A.embedding.default, (f(7, 3), i(0, 7, 2, 4))),
     ("embedding", lambda w, k: A.embedding(w, k, 2), (f(5, 3), torch.tensor([0, 2, 2, 4]))),
+    ("embedding", lambda w, k: A.embedding(w * 2, k, 2), (f(5, 3), torch.tensor([0, 2, 2, 4]))),
+    ("embedding", lambda w, k: A.embedding(w, k, 0), (torch.cat([torch.zeros(1, 3), f(4, 3)]), torch.tensor([0, 2, 0, 4]))),
     ("index_select", lambda x, k: A.index_select(x, 1, k), (f(3, 5), i(0, 5, 4))),
     ("index.Tensor", lambda x, k: x[k], (f(5, 3), i(-5, 5, 2, 4))),
     ("index.Tensor", lambda x, k: x[:, k], (f(2, 5, 3), i(-5, 5, 2, 4))),

@@ -7,7 +7,7 @@ from penstock.ir.types import DTYPES, FLOATS, INTS, ITEM_BYTES, UNSIGNED
 from .data import HALF, NUMBERS, halves, nasty, normal, patterns, positive, shift, shift_either_way, ties, wrapping
 from .table import refuse, sample
 
-_UNARY_FLOAT = ("floor", "round", "exp", "sin", "cos", "atan", "tanh", "sigmoid", "erf", "gelu")
+_UNARY_FLOAT = ("floor", "round", "exp", "sin", "cos", "atan", "tanh", "sigmoid", "erf", "gelu", "detach")
 _UNARY_NUMBER = ("neg", "abs", "sign", "relu")
 for _kind in _UNARY_FLOAT + _UNARY_NUMBER:
     sample(_kind, "T[3,37]", dtypes=("f32", "f64"))

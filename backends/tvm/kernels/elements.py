@@ -188,6 +188,7 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "erf": lambda f, a, x: f.erf(x),
     "relu": lambda f, a, x: _relu(x),
     "gelu": lambda f, a, x: f.gelu(x, str(a["approximate"])),
+    "detach": lambda f, a, x: x,
     "not": lambda f, a, x: tirx.Not(x),
     "cast": lambda f, a, x: _cast(f, x, str(a["dtype"])),
     "add": lambda f, a, x, y: x + y,
