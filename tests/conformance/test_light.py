@@ -1,6 +1,6 @@
-"""Eight of the nine light models of the onnx package, with seeded random weights in place of their constants, through the interpreter against onnxruntime.
+"""The nine light models of the onnx package, with seeded random weights in place of their constants, through the interpreter against onnxruntime.
 
-vgg19 is left out: it takes minutes here. The files make every weight by a ConstantOfShape of one value, so that their own expected outputs say next to nothing about numbers.
+The files make every weight by a ConstantOfShape of one value, so that their own expected outputs say next to nothing about numbers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MODELS = (
     "resnet50",
     "shufflenet",
     "squeezenet",
+    "vgg19",
     "zfnet512",
 )
 
