@@ -28,6 +28,8 @@ from penstock.ir.types import FLOATS, TensorType, dtype_of
 SMALL = 1024
 # GroupNormalization before opset 21, LayerNormalization before 17, and what onnxruntime puts into the default domain.
 _UNREGISTERED = ("GroupNormalization", "LayerNormalization", "SimplifiedLayerNormalization")
+_OTHER_OPSET, _NO_SHAPE = "whereas model imports version", "Field 'shape' of 'type' is required"
+_TOLERATED = (_NO_SHAPE, *(f"registered for {kind}" for kind in _UNREGISTERED), _OTHER_OPSET)
 # Elements of a sparse tensor, zeros included.
 MOST_DENSE = 1 << 26
 
@@ -61,19 +63,15 @@ class Source:
                 self._span(tensor)
 
     def check(self) -> str:
-        """What onnx.checker has against the file; empty when it is valid. Functions of another opset are valid, too, as are operators that the checker
-        does not have or calls deprecated, but exporters write."""
+        """What onnx.checker has against the file; empty when it is valid. Valid are, too, functions of another opset, tensors that do not say their
+        shape, and operators that the checker does not have or calls deprecated, but exporters write."""
         problem = _complaint(str(self.path))
-        other_opset = "whereas model imports version" in problem
-        if other_opset or any(f"registered for {kind}" in problem for kind in _UNREGISTERED):
-            light = self._light()
-            if other_opset:  # functions may be written in other opsets than the model; each is read in its own
-                del light.functions[:]
-            light.opset_import.append(onnx.helper.make_opsetid("unregistered", 1))
-            for node in light.graph.node:
-                if node.op_type in _UNREGISTERED:
-                    node.domain = "unregistered"
-            return _complaint(light)
+        light = None
+        for about in _TOLERATED:
+            if about in problem:
+                light = light or self._light()
+                _mend(light, about)
+                problem = _complaint(light)
         return problem
 
     def type_of(self, tensor: onnx.TensorProto) -> TensorType:
@@ -137,6 +135,7 @@ class Source:
         target.name = "light"
         target.node.extend(graph.node)
         target.output.extend(graph.output)
+        target.sparse_initializer.extend(graph.sparse_initializer)
         for tensor in graph.initializer:
             external = tensor.data_location == onnx.TensorProto.EXTERNAL
             if external or math.prod(tensor.dims) > SMALL:
@@ -203,6 +202,23 @@ def _complaint(model: str | onnx.ModelProto) -> str:
     return ""
 
 
+def _mend(model: onnx.ModelProto, about: str) -> None:
+    """Take from a copy what the checker has against it, so that it looks at the rest."""
+    if about == _OTHER_OPSET:  # each function is read in its own
+        del model.functions[:]
+    elif about == _NO_SHAPE:
+        for graph in all_graphs(model.graph):
+            for value in (*graph.input, *graph.output, *graph.value_info):
+                if value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape"):
+                    value.type.tensor_type.shape.CopyFrom(onnx.TensorShapeProto())
+    else:
+        if all(entry.domain != "unregistered" for entry in model.opset_import):
+            model.opset_import.append(onnx.helper.make_opsetid("unregistered", 1))
+        for node in model.graph.node:
+            if node.op_type in _UNREGISTERED:
+                node.domain = "unregistered"
+
+
 def _parse(path: Path) -> onnx.ModelProto:
     if not path.is_file():
         raise UsageError("no such file" if not path.exists() else "not a file", where=str(path), hint="give the path of an ONNX model")
@@ -245,13 +261,18 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
                 yield from _tensors(inner)
 
 
-def stored_in(graph: onnx.GraphProto) -> Iterator[tuple[onnx.GraphProto, onnx.TensorProto]]:
-    """The initializers of a graph and of those inside its nodes, each with its graph."""
-    yield from ((graph, tensor) for tensor in graph.initializer)
+def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and those inside of its nodes."""
+    yield graph
     for node in graph.node:
         for attribute in node.attribute:
             for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
-                yield from stored_in(inner)
+                yield from all_graphs(inner)
+
+
+def stored_in(graph: onnx.GraphProto) -> Iterator[tuple[onnx.GraphProto, onnx.TensorProto]]:
+    """The initializers of a graph and of those inside its nodes, each with its graph."""
+    yield from ((inner, tensor) for inner in all_graphs(graph) for tensor in inner.initializer)
 
 
 def _hash_file(path: Path) -> bytes:

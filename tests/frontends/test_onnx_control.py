@@ -180,3 +180,33 @@ def test_a_sum_of_embeddings_as_torch_exports_it(tmp_path: Path) -> None:
     expected = judge(path, {"ids": ids.numpy(), "offsets": offsets.numpy()})
     np.testing.assert_allclose(run(imported, {"ids": ids.numpy()})[0], expected[0], rtol=1e-6)
     assert imported.module.vars["weight"].role == "param"
+
+
+@pytest.mark.parametrize(("limit", "iterations"), [(0.9, 1), (0.6, 4), (0.76, 2)])
+def test_training_through_a_loop_that_ends_early(tmp_path: Path, limit: float, iterations: int) -> None:
+    """A step of gradient descent through iterations that run-time conditions end, against torch."""
+    torch = pytest.importorskip("torch")
+    import penstock as ps
+
+    text = f"""(float[4,3] x) => (float loss) <int64 n = {{4}}> {{
+      k = Constant<value = bool {{1}}>()
+      y = Loop(n, k, x)<body = b (int64 i, bool c, float[4,3] s) => (bool d, float[4,3] t) {{
+        m = MatMul(s, w) t = Tanh(m) a = Abs(t) q = ReduceMax<keepdims = 0>(a) lim = Constant<value = float {{{limit}}}>() d = Less(lim, q) }}>
+      z = Mul(y, y) loss = ReduceMean<keepdims = 0>(z) }}"""
+    w = np.array([[0.1, 0.2, -0.3], [0.4, 0.5, -0.6], [0.7, 0.8, 0.9]], np.float32)
+    path = _written(tmp_path, text, arrays={"w": w})
+    x = draw("x", F32, (4, 3))
+
+    weight, state, ran, more = torch.tensor(w, requires_grad=True), torch.tensor(x), 0, True
+    while more and ran < 4:
+        state = torch.tanh(state @ weight)
+        more, ran = bool(state.abs().max() > limit), ran + 1
+    loss = (state * state).mean()
+    loss.backward()
+    assert ran == iterations
+
+    training = ps.Training(loss="output:loss", optimizer=ps.SGD(lr=0.1), microbatches=1)
+    bundle = ps.compile(ps.plan(ps.from_onnx(path), ps.Cluster.local(1), training), tmp_path / "bundle", backend="numpy")
+    with ps.open(bundle) as job:
+        assert job.step({"x": x}) == pytest.approx(loss.item(), rel=1e-6)
+        np.testing.assert_allclose(job.parameters()["w"], (weight - 0.1 * weight.grad).detach().numpy(), rtol=1e-5)

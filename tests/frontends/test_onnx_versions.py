@@ -144,6 +144,17 @@ def test_a_value_says_the_sizes_of_its_dimensions(tmp_path: Path) -> None:
         import_onnx(path, known={"z": np.ones((4, 1))}, dims={"N": 5})
 
 
+def test_shapes_that_the_model_does_not_say_follow_from_its_inputs(tmp_path: Path) -> None:
+    text = '<ir_version: 10, opset_import: ["" : 20]> g (float[2,3] x, float[] z) => (float[] y) { h = Relu(x) y = Mul(h, z) }'
+    path = tmp_path / "a.onnx"
+    onnx.save(onnx.parser.parse_model(text), path)
+    with pytest.raises(UnsupportedModel, match="input z: has no shape"):
+        import_onnx(path)
+    imported = import_onnx(path, known={"z": [1, 2, 3]})
+    x = draw("x", np.dtype(np.float32), (2, 3))
+    np.testing.assert_array_equal(run(imported, {"x": x})[0], judge(path, {"x": x, "z": np.array([1, 2, 3], np.float32)})[0])
+
+
 # ---------------------------------------------------------------------------------------- functions
 
 FUNCTIONS = """<ir_version: 10, opset_import: ["" : 20, "mine" : 1]>
