@@ -87,7 +87,13 @@ def promised_by_node(n: Node) -> Promises:
         found = promises_of(onnx.shape_inference.infer_node_outputs(schema, proto, types, data, None, imports))
     except Exception:  # it raises all kinds; the rule then says what is wrong with the node
         return Promises()
-    return Promises({}, found.sizes) if n.opset < 22 and rounds_up(proto) else found
+    return Promises({}, found.sizes) if _mistaken(proto, n.opset) else found
+
+
+def _mistaken(proto: onnx.NodeProto, opset: int) -> bool:
+    """Whether shape inference is known to be wrong: it takes a transform that does not say so for a two-sided one, and counts a window too many."""
+    both_sides = proto.op_type == "STFT" and all(a.name != "onesided" for a in proto.attribute)
+    return both_sides or (opset < 22 and rounds_up(proto))
 
 
 def _harmless(proto: onnx.NodeProto, ranks: Collection[int]) -> bool:
