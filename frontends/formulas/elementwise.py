@@ -29,6 +29,14 @@ def power(w: Writer, x: Value, exponent: float) -> Value:
     raise Refused(f"integers to the power {exponent:g} are not supported, only 1, 2 and 3")
 
 
+def root(w: Writer, x: Value, order: float = 2.0) -> Value:
+    """The root of a sum that is not negative, as of the length of a vector; its gradient at 0 is 0, where that of the root alone is infinite."""
+    if order == 1.0:
+        return x
+    nothing = w.emit("equal", x, 0.0)
+    return w.emit("where", nothing, 0.0, power(w, w.emit("where", nothing, 1.0, x), 1.0 / order))
+
+
 def positive(w: Writer, x: Value) -> Value:
     return w.emit("maximum", x, 0.0)
 

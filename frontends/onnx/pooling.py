@@ -10,7 +10,7 @@ import numpy as np
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..formulas.elementwise import power
+from ..formulas.elementwise import power, root
 from ..formulas.indexing import lowest_of
 from ..formulas.layout import axis_of, cut, reshape
 from .neural import window_attrs
@@ -83,14 +83,14 @@ def _lp_pool(n: Node) -> Result:
     n.require(p > 0, f"p={p} must be positive")
     powers = power(n, n.emit("abs", n.value()), float(p))
     mean = n.emit("avg_pool", powers, window=kernel, include_pad=True, **window_attrs(n, kernel))
-    return power(n, n.emit("mul", mean, float(prod(kernel))), 1.0 / p)
+    return root(n, n.emit("mul", mean, float(prod(kernel))), float(p))
 
 
 def _global_lp_pool(n: Node) -> Result:
     p, x = n.int_attr("p", 2), n.value()
     n.require(p > 0, f"p={p} must be positive")
     total = n.emit("sum", power(n, n.emit("abs", x), float(p)), axes=tuple(range(2, x.type.rank)), keep=True)
-    return power(n, total, 1.0 / p)
+    return root(n, total, float(p))
 
 
 def _col2im(n: Node) -> Result:
@@ -145,7 +145,7 @@ def _mean_variance(n: Node) -> Result:
     axes = tuple(sorted(axis_of(n, a, x.type.rank) for a in n.ints_attr("axes") or (0, 2, 3)))
     centred = n.emit("sub", x, n.emit("mean", x, axes=axes, keep=True))
     variance = n.emit("mean", n.emit("mul", centred, centred), axes=axes, keep=True)
-    return n.emit("div", centred, n.emit("add", n.emit("sqrt", variance), 1e-9))
+    return n.emit("div", centred, n.emit("add", root(n, variance), 1e-9))
 
 
 RULES: dict[str, Rule] = {

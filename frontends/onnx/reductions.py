@@ -14,6 +14,7 @@ import numpy as np
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS, numpy_dtype
 
+from ..formulas.elementwise import root
 from ..formulas.layout import axis_of, reshape
 from ..formulas.resizing import pick
 from ..formulas.scans import flipped, product_over
@@ -50,7 +51,7 @@ def _reduce(write: str) -> Rule:
             case "square-sum":
                 return total(n.emit("mul", x, x))
             case "square-sum-sqrt":
-                return n.emit("sqrt", total(n.emit("mul", x, x)))
+                return root(n, total(n.emit("mul", x, x)))
         return n.emit("log", total(x))
 
     return rule

@@ -7,7 +7,7 @@ from math import inf, prod
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..formulas.elementwise import power
+from ..formulas.elementwise import power, root
 from ..formulas.layout import axis_of, reshape
 from ..formulas.scans import cumulative_product, flipped, product_over
 from .elementwise import truth
@@ -99,16 +99,33 @@ def _whether(every: bool) -> Rule:
     return rule
 
 
-def _variance(n: Node) -> Result:
+def _moments(n: Node) -> tuple[Value, Value]:
+    """Variance and mean."""
     x, axes = n.value(), axes_of(n)
     count = prod(x.type.dims[a] for a in axes)
     correction = n.arg("correction", 1)
     n.require(count > correction, f"there is no variance of {count} elements with correction {correction}")
-    centred = n.emit("sub", x, reduced(n, "mean", x, axes, True))
+    mean, keep = reduced(n, "mean", x, axes, True), bool(n.arg("keepdim"))
+    centred = n.emit("sub", x, mean)
     square = n.emit("mul", centred, centred)
     if correction == 0:
-        return reduced(n, "mean", square, axes, bool(n.arg("keepdim")))
-    return n.emit("div", reduced(n, "sum", square, axes, bool(n.arg("keepdim"))), float(count - correction))
+        variance = reduced(n, "mean", square, axes, keep)
+    else:
+        variance = n.emit("div", reduced(n, "sum", square, axes, keep), float(count - correction))
+    return variance, mean if keep else reshape(n, mean, variance.type.dims)
+
+
+def _variance(n: Node) -> Result:
+    return _moments(n)[0]
+
+
+def _deviation(n: Node) -> Result:
+    return root(n, _moments(n)[0])
+
+
+def _deviation_and_mean(n: Node) -> Result:
+    variance, mean = _moments(n)
+    return root(n, variance), mean
 
 
 def _norm(n: Node) -> Result:
@@ -117,7 +134,7 @@ def _norm(n: Node) -> Result:
     order = float(n.arg("ord", 2))
     n.require(x.type.dtype in FLOATS, f"needs a floating-point operand, got {x.type}")
     if order == 2.0:
-        return n.emit("sqrt", reduced(n, "sum", n.emit("mul", x, x), axes, keep))
+        return root(n, reduced(n, "sum", n.emit("mul", x, x), axes, keep))
     size = n.emit("abs", x)
     if order == inf:
         return reduced(n, "max", size, axes, keep)
@@ -126,7 +143,8 @@ def _norm(n: Node) -> Result:
     if order == 1.0:
         return reduced(n, "sum", size, axes, keep)
     n.require(order != 0.0, "ord=0 is not supported")
-    return power(n, reduced(n, "sum", power(n, size, order), axes, keep), 1.0 / order)
+    each = root(n, size, 1.0 / order) if 0.0 < order < 1.0 else power(n, size, order)
+    return root(n, reduced(n, "sum", each, axes, keep), order)
 
 
 def _cumulative(n: Node) -> Result:
@@ -181,6 +199,9 @@ RULES: dict[str, Rule] = {
     "all": _whether(True),
     "all.dim": _whether(True),
     "var.correction": _variance,
+    "var_mean.correction": _moments,
+    "std.correction": _deviation,
+    "std_mean.correction": _deviation_and_mean,
     "linalg_vector_norm": _norm,
     "cumsum": _cumulative,
     "cumprod": _cumulative_product,

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from penstock.frontends.onnx import quantised, sequences
+from penstock.frontends.onnx import import_onnx, quantised, sequences
 from penstock.frontends.onnx.node import Node
 from penstock.frontends.onnx.table import RULES
 from penstock.ir.ops import OPS
 
+from .conftest import draw, write_model
 from .test_onnx_reference import OPERATORS as REFERENCE
+from .torch_cases import gradients, labels_of
 
 # opset | inputs => outputs | nodes. Inputs named w... are initializers, inputs named p... are positive.
 CASES = """
@@ -313,6 +320,25 @@ def test_op_on_constants_is_folded(same, opset: str, signature: str, body: str) 
     beyond = next((kinds for pattern, kinds in BEYOND_REFERENCE.items() if re.search(pattern, body)), set())
     assert {op.kind for op in imported.module.graphs["main"].ops} <= {"const", "read"} | beyond
     assert {var.role for var in imported.module.vars.values()} <= {"buffer"}
+
+
+@pytest.mark.parametrize(
+    ("node", "measure"),
+    [
+        ("ReduceL2<axes = [1], keepdims = 0>", lambda x: x.norm(dim=1)),
+        ("LpNormalization", lambda x: torch.nn.functional.normalize(x, dim=1)),
+        ("LpNormalization<p = 1>", lambda x: torch.nn.functional.normalize(x, p=1.0, dim=1)),
+    ],
+)
+def test_gradients_of_what_has_no_length_are_zero(tmp_path: Path, node: str, measure: Callable[[Any], Any]) -> None:
+    x, w = draw("x", np.dtype(np.float32), (5, 4)), draw("w", np.dtype(np.float32), (4, 3))
+    x[2] = 0.0
+    imported = import_onnx(
+        write_model(tmp_path / "m.onnx", f"(float[5,4] x) => (float[] y) {{ h = MatMul(x, w) y = {node}(h) }}", 17, {"w": w})
+    )
+    fed, weight = torch.from_numpy(x), torch.from_numpy(w).requires_grad_()
+    torch.nn.functional.mse_loss(measure(fed @ weight), torch.from_numpy(labels_of(imported.module))).backward()
+    np.testing.assert_allclose(gradients(imported, fed)[0]["w"], weight.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_every_rule_has_a_case() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +126,41 @@ def test_forward_is_torchs(name: str) -> None:
 def test_gradients_are_torchs(name: str) -> None:
     make, draw = MODELS[name]
     compare_gradients(make(), draw())
+
+
+class Lengths(nn.Module):
+    def __init__(self, measure: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.measure = nn.Linear(4, 4, bias=False), measure
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.measure(self.layer(x))
+
+
+LENGTHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda x: x.norm(dim=-1),
+    "normalize": lambda x: F.normalize(x, dim=-1),
+    "normalize by cubes": lambda x: F.normalize(x, p=3.0, dim=-1),
+    "std": lambda x: x.std(-1),
+    "std_mean": lambda x: torch.std_mean(x, -1)[0],
+    "cosine similarity": lambda x: F.cosine_similarity(x, x.flip(0), dim=-1),
+    "pairwise distance": lambda x: F.pairwise_distance(x, x * 2.0, eps=0.0),
+}
+
+
+@pytest.mark.parametrize("measure", LENGTHS.values(), ids=LENGTHS)
+def test_gradients_of_what_has_no_length_are_zero(measure: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(5, 4)
+    x[2] = 0.0
+    imported = compare_gradients(Lengths(measure), (x,))
+    assert all(np.isfinite(grad).all() for grad in gradients(imported, x)[0].values())
+
+
+def test_the_root_of_nothing_has_no_gradient() -> None:
+    """The control: written out, torch has none either."""
+    x = torch.zeros(2, 4)
+    for measure in (lambda x: x.square().sum(-1).sqrt(), lambda x: x.var(-1).sqrt()):
+        assert np.isnan(gradients(import_torch(Lengths(measure), (x,)), x)[0]["layer.weight"]).any()
 
 
 def test_a_wrong_weight_is_noticed() -> None:

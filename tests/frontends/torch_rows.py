@@ -283,10 +283,22 @@ REDUCTIONS: list[Case] = [
     ("all", A.all.default, (b(3, 4),)),
     ("all.dim", lambda x: A.all.dim(x, 0), (i(0, 2, 2, 9),)),
     ("var.correction", lambda x: torch.var(x, 1), (f(3, 4),)),
-    ("var.correction", lambda x: torch.std(x, (0, 1), correction=0, keepdim=True), (f(3, 4),)),
+    ("var.correction", lambda x: torch.var(x, (0, 1), correction=0, keepdim=True), (f(3, 4),)),
+    ("std.correction", lambda x: torch.std(x, (0, 1), correction=0, keepdim=True), (f(3, 4),)),
+    ("var_mean.correction", lambda x: torch.var_mean(x, 1), (f(3, 4),)),
+    ("std_mean.correction", lambda x: torch.std_mean(x, 1, keepdim=True), (f(3, 4),)),
+    ("std.correction", lambda x: torch.std(x, 1), (torch.tensor([[2.0, 2.0, 2.0], [1.0, 2.0, 4.0]]),)),
     *(
         ("linalg_vector_norm", lambda x, o=order: torch.linalg.vector_norm(x, o, (1,), True), (distinct(3, 4),))
         for order in (2, 1, 3, math.inf, -math.inf)
+    ),
+    *(
+        (
+            "linalg_vector_norm",
+            lambda x, o=order: torch.linalg.vector_norm(x, o, (1,)),
+            (torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.0, -2.0]]),),
+        )
+        for order in (2, 1, 0.5, 1.5, 3, 4, math.inf)
     ),
     ("cumsum", lambda x: A.cumsum(x, -1), (f(2, 5),)),
     ("cumsum", lambda x: A.cumsum(x, 0), (b(4, 2),)),
