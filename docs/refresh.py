@@ -68,6 +68,14 @@ def torch_operations() -> str:
     return "\n\n".join(lines) + "\n"
 
 
+def families() -> str:
+    """The families that tests/models tries."""
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    from models.families import FAMILIES
+
+    return f"{len(FAMILIES)} families: {', '.join(FAMILIES)}.\n"
+
+
 def conformance() -> str:
     """How many of ONNX's node tests pass, by the lists of those that do not, which the tests keep true."""
     sys.path.insert(0, str(HERE.parent / "tests"))
@@ -173,6 +181,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "onnx-support": onnx_support,
     "torch-operations": torch_operations,
     "conformance": conformance,
+    "families": families,
     "passes": passes,
     "training-pipeline": pipeline(True),
     "inference-pipeline": pipeline(False),
