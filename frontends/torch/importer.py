@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from ..pruning import live_ops
 from ..writer import Refused
 from .arrays import array_of, has_dtype, our_dtype
 from .calls import Caller, complain
+from .memory import place, sharing
 from .node import Absent, Builder, Known, Lost, Weight, type_of
 from .source import Sizes, exported
 
@@ -69,10 +70,8 @@ def _pattern(frozen: str | None, where: str) -> re.Pattern[str] | None:
         raise UsageError(f"frozen {frozen!r} is not a regular expression: {error}", where=where) from error
 
 
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are the same elements of the same memory."""
-    place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset()) if tensor.numel() else (id(tensor), 0)
-    return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+def _trains(tensor: object) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad and tensor.is_floating_point()
 
 
 class _Importer:
@@ -115,9 +114,10 @@ class _Importer:
         aliases: dict[tuple[object, ...], list[str]] = {}
         for name, tensor in program.state_dict.items():
             if isinstance(tensor, torch.Tensor):
-                aliases.setdefault(_memory(tensor), []).append(name)
+                aliases.setdefault(place(tensor), []).append(name)
         hits = {name for name in self.state if frozen is not None and frozen.search(name)}
         seen: dict[tuple[object, ...], Known | Weight] = {}
+        firsts: dict[tuple[object, ...], str] = {}
         for target, placeholder in used.items():
             tensor = self.state.get(target)
             node = self.placeholders[placeholder]
@@ -125,37 +125,39 @@ class _Importer:
                 self.builder.env[node] = Lost(None)
                 self.problems.append(f"{target}: {type(tensor).__name__} is not a tensor")
                 continue
-            key = _memory(tensor)
+            key = place(tensor)
             same = aliases.get(key, [target])
             if key not in seen:
                 name = names[same[0]] if same[0] in used else names[target]
-                trainable = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad and tensor.is_floating_point()
+                trainable = _trains(tensor)
                 if trainable and not hits.isdisjoint(same):
                     self.matched.append(same[0])
                 elif isinstance(tensor, torch.nn.Parameter) and not trainable:
                     self.stopped.append(same[0])
                 stays = not trainable or not hits.isdisjoint(same)
                 seen[key] = Known(name, tensor.detach()) if stays else Weight(name, tensor)
+                firsts[key] = target
                 if key in aliases:
                     self.stored[name] = same
+            elif hits.isdisjoint(same) and _trains(tensor) != _trains(self.state[firsts[key]]):
+                self.problems.append(
+                    f"{target}: shares memory with {firsts[key]}, and one of them alone is a parameter that requires a gradient"
+                )
             if len(same) > 1 and same[0] not in self.tied:
                 self.tied.append(same[0])
             self.builder.env[node] = seen[key]
             if target in self.moving:  # never computed with at import: whether an output depends on it shows in the end
                 self.builder.env[node] = self.builder.variable(names[target], type_of(tensor), BUFFER, array_of(tensor))
                 self.moving.add(names[target])
-        self._overlaps([w for w in seen.values() if isinstance(w, Weight)])
+        self._overlaps(list(seen.values()))
         if frozen is not None and not hits:
             raise UsageError(f"frozen {frozen.pattern!r} matches no name of the state dict", where=self.where)
 
-    def _overlaps(self, weights: Iterable[Weight]) -> None:
-        """Parameters that share a part of their memory would drift apart when trained as two."""
-        last: dict[int, tuple[int, Weight]] = {}
-        for weight in sorted(weights, key=lambda w: w.tensor.storage_offset()):
-            memory, start = weight.tensor.untyped_storage().data_ptr(), int(weight.tensor.storage_offset())
-            if memory in last and start < last[memory][0] and weight.tensor.numel():
-                self.problems.append(f"{weight.name}: shares memory with {last[memory][1].name}, of another shape")
-            last[memory] = (start + weight.tensor.numel(), weight)
+    def _overlaps(self, state: Sequence[Known | Weight]) -> None:
+        """A parameter and what shares a part of its memory would drift apart when that parameter is trained."""
+        for i, j in sharing([one.tensor for one in state]):
+            if isinstance(state[i], Weight) or isinstance(state[j], Weight):
+                self.problems.append(f"{state[j].name}: shares memory with {state[i].name}, but not all of it in the same order")
 
     def take_inputs(self) -> None:
         for spec in self.program.graph_signature.input_specs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import sympy  # torch writes symbolic sizes with it
@@ -111,6 +112,10 @@ class Sizes:
                 there = ", ".join(sorted([*symbols, *aliases])) or "none: all sizes are numbers"
                 problems.append(f"{name}={number}: there is no such dimension, the program has {there}")
                 continue
+            if isinstance(number, bool) or not isinstance(number, Integral):
+                problems.append(f"{name}={number!r}: must be a whole number")
+                continue
+            number = int(number)
             bounds = program.range_constraints.get(symbol)
             if number < 1 or (bounds is not None and not bounds.lower <= number <= bounds.upper):
                 problems.append(f"{name}={number}: must be {f'in {bounds.lower}..{bounds.upper}' if bounds is not None else '1 or more'}")

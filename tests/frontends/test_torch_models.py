@@ -195,18 +195,65 @@ def test_weights_are_copies() -> None:
     np.testing.assert_array_equal(imported.weights["weight"], before)
 
 
-def test_parameters_that_share_a_part_of_their_memory_are_refused() -> None:
-    class Overlapping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            whole = torch.randn(6)
-            self.a, self.b = nn.Parameter(whole[:4]), nn.Parameter(whole[2:])
+class Pair(nn.Module):
+    """Two tensors of state, `b` perhaps as a buffer."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.a + self.b
+    def __init__(self, a: Tensor, b: Tensor, buffer: bool = False, trained: bool = True) -> None:
+        super().__init__()
+        self.a = nn.Parameter(a)
+        if buffer:
+            self.register_buffer("b", b)
+        else:
+            self.b = nn.Parameter(b, requires_grad=trained)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.a.sum() + self.b.sum()
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (lambda x: x[:4], lambda x: x[2:]),
+        (lambda x: x[::2], lambda x: x[12:16]),
+        (lambda x: x[2:], lambda x: x),
+        (lambda x: x.view(5, 4), lambda x: x.view(5, 4).T),
+        (lambda x: x.view(5, 4)[:, :3], lambda x: x.view(5, 4)[:, 2:]),
+        (lambda x: torch.from_numpy(x.numpy()[:4]), lambda x: torch.from_numpy(x.numpy()[3:])),
+        (lambda x: x[:4], lambda x: x.view(torch.float64)[1:3]),
+    ],
+)
+def test_parameters_that_share_a_part_of_their_memory_are_refused(
+    a: Callable[[Tensor], Tensor], b: Callable[[Tensor], Tensor], buffer: bool
+) -> None:
+    whole = torch.randn(20)
     with pytest.raises(UnsupportedModel, match="b: shares memory with a"):
-        import_torch(Overlapping(), (torch.randn(4),))
+        import_torch(Pair(a(whole), b(whole), buffer), (torch.randn(4),))
+    import_torch(Pair(a(whole), b(whole), buffer), (torch.randn(4),), frozen="[ab]")
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (lambda x: x[:10], lambda x: x[10:]),
+        (lambda x: x[::2], lambda x: x[1::2]),
+        (lambda x: x.view(5, 4)[:, :2], lambda x: x.view(5, 4)[:, 2:]),
+        (lambda x: x[0:0], lambda x: x),
+    ],
+)
+def test_parameters_side_by_side_are_two(a: Callable[[Tensor], Tensor], b: Callable[[Tensor], Tensor]) -> None:
+    whole = torch.randn(20)
+    imported = import_torch(Pair(a(whole), b(whole)), (torch.randn(4),))
+    assert set(imported.module.vars) == {"a", "b"}
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_one_memory_that_is_trained_and_is_not_is_refused(buffer: bool) -> None:
+    whole = torch.randn(4)
+    with pytest.raises(UnsupportedModel, match="b: shares memory with a, and one of them alone is a parameter that requires a gradient"):
+        import_torch(Pair(whole, whole, buffer, trained=False), (torch.randn(4),))
+    compare(Pair(whole, whole, buffer, trained=False), (torch.randn(4),), frozen="a")
+    assert set(import_torch(Pair(whole, whole), (torch.randn(4),)).module.vars) == {"a"}
 
 
 def test_frozen_and_not_requiring_a_gradient() -> None:
@@ -325,6 +372,9 @@ def test_sizes_of_an_exported_program_are_bound(key: str) -> None:
         import_torch(program, dims={"tokens.0": 3, "tokens.1": 5, "depth": 2})
     with pytest.raises(UsageError, match=r"must be in \d+\.\.8"):
         import_torch(program, dims={"tokens.0": 3, "tokens.1": 9})
+    for size in ("3", 3.0, 3.5, True, None):
+        with pytest.raises(UsageError, match=r"tokens\.0=.*: must be a whole number"):
+            import_torch(program, dims={"tokens.0": size, "tokens.1": 5})  # type: ignore[dict-item]
 
 
 def test_sources_that_make_no_sense() -> None:
