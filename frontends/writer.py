@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.ir.graph import BUFFER, Attr, Op, Value, Var
 from penstock.ir.ops import make
-from penstock.ir.types import FLOATS, TensorType, dtype_of
+from penstock.ir.types import FLOATS, INTS, TensorType, dtype_of, numpy_dtype
 
 from .names import Names, legal
 
@@ -46,6 +46,8 @@ class Program:
     ops: list[Op] = field(default_factory=list)
     vars: dict[str, Var] = field(default_factory=dict)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
+    # Constants of integers, also reshaped, cut or cast: where they are indices they must lie inside.
+    indices: dict[Value, np.ndarray] = field(default_factory=dict)
 
     def type_of(self, array: np.ndarray) -> TensorType:
         try:
@@ -55,6 +57,24 @@ class Program:
 
     def constant(self, name: str, array: np.ndarray, loc: str) -> Value:
         """A constant as an op where it is small or has one value throughout, as a buffer otherwise."""
+        value = self._constant(name, array, loc)
+        if array.dtype.kind in "iu":
+            self.indices[value] = array
+        return value
+
+    def follow(self, op: Op) -> None:
+        """Keep elements that are known in sight."""
+        known = self.indices.get(op.ins[0]) if op.kind in ("reshape", "cast", "slice") else None
+        if known is None:
+            return
+        out = op.outs[0]
+        if op.kind == "slice":
+            start, stop, step = (np.atleast_1d(op.attrs[name]).tolist() for name in ("start", "stop", "step"))
+            known = known[tuple(map(slice, start, stop, step))]
+        if out.type.dtype in INTS:
+            self.indices[out] = known.astype(numpy_dtype(out.type.dtype), copy=False).reshape(out.type.dims)
+
+    def _constant(self, name: str, array: np.ndarray, loc: str) -> Value:
         kind = self.type_of(array)
         value: Attr
         first = array.reshape(-1)[:1]
@@ -123,8 +143,19 @@ class Writer:
         ins = [v if isinstance(v, Value) else self.literal(v, dtype) for v in operands]
         names = [self._program.names.fresh(f"{self.base}.{kind}") for _ in range(results)]
         op = make(kind, ins, names, self.loc, **attrs)
+        if kind in ("gather", "scatter"):
+            axis = op.attrs["axis"]
+            assert isinstance(axis, int), "the op table sees to that"
+            self.require_inside(ins[1], ins[0].type.dims[axis])
+        self._program.follow(op)
         self._program.ops.append(op)
         return op.outs
+
+    def require_inside(self, indices: Value, size: int) -> None:
+        """Refuse indices, where they are known, outside of a dimension of that size; negative ones count from the end. Kernels do not look."""
+        known = self._program.indices.get(indices)
+        outside = [] if known is None else known[(known < -size) | (known >= size)].tolist()
+        self.require(not outside, f"index {str(outside[:1])[1:-1]} is outside of a dimension of {size}")
 
     def literal(self, value: np.ndarray | bool | int | float, dtype: str) -> Value:
         """A constant of the rule's own making: a number of the given element type, or an array as it is."""
@@ -147,6 +178,8 @@ class Writer:
             if op.kind == "read":
                 self._program.vars.pop(op.var, None)
                 self._program.weights.pop(op.var, None)
+            for value in op.outs:
+                self._program.indices.pop(value, None)
         del self._program.ops[self._first :]
         return {op.outs[0] for op in gone}
 

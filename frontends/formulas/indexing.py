@@ -30,6 +30,7 @@ def positions(w: Writer, indices: Value, axis: int, dims: Sequence[int]) -> Valu
         all(size <= limit for i, (size, limit) in enumerate(zip(sizes, dims, strict=True)) if i != axis),
         f"indices {indices.type} are larger than {list(dims)}",
     )
+    w.require_inside(indices, dims[axis])
     strides = [prod(dims[i + 1 :]) for i in range(len(dims))]
     wide = indices if indices.type.dtype == "i64" else w.emit("cast", indices, dtype="i64")
     total = from_the_front(w, wide, dims[axis])
@@ -50,6 +51,7 @@ def entries(w: Writer, x: Value, indices: Value) -> tuple[Value, Value]:
     for i in range(depth):
         part = reshape(w, cut(w, indices, last, i, i + 1), indices.type.dims[:-1])
         if depth > 1:  # negative entries count from the end of their own dimension
+            w.require_inside(part, dims[i])
             part = from_the_front(w, part, dims[i])
         flat = part if flat is None else w.emit("add", w.emit("mul", flat, dims[i]), part)
     assert flat is not None
@@ -70,6 +72,7 @@ def scatter_extreme(w: Writer, x: Value, axis: int, indices: Value, src: Value, 
         others == [size for i, size in enumerate(dims) if i != axis], f"indices {indices.type} must cover {x.type} but for axis {axis}"
     )
     w.require(count > 0, "there is nothing to put")
+    w.require_inside(indices, size)
     perm = [*(i for i in range(rank) if i != axis), axis]
     wide = indices if indices.type.dtype == "i64" else w.emit("cast", indices, dtype="i64")
     at, what = (reshape(w, transpose(w, v, perm), (*others, 1, count)) for v in (from_the_front(w, wide, size), src))

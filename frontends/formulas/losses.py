@@ -25,6 +25,7 @@ def negative_log_likelihood(w: Writer, logs: Value, target: Value, weight: Value
     if ignored is not None:
         counts = w.emit("not", w.emit("equal", chosen, ignored))
         chosen = w.emit("where", counts, chosen, 0)
+    w.require_inside(chosen, classes)
     rows = reshape(w, transpose(w, logs, (0, *range(2, len(dims)), 1)), (prod(places) * classes,))
     line = reshape(w, w.emit("iota", dtype="i64", shape=(prod(places),), axis=0), places)
     loss = w.emit("neg", w.emit("gather", rows, w.emit("add", w.emit("mul", line, classes), chosen), axis=0))

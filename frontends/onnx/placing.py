@@ -30,6 +30,7 @@ def _combined(n: Node, x: Value, at: Value, updates: Value, reduction: str) -> V
     n.require(size * count * inner <= MOST_COMPARED, f"reduction={reduction} with {count} updates of {x.type} is too large")
     if not count:
         return x
+    n.require_inside(at, size)
     wide = at if at.type.dtype == "i64" else n.emit("cast", at, dtype="i64")
     wide = n.emit("where", n.emit("less", wide, 0), n.emit("add", wide, size), wide)
     here = n.emit("equal", n.emit("iota", dtype="i64", shape=(size, 1, 1), axis=0), reshape(n, wide, (1, count, 1)))
@@ -75,6 +76,8 @@ def _tensor_scatter(n: Node) -> Result:
     rows = reshape(n, transpose(n, cache, perm), (batch * size, *dims[2:]))
     line = n.emit("iota", dtype="i64", shape=(1, count), axis=1)
     at = n.emit("add", line, reshape(n, n.value(2), (batch, 1))) if n.has(2) else line
+    if mode == "linear" and n.has(2):
+        n.require_inside(n.value(2), size - count + 1)
     if mode == "circular":
         at = n.emit("sub", at, n.emit("mul", n.emit("div", at, size), size))
     at = n.emit("add", at, n.emit("mul", n.emit("iota", dtype="i64", shape=(batch, 1), axis=0), size))
@@ -93,6 +96,9 @@ def _gather_nd(n: Node) -> Result:
     batch, places, depth = prod(lead), indices.type.dims[shared:-1], indices.type.dims[-1]
     wide = indices if indices.type.dtype == "i64" else n.emit("cast", indices, dtype="i64")
     flat = reshape(n, wide, (batch, prod(places), depth))
+    n.require(1 <= depth <= x.type.rank - shared, f"indices {indices.type} are too deep for {x.type}")
+    for i in range(depth):
+        n.require_inside(cut(n, flat, 2, i, i + 1), x.type.dims[shared + i])
     own = n.emit("broadcast", n.emit("iota", dtype="i64", shape=(batch, 1, 1), axis=0), shape=(batch, prod(places), 1))
     table = reshape(n, x, (batch, *x.type.dims[shared:]))
     y = n.emit("gather", *entries(n, table, n.emit("concat", own, flat, axis=2)), axis=0)

@@ -126,7 +126,7 @@ def _arg(order: Callable[[Node, Value], Value]) -> Rule:
         x, last = n.value(), n.int_attr("select_last_index")
         axis, keep = axis_of(n, n.int_attr("axis"), x.type.rank), n.int_attr("keepdims", 1)
         size = x.type.dims[axis]
-        x = pick(n, x, axis, np.arange(size)[::-1]) if last else x
+        x = pick(n, x, axis, np.arange(n.room(size))[::-1]) if last else x
         y = n.emit("argmax", order(n, x), axis=axis)
         y = n.emit("sub", n.literal(size - 1, "i64"), y) if last else y
         return reshape(n, y, (*x.type.dims[:axis], 1, *x.type.dims[axis + 1 :])) if keep else y

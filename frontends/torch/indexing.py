@@ -79,6 +79,7 @@ def _flat_places(n: Node, given: Sequence[object], dims: Sequence[int]) -> tuple
     flat: Value | None = None
     for axis, t in zip(axes, tensors, strict=True):
         part = n.tensor_value(t)
+        n.require_inside(part, dims[axis])
         if len(axes) > 1:  # negative entries count from the end of their own dimension
             part = from_the_front(n, _wide(n, part), dims[axis])
         flat = part if flat is None else n.emit("add", n.emit("mul", flat, dims[axis]), part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import onnx.external_data_helper
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from penstock.frontends.onnx import import_onnx
+from penstock.frontends.onnx import CannotImport, import_onnx
 from penstock.ir.errors import UnsupportedModel, UsageError
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_gpt, write_mlp
@@ -106,6 +107,46 @@ def test_shapes_computed_from_data_are_refused(tmp_path: Path) -> None:
     path = write_model(tmp_path / "a.onnx", "(float[2,3] x, int64[1] s) => (float[k] y) { y = Reshape(x, s) }")
     with pytest.raises(UnsupportedModel, match="the shape is computed at run time"):
         import_onnx(path)
+
+
+def test_a_huge_dimension_is_not_turned_round(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "a.onnx", "(float[1099511627776] x) => (int64[1] y) { y = ArgMax<select_last_index = 1>(x) }")
+    with pytest.raises(CannotImport, match="1099511627776 numbers would have to be made at import"):
+        import_onnx(path)
+
+
+# inputs | indices, those outside with a * | node; compiled code would take the last entry there.
+OUTSIDE = """
+float[2,3] x | int64[2] {3*, 0} | Gather<axis = 1>(x, i)
+float[2,3] x | int64[2] {5000000*, 0} | Gather<axis = 1>(x, i)
+float[2,3] x | int32[2] {-4*, 0} | Gather<axis = 1>(x, i)
+float[2,3] x | int64[2,1] {0, 3*} | GatherElements<axis = 1>(x, i)
+float[2,3] x | int32[2,1] {0, -4*} | GatherElements<axis = 1>(x, i)
+float[2,3] x | int64[1,2] {1, 3*} | GatherND(x, i)
+float[2,3] x | int64[2,1] {1, 2*} | GatherND(x, i)
+float[2,3,4] x | int64[2,2] {1, 3, 3*, 0} | GatherND<batch_dims = 1>(x, i)
+float[2,3] x, float[2,1] u | int64[2,1] {0, 3*} | ScatterElements<axis = 1>(x, i, u)
+float[2,3] x, float[2,1] u | int64[2,1] {0, -4*} | ScatterElements<axis = 1, reduction = "max">(x, i, u)
+float[2,3] x, float[1] u | int64[1,2] {1, 3*} | ScatterND(x, i, u)
+float[2,3] x, float[1,3] u | int64[1,1] {-3*} | ScatterND<reduction = "mul">(x, i, u)
+"""
+
+
+@pytest.mark.parametrize("line", OUTSIDE.strip().splitlines())
+def test_known_indices_outside_are_refused(tmp_path: Path, line: str) -> None:
+    ins, indices, node = (part.strip() for part in line.split("|"))
+    text = "({}) => (float[] y) {{ i = Constant<value = {}>() y = {} }}"
+    wrong = write_model(tmp_path / "a.onnx", text.format(ins, indices.replace("*", ""), node), 18)
+    feeds = {name: np.ones(shape, np.float32) for name, shape in _shapes(wrong).items()}
+    with pytest.raises(CannotImport, match="is outside "):
+        import_onnx(wrong)
+    with pytest.raises(Exception, match=r"(?i)indice|index|out of"):
+        judge(wrong, feeds)
+    import_onnx(write_model(tmp_path / "b.onnx", text.format(ins, re.sub(r"-?\d+\*", "1", indices), node), 18))
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    return {v.name: tuple(d.dim_value for d in v.type.tensor_type.shape.dim) for v in onnx.load(path).graph.input}
 
 
 def test_element_types_without_counterpart_are_refused(tmp_path: Path) -> None:
@@ -274,7 +315,7 @@ def test_unnamed_nodes_are_called_by_type_and_place(tmp_path: Path) -> None:
 
 def test_imports_are_deterministic(tmp_path: Path) -> None:
     path = write_gpt(tmp_path / "gpt.onnx", layers=2, width=8, heads=2, vocab=7, positions=4, batch=2)
-    code = f"from penstock.frontends.onnx import import_onnx\nfrom penstock.ir.text import print_module\ni = import_onnx({str(path)!r})\nprint(print_module(i.module), i.report, i.source_hash)"
+    code = f"from penstock.frontends.onnx import CannotImport, import_onnx\nfrom penstock.ir.text import print_module\ni = import_onnx({str(path)!r})\nprint(print_module(i.module), i.report, i.source_hash)"
     texts = {
         subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True, timeout=60
