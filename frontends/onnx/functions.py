@@ -50,7 +50,7 @@ def results_of(scope: Scope, names: Sequence[str]) -> list[Tensor]:
 
 def call(importer: Bodies, n: Node, function: onnx.FunctionProto) -> list[Tensor]:
     """The results of a call, in the order of the function."""
-    name = ".".join(identity(function)[:2])
+    name = identity(function)
     if name in n.scope.calls:
         raise Refused("the function calls itself")
     if n.count > len(function.input):

@@ -309,11 +309,16 @@ class _Importer:
         """The model's outputs under their own names, also where an output is another tensor passed through."""
         builder = self.builder
         outs: list[Value] = []
-        fixed = {v.name for v in self.inputs} | set(builder.vars)
+        renamed: dict[Value, Value] = {}
+        found: list[Value] = []
         for proto in self.source.model.graph.output:
             tensor = self.scope.tensors[proto.name]
             value = tensor if isinstance(tensor, Value) else builder.value_of(tensor) if isinstance(tensor, Known | Weight) else None
             assert value is not None
+            found.append(value)
+        fixed = {v.name for v in self.inputs} | set(builder.vars)  # with the reads that outputs alone ask for
+        for proto, value in zip(self.source.model.graph.output, found, strict=True):
+            value = renamed.get(value, value)
             wanted = builder.names[proto.name]
             if value.name != wanted:
                 if value.name in fixed or value in outs:
@@ -324,8 +329,7 @@ class _Importer:
                     builder.ops = [
                         Op(op.kind, substitute(op.ins, table), substitute(op.outs, table), op.attrs, op.loc) for op in builder.ops
                     ]
-                    tensors = self.scope.tensors
-                    tensors.update({n: table[t] for n, t in tensors.items() if isinstance(t, Value) and t in table})
+                    renamed |= table
                     value = table[value]
             outs.append(value)
         return outs

@@ -82,7 +82,7 @@ class Scope:
     path: str = ""
     outer: Scope | None = None
     tensors: dict[str, Tensor | None] = field(default_factory=dict)
-    calls: tuple[str, ...] = ()
+    calls: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def opset(self) -> int:

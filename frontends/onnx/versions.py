@@ -106,12 +106,18 @@ def _scatter(n: Node) -> None:
     n.kind = "ScatterElements"
 
 
+def _upsample(n: Node) -> None:
+    n.add_operand(1, np.array(n.floats_attr("scales"), np.float32))
+    n.drop("scales")
+
+
 _AXES = _moved(axes=1)
 # operator -> (first opset with the newest form, how an older node gets it)
 UPGRADES: dict[str, tuple[int, Callable[[Node], None]]] = {
     "Slice": (10, _moved(starts=1, ends=2, axes=3)),
     "TopK": (10, _topk),
     "BatchNormalization": (9, _spatial),
+    "Upsample": (9, _upsample),
     "Clip": (11, _clip),
     "Pad": (11, _pad),
     "Scatter": (11, _scatter),

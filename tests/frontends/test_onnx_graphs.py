@@ -151,6 +151,15 @@ def test_outputs_may_be_inputs_weights_constants_and_each_other(tmp_path: Path) 
     assert imported.module.outputs == ("p", "q", "r", "s", "t", "h")
 
 
+def test_a_weight_that_nothing_else_uses_may_be_several_outputs(tmp_path: Path) -> None:
+    text = """(float[2] x, float[3] w) => (float[2] y, float[3] u, float[3] v, int64[20] a, int64[20] b) {
+      y = Relu(x) u = Identity(w) v = Identity(w) a = Identity(many) b = Identity(many)
+    }"""
+    arrays = {"w": draw("w", F32, (3,)), "many": np.arange(20)}
+    imported = compare(write_model(tmp_path / "a.onnx", text, arrays=arrays), {"x": draw("x", F32, (2,))})
+    assert imported.module.outputs == ("y", "u", "v", "a", "b")
+
+
 def test_results_are_checked_against_shape_inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.frontends.onnx.table import RULES
     from penstock.ir.errors import UnsupportedModel

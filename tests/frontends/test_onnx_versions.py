@@ -43,6 +43,8 @@ CASES = """
 9 | float[3,4] x, float[2,3] z => float[] y | i = Constant<value = int64[2,3] {0, 1, 2, 1, 0, 1}>() y = Scatter(x, i, z)
 7 | float[3,2] x, float[4,3] w, float[2,1] wb => float[] y | y = Gemm<transA = 1, transB = 1, alpha = 0.5>(x, w, wb)
 7 | float[2,3] x, float[2,3] w => float[] y | y = Max(x, w)
+7 | float[1,2,3,4] x => float[] y | y = Upsample<scales = [1.0, 1.0, 2.0, 3.0]>(x)
+8 | float[1,2,3,4] x => float[] y | y = Upsample<mode = "linear", scales = [1.0, 1.0, 2.0, 1.5]>(x)
 8 | float[3,1] x => float[] y | s = Constant<value = int64[3] {2, 1, 4}>() y = Expand(x, s)
 9 | float[2,3] x => float[] y | s = Shape(x) c = ConstantOfShape<value = float[1] {1.5}>(s) y = Add(x, c)
 18 | float[2,4,3,3] x, float[2] ws, float[2] wb => float[2,4,3,3] y | y = GroupNormalization<num_groups = 2>(x, ws, wb)
@@ -178,6 +180,27 @@ def test_functions_are_written_out_at_their_own_opset(tmp_path: Path) -> None:
     np.testing.assert_allclose(run(imported, {"x": x})[0], x * 4 * 36, rtol=1e-6)
     locs = {op.loc for op in imported.module.graphs["main"].ops}
     assert {"twice_0/Add_0", "again/twice_0/Add_0", "again/twice_1/Mul_4"} <= locs
+
+
+def test_functions_of_one_name_are_told_apart_by_their_overload(tmp_path: Path) -> None:
+    def function(overload: str, kind: str, domain: str, called: str = "") -> onnx.FunctionProto:
+        node = helper.make_node(kind, ["a", "a"] if kind == "Add" else ["a"], ["b"], domain=domain, overload=called)
+        opsets = [helper.make_opsetid("", 20), helper.make_opsetid("my", 1)]
+        return helper.make_function("my", "F", ["a"], ["b"], [node], opsets, overload=overload)
+
+    def model(*functions: onnx.FunctionProto) -> Path:
+        x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 3]) for name in "xy")
+        graph = helper.make_graph([helper.make_node("F", ["x"], ["y"], domain="my", overload="one")], "g", [x], [y])
+        opsets = [helper.make_opsetid("", 20), helper.make_opsetid("my", 1)]
+        path = tmp_path / "a.onnx"
+        path.write_bytes(helper.make_model(graph, ir_version=10, opset_imports=opsets, functions=functions).SerializeToString())
+        return path
+
+    x = draw("x", np.dtype(np.float32), (2, 3))
+    imported = import_onnx(model(function("one", "F", "my", "two"), function("two", "Add", "")))
+    np.testing.assert_array_equal(run(imported, {"x": x})[0], x + x)
+    with pytest.raises(UsageError, match="must not be recursive"):
+        import_onnx(model(function("one", "F", "my", "two"), function("two", "F", "my", "one")))
 
 
 def test_errors_inside_of_functions_say_where(tmp_path: Path) -> None:
