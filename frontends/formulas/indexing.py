@@ -78,10 +78,12 @@ def scatter_extreme(w: Writer, x: Value, axis: int, indices: Value, src: Value, 
     at, what = (reshape(w, transpose(w, v, perm), (*others, 1, count)) for v in (from_the_front(w, wide, size), src))
     here = w.emit("equal", at, w.emit("iota", dtype="i64", shape=(size, 1), axis=0))
     lowest = w.literal(lowest_of(x.type.dtype), x.type.dtype)
-    found = w.emit("max", w.emit("where", here, what, lowest), axes=(rank,), keep=False)
-    any_here = w.emit("less", 0, w.emit("sum", w.emit("cast", here, dtype="i32"), axes=(rank,), keep=False))
-    mine = transpose(w, x, perm)
-    joined = w.emit("where", any_here, w.emit("maximum", mine, found) if own else found, mine)
+    offered, mine = w.emit("where", here, what, lowest), transpose(w, x, perm)
+    if own:  # one among those put there, so that all equal ones have the same share of the gradient
+        joined = w.emit("max", w.emit("concat", offered, reshape(w, mine, (*mine.type.dims, 1)), axis=rank), axes=(rank,), keep=False)
+    else:
+        any_here = w.emit("less", 0, w.emit("sum", w.emit("cast", here, dtype="i32"), axes=(rank,), keep=False))
+        joined = w.emit("where", any_here, w.emit("max", offered, axes=(rank,), keep=False), mine)
     return transpose(w, joined, [perm.index(i) for i in range(rank)])
 
 

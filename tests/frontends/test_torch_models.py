@@ -491,6 +491,47 @@ def test_gradients_stop_where_the_module_says(how: str) -> None:
     assert not found.get("second.weight", np.zeros(1)).any()
 
 
+class Doubled(torch.autograd.Function):
+    """With a gradient that is not that of its operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 7
+
+
+class Own(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(3, 3), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        match self.how:
+            case "function":
+                return Doubled.apply(y)
+            case "hook" if y.requires_grad:
+                y.register_hook(lambda grad: grad * 7)
+            case "inference":
+                with torch.inference_mode():
+                    y = self.layer(x)
+        return y * 2
+
+
+@pytest.mark.parametrize("how", ["function", "hook", "inference"])
+def test_gradients_are_those_of_the_operations(how: str) -> None:
+    """torch.export leaves no trace of others, as docs/frontends.md says; should it ever, they are to be refused."""
+    model, x = Own(how), torch.randn(2, 3)
+    imported = import_torch(model, (x,))
+    plain = Own("plain")
+    plain.load_state_dict(model.state_dict())
+    F.mse_loss(plain(x), torch.from_numpy(labels_of(imported.module))).backward()
+    np.testing.assert_allclose(gradients(imported, x)[0]["layer.weight"], plain.layer.weight.grad, rtol=1e-4, atol=1e-6)
+
+
 # ---------------------------------------------------------------------------------------- through the whole compiler
 
 
