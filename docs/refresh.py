@@ -100,7 +100,7 @@ def onnx_support() -> str:
 
     from penstock.backends.tvm.cuda.generate import KINDS
     from penstock.passes.decompose import DECOMPOSE
-    from penstock.passes.vjp import FLAT, VJP
+    from penstock.passes.vjp import STOPS, VJP
 
     sys.path.insert(0, str(HERE.parent / "tests"))
     from conformance.execution import FAILED, INTERPRETER, TVM
@@ -111,8 +111,11 @@ def onnx_support() -> str:
     lines = ["| operator | node tests | interpreter | compiled for CPU | kernels for CUDA | training |\n", "| --- " * 6 + "|\n"]
     for name, row in json.loads(FILE.read_text(encoding="utf-8")).items():
         passed = [len(set(row["tests"]) - failing[way]) for way in (INTERPRETER, TVM)]
-        flat = set(row["floats"]).difference(VJP, FLAT, DECOMPOSE)
-        training = "-" if not row["floats"] else f"no gradient of {', '.join(f'`{kind}`' for kind in sorted(flat))}" if flat else "yes"
+        missing = sorted(set(row["floats"]).difference(VJP, STOPS, DECOMPOSE))
+        flat = f"{' and '.join(f'`{kind}`' for kind in row['flat'])} {'is' if len(row['flat']) == 1 else 'are'} flat"
+        training = f"no gradient of {', '.join(f'`{kind}`' for kind in missing)}" if missing else "yes" if row["floats"] else "-"
+        if row["flat"]:
+            training = f"{training}, but not of all operands: {flat}" if row["floats"] else f"no: {flat}"
         cuda = "-" if not row["kinds"] else "yes" if KINDS.union(DECOMPOSE, ["read"]).issuperset(row["kinds"]) else "no"
         lines.append(f"| {name} | {len(row['tests'])} | {passed[0]} | {passed[1]} | {cuda} | {training} |\n")
     return "".join(lines)

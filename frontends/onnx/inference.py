@@ -26,6 +26,16 @@ from .tensors import Empty, Known, Lost, Tensor, TensorList
 # Attributes that name dimensions of operands, and operators whose results have dimensions that the operands have not, or that take one behind the last.
 _PLACES = ("axis", "axes", "batch_axis", "time_axis", "perm")
 _NEW_PLACES = ("Unsqueeze", "Flatten", "OneHot")
+# What it raises: its own errors, and Python's for what native code throws (out of range, a bad length, text that is none).
+_RAISED = (
+    onnx.shape_inference.InferenceError,
+    onnx.checker.ValidationError,
+    onnx.defs.SchemaError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ def promised_by_node(n: Node) -> Promises:
         schema = onnx.defs.get_schema(proto.op_type, n.opset, proto.domain)
         imports = [make_opsetid(domain, version) for domain, version in n.scope.opsets.items()]
         found = promises_of(onnx.shape_inference.infer_node_outputs(schema, proto, types, data, None, imports))
-    except Exception:  # it raises all kinds; the rule then says what is wrong with the node
+    except _RAISED:  # the rule then says what is wrong with the node
         return Promises()
     return Promises({}, found.sizes) if _mistaken(proto, n.opset) else found
 

@@ -35,7 +35,7 @@ class CannotImport(UnsupportedModel):
         super().__init__(
             f"the model cannot be imported, {count}:\n" + "\n".join(f"  {row}" for row in rows),
             where=where,
-            hint="`penstock ops` lists what is supported",
+            hint="docs/onnx-operators.md lists what is supported, and what to do about the rest",
         )
         self.needs = tuple(needs)
 

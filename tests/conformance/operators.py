@@ -22,9 +22,12 @@ from conformance.cases import PLAIN, Case, collect, members
 from conformance.execution import imported_case
 from penstock.frontends.onnx import Imported
 from penstock.ir.errors import UnsupportedModel, UsageError
+from penstock.ir.graph import Graph, Value
 from penstock.ir.types import FLOATS
+from penstock.passes.vjp import FLAT
 
 FILE = Path(__file__).resolve().parent / "operators.json"
+TO_INTEGERS = "cast to integers"
 
 
 def imported(case: Case, path: Path) -> Imported | None:
@@ -38,21 +41,45 @@ def imported(case: Case, path: Path) -> Imported | None:
 
 
 def operators() -> dict[str, dict[str, list[str]]]:
-    """By operator: its plain tests, all kinds of IR operations that they become, and those among them that make floats from floats."""
+    """By operator: its plain tests, all kinds of IR operations that they become, and those among them that a gradient passes, or
+    ends at because they are flat, on its way to an operand that has one, or has none."""
     table: dict[str, dict[str, set[str]]] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-operators-") as folder:
         for case in collect():
             if PLAIN not in members(case):
                 continue
             # A test of several nodes is one of the operator that its name begins with, which the last of its nodes mostly is.
-            row = table.setdefault(case.model.graph.node[-1].op_type, {"tests": set(), "kinds": set(), "floats": set()})
+            row = table.setdefault(case.model.graph.node[-1].op_type, {"tests": set(), "kinds": set(), "floats": set(), "flat": set()})
             row["tests"].add(case.name)
             found = imported(case, Path(folder) / "case.onnx")
-            for op in found.module.graphs["main"].ops if found is not None else ():
-                row["kinds"].add(op.kind)
-                if any(v.type.dtype in FLOATS for v in op.ins) and any(v.type.dtype in FLOATS for v in op.outs):
-                    row["floats"].add(op.kind)
+            if found is not None:
+                row["kinds"].update(op.kind for op in found.module.graphs["main"].ops)
+                main = found.module.graphs["main"]
+                for value in main.ins:
+                    kinds = passed(main, value)
+                    flat = kinds.intersection([*FLAT, TO_INTEGERS])
+                    row["flat" if flat else "floats"].update(flat or kinds)
     return {name: {key: sorted(values) for key, values in row.items()} for name, row in sorted(table.items())}
+
+
+def passed(main: Graph, source: Value) -> set[str]:
+    """Kinds of the operations between an input and results that are floats, as `autodiff` follows them: comparisons end a path."""
+    useful = {v for v in main.outs if v.type.dtype in FLOATS}
+    for op in reversed(main.ops):
+        if useful.intersection(op.outs):
+            useful.update(op.ins)
+    found, kinds = {source} if source.type.dtype in FLOATS else set(), set()
+    for op in main.ops:
+        if not (found.intersection(op.ins) and useful.intersection(op.outs)):
+            continue
+        if any(v.type.dtype in FLOATS for v in op.outs):
+            found.update(op.outs)
+            kinds.add(op.kind)
+        elif op.kind in FLAT:
+            kinds.add(op.kind)
+        elif op.kind == "cast" and op.outs[0].type.dtype != "bool":
+            kinds.add(TO_INTEGERS)
+    return kinds
 
 
 def main() -> int:
