@@ -76,7 +76,8 @@ def _quantize(n: Node) -> Result:
     dtype = n.type(2).dtype if n.has(2) else wanted or "u8"
     n.require(wanted in (None, dtype), f"output_dtype is {wanted}, but the zero point {dtype}")
     scale = _along(n, 1, x, axis, block)
-    precision = _type_attr(n, "precision") or scale.type.dtype
+    # As onnxruntime: 16-bit floats are divided in f32, if the model does not ask for less.
+    precision = _type_attr(n, "precision") or ("f64" if scale.type.dtype == "f64" else "f32")
     n.require(precision in FLOATS, f"precision {precision} is no floating-point type")
     zero = _along(n, 2, x, axis, block) if n.has(2) else None
     return _saturated(n, n.emit("div", _cast(n, x, precision), _cast(n, scale, precision)), zero, dtype)

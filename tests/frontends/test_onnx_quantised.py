@@ -91,6 +91,17 @@ def test_sums_that_f32_cannot_hold_are_exact(tmp_path: Path, monkeypatch: pytest
     assert not np.array_equal(run(import_onnx(path), feeds)[0], exact)
 
 
+def test_half_precision_is_divided_in_f32(tmp_path: Path) -> None:
+    signature = "float16[4096] x => uint8[4096] y"
+    body = "f = Constant<value = float {0.0333}>() s = Cast<to = 10>(f) z = Constant<value = uint8 {128}>() y = QuantizeLinear(x, s, z)"
+    path, _ = _model(tmp_path / "mini.onnx", "19", signature, body)
+    x = np.linspace(-4, 4, 4096).astype(np.float16)
+    found = run(import_onnx(path), {"x": x})[0]
+    np.testing.assert_array_equal(found, judge(path, {"x": x})[0])
+    in_half = np.clip(np.rint(x / np.float16(0.0333)) + 128, 0, 255)
+    assert not np.array_equal(found, in_half)
+
+
 def test_rounding_the_other_way_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, feeds = _model(
         tmp_path / "mini.onnx", "13", "float[5] x, float s => int8[5] y", "z = Constant<value = int8 {0}>() y = QuantizeLinear(x, s, z)"
