@@ -8,9 +8,11 @@ from penstock.ir.graph import Value
 
 from ..formulas.elementwise import elu, hard_sigmoid, leaky, softplus
 from ..formulas.layout import cut, reshape, transpose
-from ..formulas.recurrent import Cell, Function, gru_cell, linear, lstm_cell, plain_cell, unroll
+from ..formulas.recurrent import Cell, Function, gru_cell, linear, lstm_cell, plain_cell, unroll, without_hidden
 from .node import Node, Result, Rule
 
+# Steps of one layer: a file of a few bytes can ask for any number.
+MOST_STEPS = 1024
 # Functions by name, with the defaults of the numbers they take.
 _FUNCTIONS: dict[str, tuple[Callable[..., Value], tuple[float, ...]]] = {
     "sigmoid": (lambda n, x: n.emit("sigmoid", x), ()),
@@ -59,7 +61,8 @@ def _layer(
     size = n.type(2).dims[-1]
     n.require(n.int_attr("hidden_size", size) == size, f"hidden_size differs from the weight {n.type(2)}")
     n.require(n.type(1).dims[0] == count, f"weights {n.type(1)} are not those of {count} directions")
-    batch = x.type.dims[1]
+    steps, batch = x.type.dims[:2]
+    n.require(0 < steps <= MOST_STEPS, f"{steps} steps are not supported, 1 to {MOST_STEPS}")
     lengths = n.value(4) if n.has(4) else None
     chosen = _functions(n, functions, count)
 
@@ -78,7 +81,7 @@ def _layer(
         bias = [cut(n, part(3, d), 0, i * gates * size, (i + 1) * gates * size) for i in (0, 1)] if n.has(3) else [None, None]
         own, inner = bias
         if own is not None and inner is not None:
-            own = n.emit("add", own, _without_hidden(n, inner, size) if n.kind == "GRU" else inner)
+            own = n.emit("add", own, without_hidden(n, inner, size) if n.kind == "GRU" else inner)
         inputs = linear(n, x, part(1, d), own)
         state = tuple(start(5 + i, d) for i in range(states))
         y, last = unroll(n, inputs, state, cell(d, part(2, d), inner, chosen[d]), lengths, direction == "reverse" or d == 1)
@@ -89,11 +92,6 @@ def _layer(
     if first:
         y, ends = transpose(n, y, (2, 0, 1, 3)), [transpose(n, e, (1, 0, 2)) for e in ends]
     return y, *ends
-
-
-def _without_hidden(n: Node, bias: Value, size: int) -> Value:
-    """The recurrent bias of a GRU without that of the hidden gate, which stays with the product inside the cell."""
-    return n.emit("pad", cut(n, bias, 0, 0, 2 * size), low=(0,), high=(size,))
 
 
 def _rnn(n: Node) -> Sequence[Result]:
