@@ -302,6 +302,28 @@ def test_stages_of_models_agree_with_the_interpreter(which: str, tmp_path: Path)
             assert not compare(program, graph, args)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("size", [6, 300])
+def test_chains_of_bools_compile(size: int, tmp_path: Path) -> None:
+    """A remainder with the sign of the divisor, twice: put back into one another, its conditions kept TVM's simplifier busy for minutes."""
+    w = Writer()
+    x, y = value("x", f"i32[{size}]"), value("y", f"i32[{size}]")
+    zero = w("const", value=0, dtype="i32")
+    total = x
+    for _ in range(2):
+        rest = w("rem", total, y)
+        differ = w("not", w("equal", w("less", rest, zero), w("less", y, zero)))
+        total = w("where", w("and", w("not", w("equal", rest, zero)), differ), w("add", rest, y), rest)
+    graph = w.graph((x, y), (total,))
+    rng = np.random.default_rng(0)
+    args = [
+        rng.integers(-50, 50, size).astype(np.int32),
+        rng.integers(1, 9, size).astype(np.int32) * rng.choice([-1, 1], size).astype(np.int32),
+    ]
+    (found,) = build([graph], tmp_path).call("s0.F", [torch.from_numpy(a) for a in args])
+    once = np.mod(args[0], args[1])
+    np.testing.assert_array_equal(found.numpy(), np.mod(once, args[1]))
+
+
 # ------------------------------------------------------------------------------------------------ building and loading
 
 

@@ -199,13 +199,13 @@ class Emitter:
 
         The name is an element of a local array, which LLVM keeps in a register: TIR's own bindings are put back into the expressions by its
         simplifier, which takes exponential time for polynomials. Index arithmetic outside vectors does use bindings, so that addresses stay
-        visible. Bools are kept as integers.
+        visible. Bools are kept as integers, in arrays: a chain of them put back into one another keeps the simplifier busy for minutes.
         """
         if isinstance(value, tirx.IntImm | tirx.FloatImm | tirx.Var):
             return value
         dtype = dtype_name(value)
         if dtype.startswith("bool"):
-            flag = self.bind(tirx.Select(value, tirx.IntImm("int32", 1), tirx.IntImm("int32", 0)), name)
+            flag = self._in_array(tirx.Select(value, tirx.IntImm("int32", 1), tirx.IntImm("int32", 0)), name)
             return tirx.NE(flag, tirx.IntImm("int32", 0))
         if isinstance(value, TensorLoad) and value.source in self._names:
             return value
