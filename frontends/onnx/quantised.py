@@ -17,6 +17,7 @@ from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS, INTS, numpy_dtype
 
 from ..formulas.layout import axis_of, cut, expand, reshape
+from ..formulas.products import product
 from ..writer import Refused
 from .neural import window_attrs
 from .node import Node, Result, Rule
@@ -117,12 +118,7 @@ def _product(n: Node, a: int, a_zero: int, b: int, b_zero: int) -> Value:
     n.require(x.type.rank > 0 and y.type.rank > 0, f"needs at least one dimension, got {x.type} and {y.type}")
     lhs = _less_zero(n, x, _per_row(n, a_zero, x, -2 if x.type.rank > 1 else -1) if n.has(a_zero) else None, "i32")
     rhs = _less_zero(n, y, _per_row(n, b_zero, y, -1) if n.has(b_zero) else None, "i32")
-    left, right = x.type.rank == 1, y.type.rank == 1
-    lhs = reshape(n, lhs, (1, *lhs.type.dims)) if left else lhs
-    rhs = reshape(n, rhs, (*rhs.type.dims, 1)) if right else rhs
-    total = n.emit("matmul", lhs, rhs)
-    dims = total.type.dims
-    return reshape(n, total, dims[:-2] + (() if left else dims[-2:-1]) + (() if right else dims[-1:]))
+    return product(n, lhs, rhs)
 
 
 def _qlinear_matmul(n: Node) -> Result:
