@@ -51,6 +51,8 @@ def partition(module: Module, options: PartitionOptions) -> Module:
     count = _stage_count(options, cluster)
     chain = chain_of(module)
     devices = cluster.devices[:count]
+    if not chain:
+        raise UsageError("the model computes nothing from its inputs: there is no operation to put on a device")
     if len(chain) < count:
         raise UsageError(f"{count} stages need at least {count} operations, the model has {len(chain)}", hint="ask for fewer stages")
     costs = _Costs(module, chain, devices, cluster)

@@ -78,6 +78,19 @@ def test_a_product_with_everything_behind_it_is_one_kernel(m: int, n: int, k: in
     assert not agrees(graph, tmp_path)
 
 
+def test_batches_that_share_an_operand(tmp_path: Path) -> None:
+    """Indices of two batches in one register were cut wrongly by a pass of LLVM 22.1.0 (target.py): the kernel read far outside of its tensor."""
+    w = Writer()
+    queries, memory = value("q", "f32[2,4,64]"), value("m", "f32[2,4,8,8]")
+    heads = w("transpose", w("reshape", queries, shape=(2, 4, 8, 8)), perm=(0, 2, 1, 3))
+    first = w("slice", heads, start=(0, 0, 0, 0), stop=(2, 8, 1, 8), step=(1, 1, 1, 1))
+    groups = w("broadcast", w("reshape", memory, shape=(2, 4, 1, 8, 8)), shape=(2, 4, 2, 8, 8))
+    y = w("matmul", first, w("reshape", groups, shape=(2, 8, 8, 8)))
+    graph = fused(w.graph((queries, memory), (w("mul", y, w("const", value=0.5, dtype="f32", shape=())),)))
+    assert kernels_of(graph) == 1
+    assert not agrees(graph, tmp_path)
+
+
 @pytest.mark.parametrize(("m", "n", "k"), [(64, 64, 32), (33, 50, 48), (20, 33, 5000)])
 def test_a_gradient_is_added_to_its_variable_by_the_product_itself(m: int, n: int, k: int, tmp_path: Path) -> None:
     w = Writer()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +12,12 @@ import torch
 from samples import HALF, SAMPLES, Sample, touched
 from tvm_cases import OpCase, build, compare, difference, make_args, value
 
-from penstock.backends.tvm.kernels import MAIN
+from penstock.backends.tvm.kernels import MAIN, elements
 from penstock.backends.tvm.kernels.elements import INDEXED, POINTWISE
-from penstock.ir.graph import Graph
+from penstock.ir.graph import Graph, Value
 from penstock.ir.numpy_ops import NUMPY
 from penstock.ir.ops import OPS, make
+from penstock.ir.types import numpy_dtype
 
 
 def has_half(s: Sample) -> bool:
@@ -76,6 +79,49 @@ def test_masked_rows(kind: str, shape: tuple[int, int], tmp_path: Path) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=1e-7, equal_nan=True)
     if kind == "softmax":
         assert (found.T if not axis else found)[0, 0::3].eq(0).all()
+
+
+# What is so for real numbers only, as TVM sees it: the operation and its operands, `x` for the argument.
+SETTLED = tuple(
+    product(
+        ("add", "sub", "mul", "div", "rem", "pow", "minimum", "maximum", "equal", "less", "less_equal"),
+        (("x", "x"), ("x", 0.0), (0.0, "x"), ("x", -0.0), ("x", 1.0), (1.0, "x"), ("x", math.inf), (math.nan, "x")),
+    )
+)
+
+
+def _settled(dtype: str) -> tuple[Graph, np.ndarray]:
+    ends = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 1.0, -1.5, 2.5, 3e-5, 6e4], numpy_dtype(dtype))
+    x, ops = value("x", f"{dtype}[{len(ends)}]"), []
+
+    def operand(given: str | float) -> Value:
+        if given == "x":
+            return x
+        ops.append(make("const", (), [f"c{len(ops)}"], value=given, dtype=dtype, shape=()))
+        return ops[-1].outs[0]
+
+    outs = []
+    for kind, (a, b) in SETTLED:
+        ops.append(make(kind, [operand(a), operand(b)], [f"{kind}.{len(ops)}"]))
+        outs.append(ops[-1].outs[0])
+    return Graph("s0.F", (x,), tuple(outs), tuple(ops)), ends
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64", "f16"])
+def test_nothing_is_settled_before_the_operands_are_known(dtype: str, tmp_path: Path) -> None:
+    """x == x, x - x, 0 * x, 0 / x and the like depend on x, which may be nan or infinite; x / 0 is a number like others."""
+    graph, ends = _settled(dtype)
+    with np.errstate(all="ignore"):
+        assert not compare(build([graph], tmp_path), graph, [ends])
+
+
+@pytest.mark.parametrize("kind", ["equal", "sub"])
+def test_control_what_tvm_settles_is_noticed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elements, "_same_float", lambda x, y: False)
+    x = value("x", "f32[2]")
+    op = make(kind, [x, x], ["y"])
+    graph = Graph("s0.F", (x,), op.outs, (op,))
+    assert compare(build([graph], tmp_path), graph, [np.array([1.0, np.nan], np.float32)])
 
 
 def test_a_wrong_kernel_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

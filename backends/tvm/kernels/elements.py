@@ -17,6 +17,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
+import numpy as np
+import tvm_ffi
 from tvm import tirx
 
 from penstock.ir.graph import Attr, Op, Value
@@ -54,6 +56,21 @@ def axis_of(op: Op, value: Value) -> int:
 
 def _number(x: Expr, value: float) -> Expr:
     return tirx.FloatImm(dtype_name(x), float(value)) if dtype_name(x).startswith("float") else tirx.IntImm(dtype_name(x), int(value))
+
+
+def _same_float(x: Expr, y: Expr) -> bool:
+    """Whether TVM would take what is asked of a float and itself for settled, although it may be nan or infinite."""
+    return dtype_name(x).startswith("float") and bool(tvm_ffi.structural_equal(x, y))
+
+
+def _sub(x: Expr, y: Expr) -> Expr:
+    return x + y * _by_its_bits(_number(x, -1)) if _same_float(x, y) else x - y
+
+
+def _equal(x: Expr, y: Expr) -> Expr:
+    if dtype_name(x).startswith("bool"):
+        return tirx.Not(_differ(x, y))
+    return x <= y if _same_float(x, y) else tirx.EQ(x, y)
 
 
 def _sign(x: Expr) -> Expr:
@@ -192,14 +209,14 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "not": lambda f, a, x: tirx.Not(x),
     "cast": lambda f, a, x: _cast(f, x, str(a["dtype"])),
     "add": lambda f, a, x, y: x + y,
-    "sub": lambda f, a, x, y: x - y,
+    "sub": lambda f, a, x, y: _sub(x, y),
     "mul": lambda f, a, x, y: x * y,
     "div": lambda f, a, x, y: _div(f, x, y),
     "rem": lambda f, a, x, y: _remainder(f, x, y),
     "pow": lambda f, a, x, y: f.pow(x, y),
     "minimum": lambda f, a, x, y: f.smaller(x, y),
     "maximum": lambda f, a, x, y: f.larger(x, y),
-    "equal": lambda f, a, x, y: tirx.EQ(x, y) if not dtype_name(x).startswith("bool") else tirx.Not(_differ(x, y)),
+    "equal": lambda f, a, x, y: _equal(x, y),
     "less": lambda f, a, x, y: x < y if not dtype_name(x).startswith("bool") else tirx.And(tirx.Not(x), y),
     "less_equal": lambda f, a, x, y: x <= y if not dtype_name(x).startswith("bool") else tirx.Or(tirx.Not(x), y),
     "and": lambda f, a, x, y: tirx.And(x, y),
@@ -339,7 +356,17 @@ def _iota(f: Functions, op: Op, read: Read, index: Index) -> Expr:
 
 
 def _const(f: Functions, op: Op, read: Read, index: Index) -> Expr:
-    return rounded_literal(op.attrs["value"], str(op.attrs["dtype"]))  # type: ignore[arg-type]
+    found = rounded_literal(op.attrs["value"], str(op.attrs["dtype"]))  # type: ignore[arg-type]
+    return found if not isinstance(found, tirx.FloatImm) or (found.value and math.isfinite(found.value)) else _by_its_bits(found)
+
+
+def _by_its_bits(x: tirx.FloatImm) -> Expr:
+    """A number that TVM does not see through: for it 0 * x and 0 / x are 0, whatever x is, and x / 0 cannot be compiled."""
+    size = int(dtype_name(x).removeprefix("float"))
+    bits = int(np.array(x.value, f"f{size // 8}").view(f"i{size // 8}"))
+    if not bits:  # TVM takes these for a null pointer's
+        return _by_its_bits(_number(x, 1)) - _number(x, 1)
+    return tirx.reinterpret(dtype_name(x), tirx.IntImm(f"int{size}", bits))
 
 
 def table_row(at: Expr, rows: int) -> Expr:
