@@ -1,7 +1,7 @@
 """The op table: every operation of the IR, as data. One row says its family, attributes, type rule, dimension string and cost.
 
 Rules that belong to one concern live beside that concern, as dictionaries keyed by the names of this table: NumPy meaning in
-ir/numpy_ops, gradients in passes/vjp.py, ONNX in frontends/onnx, kernels in backends/tvm. `penstock ops` prints who has what.
+ir/numpy_ops, gradients in passes/vjp, ONNX in frontends/onnx, kernels in backends/tvm. `penstock ops` prints who has what.
 
 Dimension strings read like einsum: one name per dimension, `...` for any leading dimensions; a plain name may be split over a mesh axis,
 `k+` splits into a partial sum, `n^` must stay whole. An empty string means that all dimensions of all operands are the same (after
