@@ -72,6 +72,8 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
     "weights along the sum": lambda: linear(64, 256, 96, True),
     "ragged": lambda: linear(33, 107, 51, False),
     "ragged, along the sum": lambda: linear(33, 107, 51, True),
+    "few columns left": lambda: linear(33, 67, 51, False),
+    "few columns left, along the sum": lambda: linear(33, 67, 51, True),
     "sum in blocks": lambda: linear(40, 70, 5000, False),
     "sum in blocks, along the sum": lambda: linear(40, 70, 5000, True),
     "double precision": lambda: linear(33, 107, 51, True, "f64"),

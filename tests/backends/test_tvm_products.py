@@ -90,6 +90,28 @@ MANY = [
 ]
 
 
+# Less than half a vector of columns, alone and behind panels: one step along k left over, several, none; a single row in the last tile.
+NARROW = [(40, 1, 33), (50, 2, 64), (29, 65, 31), (13, 68, 16), (45, 7, 19), (33, 72, 23), (300, 131, 12)]
+
+
+@pytest.mark.parametrize("target", ["host", "x86-64-v3", "x86-64-v2"])
+def test_products_with_few_columns_at_the_end(target: str, tmp_path: Path) -> None:
+    graphs = [product(f"s0.{form}{i}", form, *size) for form in ("NN", "NT") for i, size in enumerate(NARROW)]
+    graphs += [product(f"s0.d{i}", "NN", *size, "f64") for i, size in enumerate(NARROW)]
+    graphs += [product("s0.b", "NN", 20, 67, 18, "f32", (3,)), gradient("s0.g", "NT", 40, 131, 21)]
+    assert not wrong(graphs, tmp_path, target)
+
+
+@pytest.mark.parametrize("place", [0, 15, 16, 17, 18])
+def test_nothing_is_multiplied_that_a_row_does_not_have(place: int, tmp_path: Path) -> None:
+    """Infinite elements stay infinite where columns are padded and steps along k left over, and nan stays in its own row."""
+    graph = product("s0.p", "NN", 14, 67, 19)
+    a, b, row = (to_torch(x) for x in make_args(graph, np.random.default_rng(3)))
+    a[4, place], a[9, place] = torch.inf, torch.nan
+    found = build([graph], tmp_path).call(graph.name, [a, b, row])[0]
+    torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_few_and_many_rows(form: str, tmp_path: Path) -> None:
     few = FEW if form in ("NN", "NT") else FEW[::4]

@@ -25,7 +25,7 @@ from ..kernels.body import Body
 from ..kernels.elements import Index, unravel, zero
 from ..kernels.elementwise import run_index
 from ..kernels.emit import Buffer, Expr, ceil_div, literal
-from ..kernels.product import Product
+from ..kernels.product_terms import Product
 from ..kernels.reduce import Sweep
 from ..kernels.rows import Rows
 from ..kernels.sums import Combine

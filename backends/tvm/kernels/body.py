@@ -28,7 +28,7 @@ from .emit import TVM_DTYPES, Buffer, Emitter, Expr, literal, load
 from .functions import Functions
 
 if TYPE_CHECKING:
-    from .product import Product
+    from .product_terms import Product
     from .reduce import Sweep
     from .rows import Rows
 

@@ -19,9 +19,8 @@ from penstock.ir.ops import complete_attrs
 from .body import Body
 from .elements import Index, broadcast_index, unravel
 from .emit import Expr, literal
-from .product import Product, emit_product
-
-__all__ = ["Product", "emit_matmul", "emit_product"]
+from .product import emit_product
+from .product_terms import Product
 
 
 def contiguous(body: Body, value: Value, index: Callable[[Expr], Index], extent: int) -> bool:
@@ -67,6 +66,7 @@ def emit_matmul(body: Body, op: Op) -> None:
         m > 1 and contiguous(body, lhs, lambda v: a_index(lead, v, fixed), m),
         lambda b, k, j: body.address(rhs, b_index(b, k, j)),
         op,
+        lambda b, i, k: body.address(lhs, a_index(b, i, k)),
     )
     if batch and prod(rhs_batch) == 1 and not attrs["ta"]:
         product = _tall(body, op, product, lhs, rhs, a_index, b_index)
@@ -103,4 +103,9 @@ def _tall(
     def b_address(_: Index, k: Expr, j: Expr) -> tuple[Value, Expr] | None:
         return body.address(rhs, b_index((literal(0, "i32"),) * len(p.batch), k, j))
 
-    return Product(p.out, (), prod(shape), p.n, p.k, a, b, place, p.a_along_k, p.b_along_j, p.b_along_k, b_address=b_address, op=op)
+    def a_address(_: Index, i: Expr, k: Expr) -> tuple[Value, Expr] | None:
+        lead, row = split(i)
+        return body.address(lhs, a_index(lead, row, k))
+
+    sizes = (p.out, (), prod(shape), p.n, p.k)
+    return Product(*sizes, a, b, place, p.a_along_k, p.b_along_j, p.b_along_k, b_address=b_address, op=op, a_address=a_address)

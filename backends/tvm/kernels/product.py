@@ -14,8 +14,9 @@ of a panel reads B itself and leaves the panel behind: it would wait for memory 
 Short sums store more than they compute: up to 256 steps the lines of the result are asked for during the steps; from 512 on that costs more
 than it gives, unless the result is added to a variable, which is read there (up to 1024).
 Products of few rows have loops of their own, in product_few.py.
-Ragged sizes: the last rows get a tile of just that many rows; the last panel is padded with zeros to whole vectors, and its columns are
-finished one by one from a copy of the tile, because indexing accumulators by a variable would force them out of registers.
+Ragged sizes: the last rows get a tile of just that many rows; a last panel of less than half a vector has loops of its own, in
+product_narrow.py; another one is padded with zeros to whole vectors, and its columns are finished one by one from a copy of the tile, because
+indexing accumulators by a variable would force them out of registers.
 Long sums (k above 4096) are split into blocks of at most 1024, with partial sums in memory, so that blocks of both operands stay in cache.
 """
 
@@ -28,7 +29,7 @@ from math import prod
 
 from tvm import tirx
 
-from penstock.ir.graph import Op, Value, slot_of
+from penstock.ir.graph import slot_of
 from penstock.ir.types import ITEM_BYTES
 
 from . import tile_product
@@ -36,6 +37,8 @@ from .body import BIJECTIONS, Body, parallel_if
 from .elements import Index, linear, unravel
 from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal
 from .product_few import DOT_ROWS, SHORT_K, STREAM_COLUMNS, emit_dots, emit_short, emit_streams, has_few_rows
+from .product_narrow import Narrow, steps_together
+from .product_terms import Product
 from .transpose import transpose_block
 
 _LONGEST_K = 4096
@@ -54,33 +57,6 @@ _TASK_ROWS = 128
 _SHORT_K, _SHORT_K_ADDED = 256, 1024
 # ... if the result is larger than this, half of the second cache.
 _NEAR_BYTES = 1 << 20
-
-Access = Callable[[Index, Expr, Expr], Expr]
-Address = Callable[[Index, Expr, Expr], tuple[Value, Expr] | None]
-
-
-@dataclass(frozen=True)
-class Product:
-    """One batched product: sizes, accessors, and where results go. `a_along_k`: A is contiguous along k; `b_along_j`: B along j."""
-
-    out: Value
-    batch: tuple[int, ...]
-    m: int
-    n: int
-    k: int
-    a: Access
-    b: Access
-    place: Callable[[Index, Expr, Expr], Index]
-    a_along_k: bool
-    b_along_j: bool
-    b_along_k: bool = False
-    # Rows of A at the same k are neighbours in memory.
-    a_along_i: bool = False
-    # Where an element of B lies in memory; when it is contiguous along k, squares of it are transposed in registers.
-    b_address: Address | None = None
-    # The operation, if B may be packed before the kernel runs.
-    op: Op | None = None
-
 
 # ---------------------------------------------------------------------------------------- the loops
 
@@ -140,6 +116,10 @@ class _Tiles:
         # The packed tiles of A are copied in vectors that reach past a row of the tile into the next, which is written later.
         self.reach = 1 << (self.rows - 1).bit_length() if p.a_along_i and self.rows > 1 else self.rows
         self.zero = literal(0, self.dtype)
+        # Steps along k that the last columns take at once (product_narrow.py).
+        self.steps = 1
+        if self.k_blocks == 1 and self.pack_b and not single:
+            self.steps = steps_together(body, p, p.n % self.width, self.dtype, self.lanes)
         # All panels of B, if they were packed before the kernel runs.
         self.ready: Buffer | None = None
         self.line = max(_LINE_BYTES // ITEM_BYTES[p.out.type.dtype], 1)
@@ -181,6 +161,9 @@ class _Tiles:
             if tail:
                 with self.body.point():
                     j = literal(panels * width, "i32")
+                    if self.steps > 1:
+                        self._narrow(block, j, tail, packed, self._place(block, j)).pack()
+                        continue
                     self._pack_b(block, j, tail, _Panel(packed, self._place(block, j)))
 
     def _place(self, block: _Block, j: Expr) -> Expr:
@@ -225,6 +208,9 @@ class _Tiles:
 
     def _panel(self, block: _Block, j: Expr, columns: int) -> None:
         """Some columns of all rows of a block. A whole panel of B that lies along j is packed by the first tile."""
+        if columns < self.width and self.steps > 1:
+            self._narrow_panel(block, j, columns)
+            return
         emit, height = self.emit, self._height(block, columns)
         count, odd = divmod(block.rows, height)
         first = 0
@@ -246,6 +232,19 @@ class _Tiles:
         if odd:
             with self.body.point():
                 self._tile(block, literal(count * height, "i32"), odd, panel, j, columns)
+
+    def _narrow(self, block: _Block, j: Expr, columns: int, packed: Buffer, at: Expr | int = 0) -> Narrow:
+        return Narrow(self.body, self.p, block.lead, j, columns, self.dtype, self.lanes, self.steps, packed, at)
+
+    def _narrow_panel(self, block: _Block, j: Expr, columns: int) -> None:
+        """The last columns, few of them."""
+        if self.ready is not None:
+            panel = self._narrow(block, j, columns, self.ready, self.emit.bind(self._place(block, j), "at"))
+        else:
+            size = (self.p.k // self.steps + self.p.k % self.steps) * self.lanes
+            panel = self._narrow(block, j, columns, self.emit.alloc(size, self.dtype, "bp"))
+            panel.pack()
+        panel.rows(block.start, block.rows, max(self.body.machine.product_rows * self.body.machine.product_vectors // 2, 1))
 
     def _height(self, block: _Block, columns: int) -> int:
         """Rows of a tile. One of few columns takes more of them, so that as many sums are in flight; where A is packed, its tiles say."""

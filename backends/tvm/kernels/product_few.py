@@ -16,7 +16,6 @@ Limit: the last columns, fewer than a vector, are computed one by one.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
 from tvm import tirx
 
@@ -25,9 +24,7 @@ from penstock.ir.types import ITEM_BYTES
 from .body import Body, parallel_if
 from .elements import Index, unravel
 from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
-
-if TYPE_CHECKING:
-    from .product import Product
+from .product_terms import Product
 
 DOT_ROWS = 4
 _DOT_COLUMNS = 4

@@ -28,7 +28,7 @@ from .tile_registers import LEFT_PLACES, PARTS, RIGHT_PLACES, SIDE, STEP, WORDS,
 from .transpose import pieces, transpose_block
 
 if TYPE_CHECKING:
-    from .product import Product
+    from .product_terms import Product
 
 # Columns of a strip.
 STRIP = 2 * SIDE

@@ -39,7 +39,7 @@ from .transpose import pieces
 
 if TYPE_CHECKING:
     from .elements import Index
-    from .product import Product
+    from .product_terms import Product
 
 # Longer sums are computed in blocks of so many numbers, with sums in memory in between. Key: parts.
 _LONGEST_K = {1: 4096, 3: 1024}

@@ -28,7 +28,8 @@ from .body import Body, NotOneKernel, parallel_if
 from .elements import Index, linear, unravel, zero
 from .elementwise import emit_nest
 from .emit import HALVES, SERIAL, Expr, ceil_div, literal
-from .gemm import Product, emit_product
+from .product import emit_product
+from .product_terms import Product
 from .sums import LOWEST
 from .transpose import pieces, separate_pairs
 
