@@ -10,6 +10,7 @@ import onnx
 import onnx.parser
 import onnxruntime
 import pytest
+import torch
 
 from penstock.frontends.onnx import Imported, import_onnx
 from penstock.ir.interp import DictStore, run_graph
@@ -93,3 +94,9 @@ def same(tmp_path: Path) -> Callable[..., Imported]:
         return compare(path, feeds, tolerance, **options)
 
     return check_text
+
+
+@pytest.fixture
+def seeded() -> None:
+    """The weights that modules of torch draw, and the examples, are the same in every run."""
+    torch.manual_seed(0)

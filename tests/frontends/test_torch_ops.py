@@ -80,7 +80,7 @@ def test_row(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_row_has_a_case() -> None:
     missing = set(RULES) - {row for row, _, _ in CASES}
-    assert missing == {"sym_size.int"}  # of programs with symbolic sizes: test_torch_models.py
+    assert missing == {"sym_size.int"}  # of programs with symbolic sizes: test_torch_sources.py
 
 
 @pytest.mark.parametrize(

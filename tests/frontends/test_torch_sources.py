@@ -1,0 +1,122 @@
+"""What can be imported from torch: modules, graph modules, exported programs; and what is refused, in which words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.frontends.torch import import_torch
+from penstock.ir.errors import UnsupportedModel, UsageError
+
+from .torch_cases import compare, judge
+from .torch_modules import GPT, Conv, tokens
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def test_a_graph_module_is_a_source() -> None:
+    model = Conv().eval()
+    compare(torch.fx.symbolic_trace(model), (torch.randn(2, 3, 16, 16),))
+
+
+@pytest.mark.parametrize("key", ["symbol", "place"])
+def test_sizes_of_an_exported_program_are_bound(key: str) -> None:
+    model = GPT()
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=8)
+    program = torch.export.export(model, (tokens(),), dynamic_shapes=({0: batch, 1: length},), strict=False)
+    shape = next(node.meta["val"].shape for node in program.graph.nodes if node.name == "tokens")
+    names = [str(size) for size in shape] if key == "symbol" else ["tokens.0", "tokens.1"]
+    fed = tokens(3, 5)
+    imported = import_torch(program, dims=dict(zip(names, (3, 5), strict=True)))
+    judge(imported, fed, [model(fed)])
+    with pytest.raises(UsageError, match=r"tokens\.1 .* is open"):
+        import_torch(program, dims={"tokens.0": 3})
+    with pytest.raises(UsageError, match="no such dimension"):
+        import_torch(program, dims={"tokens.0": 3, "tokens.1": 5, "depth": 2})
+    with pytest.raises(UsageError, match=r"must be in \d+\.\.8"):
+        import_torch(program, dims={"tokens.0": 3, "tokens.1": 9})
+    for size in ("3", 3.0, 3.5, True, None):
+        with pytest.raises(UsageError, match=r"tokens\.0=.*: must be a whole number"):
+            import_torch(program, dims={"tokens.0": size, "tokens.1": 5})  # type: ignore[dict-item]
+
+
+def test_sources_that_make_no_sense() -> None:
+    with pytest.raises(UsageError, match=r"expected a torch\.nn\.Module"):
+        import_torch(lambda x: x, (torch.randn(2),))
+    with pytest.raises(UsageError, match="do not fit forward: missing a required argument: 'tokens'"):
+        import_torch(GPT())
+    program = torch.export.export(nn.Linear(3, 2), (torch.randn(1, 3),))
+    with pytest.raises(UsageError, match="has its example arguments already"):
+        import_torch(program, (torch.randn(1, 3),))
+    with pytest.raises(UsageError, match="no such dimension"):
+        import_torch(program, dims={"batch": 2})
+
+
+def test_an_exported_program_is_left_as_it_was() -> None:
+    class Quiet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = x * 2
+            return y * self.weight
+
+    program = torch.export.export(Quiet(), (torch.randn(3),), strict=False)
+    before = str(program.graph)
+    import_torch(program)
+    assert str(program.graph) == before
+
+
+# ---------------------------------------------------------------------------------------- what is refused
+
+
+class Unsupported(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.linalg.inv(x)
+        b = torch.rand_like(a) + a
+        return torch.fft.fft(b).real
+
+
+def test_everything_unsupported_is_listed_at_once() -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        import_torch(Unsupported(), (torch.randn(3, 3),))
+    text = str(caught.value)
+    assert "places" in text
+    assert "aten.linalg_inv_ex.default" in text
+    assert "random numbers" in text
+    assert "test_torch_sources.py:" in text
+    assert "/" + "tests" not in text
+
+
+def test_dropout_in_training_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1))
+    with pytest.raises(UnsupportedModel, match=r"1/native_dropout \(aten.native_dropout.default\).*dropout of 0.1 in training mode"):
+        import_torch(model, (torch.randn(2, 3),))
+    compare(model.eval(), (torch.randn(2, 3),))
+
+
+def test_state_that_outputs_depend_on_is_refused() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return x * self.count
+
+    with pytest.raises(UnsupportedModel, match="count: forward changes this buffer"):
+        import_torch(Counter(), (torch.randn(3),))
+
+
+def test_what_torch_cannot_export_is_an_error_of_ours() -> None:
+    class Dependent(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if x.sum() > 0 else x - 1
+
+    with pytest.raises(UnsupportedModel, match=r"torch\.export cannot export it: ") as caught:
+        import_torch(Dependent(), (torch.randn(3),))
+    assert caught.value.__cause__ is not None
