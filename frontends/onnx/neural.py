@@ -89,9 +89,12 @@ def _conv_transpose(n: Node) -> Result:
         surplus = [f - size for f, size in zip(full, wanted, strict=True)]
         small, large = tuple(t // 2 for t in surplus), tuple(t - t // 2 for t in surplus)
         pads = small + large if mode == "SAME_UPPER" else large + small
-    n.require(len(pads) == 2 * r and min(pads) >= 0, f"padding {list(pads)} must be {2 * r} numbers, not negative")
+    # A wanted size may leave room at the end, as output_padding does: less than a stride.
+    fits = len(pads) == 2 * r and min(pads[:r]) >= 0 and all(q >= 0 or (wanted and -q < s) for q, s in zip(pads[r:], strides, strict=True))
+    n.require(fits, f"padding {list(pads)} must be {2 * r} numbers, not negative")
     spatial = tuple(f - p - q for f, p, q in zip(full, pads[:r], pads[r:], strict=True))
     shape = (x.type.dims[0], w.type.dims[1] * groups, *spatial)
+    pads = tuple(max(p, 0) for p in pads)
     y = n.emit("conv_grad_input", x, w, shape=shape, strides=strides, pads=pads, dilations=dilations, groups=groups)
     return n.emit("add", y, reshape(n, n.value(2), (1, shape[1], *(1,) * r))) if n.has(2) else y
 
