@@ -42,6 +42,7 @@ def test_without_a_gpu_nothing_is_claimed() -> None:
     assert "no CUDA device here: nothing was measured" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_contenders_compute_the_same(tmp_path: Path) -> None:
     words = ("--device", "cpu", "--tiny", "--no-torch-compile", "--rounds", "1", "--steps", "1")
     done = run(SCRIPT, *words, "--models", "gpt2-small", "resnet50", "--json", tmp_path / "gpu.json")

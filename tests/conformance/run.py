@@ -38,6 +38,8 @@ SECONDS = {INTERPRETER: 60.0, TVM: 600.0}
 GROWTH = 4 << 30
 # What is listed of each way: compiling takes a second for each case, so that expansions are left out.
 LISTED = {INTERPRETER: NUMERIC, TVM: PLAIN}
+# Where there is no terminal, a line after so many.
+_TOLD = 100
 # Loaded before processes are forked, so that each need not load it by itself; none of it starts threads.
 _LOADED_FIRST = {
     INTERPRETER: ("penstock.frontends.onnx", "penstock.ir.interp"),
@@ -69,6 +71,8 @@ def run_cases(cases: Sequence[Case], way: str, jobs: int, seconds: float | None 
             found[index] = (FAILED, f"{outcome.ended}: {outcome.text.splitlines()[0][:140] if outcome.text else 'killed'}")
         if sys.stderr.isatty():
             print(f"\r{len(found)}/{len(cases)} {cases[index].name:<80.80}", end="", file=sys.stderr)
+        elif len(found) % _TOLD == 0:
+            print(f"{len(found)}/{len(cases)}", file=sys.stderr, flush=True)
     return {cases[i].name: found[i] for i in range(len(cases))}
 
 
