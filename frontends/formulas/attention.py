@@ -1,6 +1,8 @@
-"""Attention and what stands around it: heads, rotation by position, linear attention and the convolution of state-space models."""
+"""Attention and what stands around it: heads, rotation by position, linear attention, and what masks hide."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from penstock.ir.graph import Value
 
@@ -88,8 +90,21 @@ def linear_attention(
     return outs[0] if len(outs) == 1 else w.emit("concat", *outs, axis=2), state
 
 
-def sees_nothing(w: Writer, mask: Value) -> Value:
-    """For a mask of scores (bool: what is seen; numbers: added, -inf hides): whether a row sees nothing at all, [..., rows, 1]."""
-    seen = mask if mask.type.dtype == "bool" else w.emit("less", w.literal(float("-inf"), mask.type.dtype), mask)
+def capped(w: Writer, scores: Value, cap: float) -> Value:
+    """cap * tanh(scores / cap); 0: as they are."""
+    return w.emit("mul", w.emit("tanh", w.emit("div", scores, cap)), cap) if cap else scores
+
+
+def hide(w: Writer, scores: Value, seen: Value) -> Value:
+    """Scores so low where nothing is seen that a softmax leaves nothing of them, but finite: a row that sees nothing weighs all alike, and has no nan."""
+    return w.emit("where", seen, scores, -65504.0 if scores.type.dtype == "f16" else -3e38)
+
+
+def sees_nothing(w: Writer, mask: Value, known: np.ndarray | None) -> Value | None:
+    """For a mask of scores (bool: what is seen; numbers: added, -inf hides): whether a row sees nothing at all, [..., rows, 1]; None where `known`
+    elements of it say that every row sees something."""
+    if known is not None and bool((known if known.dtype == bool else known != -np.inf).any(-1).all()):
+        return None
+    seen = mask if mask.type.dtype == "bool" else w.emit("not", w.emit("equal", mask, -np.inf))
     count = w.emit("sum", w.emit("cast", seen, dtype="i32"), axes=(mask.type.rank - 1,), keep=True)
     return w.emit("equal", count, 0)

@@ -22,6 +22,12 @@ def per_channel(w: Writer, x: Value, weight: Value) -> Value:
     return reshape(w, weight, (1, x.type.dims[1], *(1,) * (x.type.rank - 2)))
 
 
+def scaled(w: Writer, y: Value, scale: Value | None, bias: Value | None) -> Value:
+    """y * scale + bias, each with one entry per channel and left out where it is None."""
+    y = y if scale is None else w.emit("mul", y, per_channel(w, y, scale))
+    return y if bias is None else w.emit("add", y, per_channel(w, y, bias))
+
+
 def rms_norm(w: Writer, x: Value, axis: int, eps: float) -> Value:
     """x over the root of its mean square over dimensions `axis` and after; 16-bit floats are computed in f32."""
     wide = x if x.type.dtype in ("f32", "f64") else w.emit("cast", x, dtype="f32")

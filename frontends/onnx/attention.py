@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from penstock.ir.graph import Value
 
-from ..formulas.attention import join_heads, linear_attention, repeat_heads, rotate, split_heads
+from ..formulas.attention import capped, hide, join_heads, linear_attention, repeat_heads, rotate, sees_nothing, split_heads
 from ..formulas.layout import reshape
 from .node import Node, Result, Rule
 
@@ -84,9 +84,8 @@ def _attention(n: Node) -> Sequence[Result]:
         return (y if n.type().rank == 4 else join_heads(n, y), *present)
 
     shown = scores = n.emit("mul", n.emit("matmul", q, k, tb=True), scale)
-    if cap:
-        scores = n.emit("mul", n.emit("tanh", n.emit("div", scores, cap)), cap)
-        shown = scores if shows else shown
+    scores = capped(n, scores, cap)
+    shown = scores if shows else shown
     keep = _allowed(n, batch, rows, columns, past)
     dead: Value | None = None
     if n.has(3):
@@ -95,16 +94,12 @@ def _attention(n: Node) -> Sequence[Result]:
             keep = mask if keep is None else n.emit("and", mask, keep)
         else:
             shown = n.emit("add", scores, mask) if shows == 2 else shown
-            known = n.known(3)
-            if columns and (known is None or bool((known == -math.inf).any())):
-                dead = n.emit("equal", n.emit("max", mask, axes=(mask.type.rank - 1,), keep=True), -math.inf)
-                mask = n.emit("where", dead, 0.0, mask)
+            dead = sees_nothing(n, mask, n.known(3))
+            mask = mask if dead is None else n.emit("where", dead, 0.0, mask)
             scores = n.emit("add", scores, mask)
     if shows == 2 and keep is not None:
         shown = n.emit("where", keep, shown, -math.inf)
-    # A finite number hides, so that a row that sees nothing has no nan before its weights become 0.
-    lowest = -65504.0 if scores.type.dtype == "f16" else -3e38
-    weights = n.emit("softmax", scores if keep is None else n.emit("where", keep, scores, lowest), axis=-1)
+    weights = n.emit("softmax", scores if keep is None else hide(n, scores, keep), axis=-1)
     weights = weights if keep is None else n.emit("where", keep, weights, 0.0)
     if dead is not None and shows == 3:
         weights = n.emit("where", dead, 0.0, weights)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.ir.graph import Value
 
-from ..formulas.attention import join_heads, repeat_heads, rotate, split_heads
+from ..formulas.attention import capped, hide, join_heads, repeat_heads, rotate, split_heads
 from ..formulas.elementwise import hard_sigmoid, leaky
 from ..formulas.layout import cut, reshape, triangle
 from ..formulas.norms import rms_norm
@@ -99,15 +99,14 @@ def _weighed(
     if not added and keep is None and not cap and (not causal or rows == columns):
         return n.emit_all("attention", 3, q, k, v, causal=causal, scale=scale)[0]
     scores = n.emit("mul", n.emit("matmul", q, k, tb=True), scale)
-    if cap:
-        scores = n.emit("mul", n.emit("tanh", n.emit("div", scores, cap)), cap)
+    scores = capped(n, scores, cap)
     for bias in added:
         scores = n.emit("add", scores, bias)
     if causal:
         before = triangle(n, rows, columns, columns - rows)
         keep = before if keep is None else n.emit("and", keep, before)
     if keep is not None:
-        scores = n.emit("where", keep, scores, -65504.0 if scores.type.dtype == "f16" else -3e38)
+        scores = hide(n, scores, keep)
     return n.emit("matmul", n.emit("softmax", scores, axis=-1), v)
 
 

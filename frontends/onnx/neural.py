@@ -8,7 +8,7 @@ from math import prod
 from penstock.ir.graph import Value
 
 from ..formulas.layout import axis_of, expand, reshape
-from ..formulas.norms import grouped_norm, per_channel, rms_norm
+from ..formulas.norms import grouped_norm, rms_norm, scaled
 from ..formulas.products import product, scaled_sum
 from .node import Node, Result, Rule
 
@@ -162,7 +162,7 @@ def _batch_norm(n: Node) -> Result:
 def _instance_norm(n: Node) -> Result:
     x = n.value()
     y = grouped_norm(n, x, x.type.dims[1], n.float_attr("epsilon", 1e-5))
-    return n.emit("add", n.emit("mul", y, per_channel(n, x, n.value(1))), per_channel(n, x, n.value(2)))
+    return scaled(n, y, n.value(1), n.value(2))
 
 
 def _group_norm(n: Node) -> Result:
@@ -176,7 +176,7 @@ def _group_norm(n: Node) -> Result:
         scale, bias = (reshape(n, expand(n, reshape(n, v, (groups, 1)), wide), (x.type.dims[1],)) for v in (scale, bias))
     n.require(scale.type.dims == bias.type.dims == (x.type.dims[1],), f"scale and bias must have one entry per channel, got {scale.type}")
     y = grouped_norm(n, x, groups, n.float_attr("epsilon", 1e-5))
-    return n.emit("add", n.emit("mul", y, per_channel(n, x, scale)), per_channel(n, x, bias))
+    return scaled(n, y, scale, bias)
 
 
 RULES: dict[str, Rule] = {

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from math import prod, sqrt
 
-import torch
-
 from penstock.ir.graph import Value
 from penstock.ir.types import broadcast_shapes
 
 from ..formulas.attention import repeat_heads, sees_nothing
 from ..formulas.layout import expand, reshape, triangle
+from .arrays import array_of
 from .node import Node, Result, Rule
 
 
@@ -46,7 +45,7 @@ def _attention(n: Node) -> Result:
     scale = float(n.arg("scale", 1.0 / sqrt(q.type.dims[-1])))
     causal = bool(n.arg("is_causal"))
     parts = [_four(n, x, lead) for x in (q, k, v)]
-    empty = None
+    empty: Value | None = None
     if causal and rows != columns:
         parts.append(reshape(n, triangle(n, rows, columns), (1, 1, rows, columns)))
         causal = False
@@ -55,8 +54,7 @@ def _attention(n: Node) -> Result:
         dtype = "bool" if n.type("attn_mask").dtype == "bool" else q.type.dtype
         mask = _four_mask(n, n.value("attn_mask", dtype), lead)
         parts.append(mask)
-        if known is None or _hides_rows(known):
-            empty = sees_nothing(n, mask)
+        empty = sees_nothing(n, mask, None if known is None else array_of(known))
     y = n.emit_all("attention", 3, *parts, causal=causal, scale=scale)[0]
     if empty is not None:  # torch gives zeros to a row that sees nothing, and no gradients to what it hides
         y = n.emit("where", empty, 0.0, y)
@@ -66,11 +64,6 @@ def _attention(n: Node) -> Result:
 def _repeat(n: Node, x: Value, heads: int) -> Value:
     four = reshape(n, x, (prod(x.type.dims[:-3]), *x.type.dims[-3:]))
     return reshape(n, repeat_heads(n, four, heads), (*x.type.dims[:-3], heads, *x.type.dims[-2:]))
-
-
-def _hides_rows(mask: torch.Tensor) -> bool:
-    seen = mask if mask.dtype == torch.bool else mask != float("-inf")
-    return not bool(seen.any(-1).all())
 
 
 RULES: dict[str, Rule] = {"scaled_dot_product_attention": _attention}

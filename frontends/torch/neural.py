@@ -15,7 +15,7 @@ from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
 from ..formulas.layout import axis_of, reshape
-from ..formulas.norms import batch_statistics, grouped_norm, per_channel, rms_norm
+from ..formulas.norms import batch_statistics, grouped_norm, per_channel, rms_norm, scaled
 from ..formulas.products import product, scaled_sum
 from ..formulas.resizing import pick, resample, taps_of
 from ..formulas.sampling import grid_sample
@@ -251,14 +251,14 @@ def _group_norm(n: Node) -> Result:
     n.ignore("cudnn_enabled", "N", "C", "HxW")
     x = n.value("input")
     groups = int(n.arg("num_groups" if "num_groups" in n.names else "group"))
-    y = _scaled(n, grouped_norm(n, x, groups, float(n.arg("eps"))))
+    y = _weighted(n, grouped_norm(n, x, groups, float(n.arg("eps"))))
     return y if "native" not in str(n.target) else (y, *(Absent("statistics of a group norm are not supported"),) * 2)
 
 
-def _scaled(n: Node, y: Value) -> Value:
+def _weighted(n: Node, y: Value) -> Value:
     """Times the weight and plus the bias of each channel, where there are any."""
-    y = n.emit("mul", y, per_channel(n, y, n.value("weight", y.type.dtype))) if n.has("weight") else y
-    return n.emit("add", y, per_channel(n, y, n.value("bias", y.type.dtype))) if n.has("bias") else y
+    weight, bias = (n.value(name, y.type.dtype) if n.has(name) else None for name in ("weight", "bias"))
+    return scaled(n, y, weight, bias)
 
 
 def _channels(n: Node, x: Value, name: str, value: float) -> Value:
@@ -282,7 +282,7 @@ def _batch_norm(n: Node) -> Result:
     n.require(x.type.dtype in FLOATS, f"needs a floating-point operand, got {x.type}")
     mean, variance, centred = batch_statistics(n, x)
     rstd = n.emit("rsqrt", n.emit("add", variance, eps))
-    y = _scaled(n, n.emit("mul", centred, per_channel(n, x, rstd)))
+    y = _weighted(n, n.emit("mul", centred, per_channel(n, x, rstd)))
     if "running_mean" not in n.names:  # there are none
         return y, mean, rstd
     count = x.type.size // x.type.dims[1]

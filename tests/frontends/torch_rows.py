@@ -422,6 +422,8 @@ ATTENTION: list[Case] = [
     ("scaled_dot_product_attention", attended(), (*QKV, BLIND[None, None].repeat(2, 1, 1, 1))),
     ("scaled_dot_product_attention", attended(attn_mask=BLIND), QKV),
     ("scaled_dot_product_attention", attended(attn_mask=ADDED), QKV),
+    ("scaled_dot_product_attention", attended(), (*QKV, ADDED)),
+    ("scaled_dot_product_attention", attended(), (*QKV, torch.where(torch.eye(4, 5) > 0, math.nan, ADDED))),
     ("scaled_dot_product_attention", attended(), (*QKV, f(2, 1, 4, 5))),
     ("scaled_dot_product_attention", attended(), (*(x[None].repeat(2, 1, 1, 1, 1) for x in QKV), f(2, 1, 1, 4, 5))),
 ]  # fmt: skip
