@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.ir.graph import Module
+from penstock.ir.graph import BUFFER, PARAM, Module, Var
 
 from .hints import Hints
 
@@ -40,6 +40,13 @@ class Imported:
     structure: Structure | None = None
     state: State | None = None
     hints: Hints = field(default_factory=Hints)
+
+
+def counted(variables: Collection[Var]) -> str:
+    """How many parameters and buffers there are, for a line of the report."""
+    roles = {PARAM: "parameters", BUFFER: "buffers"}
+    sizes = {role: [v.type.size for v in variables if v.role == role] for role in roles}
+    return ", ".join(f"{len(sizes[role])} {what} with {sum(sizes[role])} elements" for role, what in roles.items())
 
 
 def some(names: Sequence[str]) -> str:

@@ -8,16 +8,17 @@ Formulas (formulas/) and the rules of all frontends write through `Writer` alone
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.ir.graph import BUFFER, Attr, Op, Value, Var
+from penstock.ir.graph import BUFFER, Attr, Graph, Module, Op, Value, Var, substitute
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, INTS, TensorType, dtype_of, numpy_dtype
 
 from .names import Names, legal
+from .pruning import live_ops
 
 # Constants up to this size are written into the program as `const`; larger ones become buffers beside the weights.
 INLINE = 16
@@ -27,6 +28,13 @@ Operand = Value | np.ndarray | bool | int | float
 
 class Refused(Exception):
     """Why a node cannot be imported."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The result of a node that could not be imported; `type` is what the source says about it, if it says anything."""
+
+    type: TensorType | None
 
 
 def _is_triangle(array: np.ndarray) -> bool:
@@ -115,6 +123,32 @@ class Program:
         value = Value(name, kind)
         self.ops.append(Op("read", (), (value,), {"var": name}, name))
         return value
+
+    def module(self, name: str, inputs: Sequence[Value], outputs: Iterable[tuple[str, Value]]) -> Module:
+        """The program as a module of one graph `main`, without what no output depends on. Each output gets the name that stands beside it."""
+        outs = self._bind(inputs, outputs)
+        ops = live_ops(self.ops, outs)
+        used = {op.var: self.vars[op.var] for op in ops if op.kind == "read"}
+        main = Graph("main", tuple(inputs), tuple(outs), tuple(ops))
+        return Module(legal(name), tuple(inputs), tuple(v.name for v in outs), vars=used, graphs={"main": main})
+
+    def _bind(self, inputs: Sequence[Value], outputs: Iterable[tuple[str, Value]]) -> list[Value]:
+        """The outputs under their names, also where one is an input, a variable or another output passed through."""
+        fixed = {v.name for v in inputs} | set(self.vars)
+        renamed: dict[Value, Value] = {}
+        passed: list[Op] = []
+        outs: list[Value] = []
+        for name, found in outputs:
+            value = renamed.get(found, found)
+            if value.name != name and (value.name in fixed or value in outs):
+                passed.append(make("reshape", (value,), (name,), name, shape=value.type.shape))
+                value = passed[-1].outs[0]
+            elif value.name != name:
+                value = renamed[found] = Value(name, value.type)
+            outs.append(value)
+        ops = [Op(op.kind, substitute(op.ins, renamed), substitute(op.outs, renamed), op.attrs, op.loc) for op in self.ops]
+        self.ops = [*ops, *passed]
+        return outs
 
 
 class Writer:

@@ -25,11 +25,11 @@ from penstock.ir.graph import Value
 from penstock.ir.types import numpy_dtype
 
 from ..formulas.layout import axis_of, cut, reshape
-from ..writer import Refused
+from ..writer import Lost, Refused
 from .functions import Bodies, results_of
 from .inference import promises_of
 from .node import Node, Result
-from .tensors import Known, Lost, Scope, Tensor, TensorList, Weight
+from .tensors import Known, Scope, Tensor, TensorList, Weight
 
 
 class Graphs(Bodies, Protocol):

@@ -23,14 +23,12 @@ import numpy as np
 import onnx
 
 from penstock.ir.errors import UsageError
-from penstock.ir.graph import Graph, Module, Op, Value, Var, substitute
-from penstock.ir.ops import make
+from penstock.ir.graph import Value, Var
 from penstock.ir.types import TensorType, dtype_of
 
 from ..imported import Imported
-from ..names import Names, legal
-from ..pruning import live_ops
-from ..writer import Refused
+from ..names import Names
+from ..writer import Lost, Refused
 from .binding import Given, Inputs, bind
 from .control import CONTROL
 from .folding import fold, small
@@ -42,7 +40,7 @@ from .report import CannotImport, Findings, report, row
 from .source import Source, our_dtype, stored_in
 from .structure import take_structure
 from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of
-from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, Tensor, TensorList, Unfinished, Weight, is_lost
+from .tensors import Empty, Known, NeedsKnown, Result, Scope, Tensor, TensorList, Unfinished, Weight, is_lost
 from .trained import Trained
 from .versions import CHANGED, DOMAINS, UPGRADES, opsets_of, upgrade
 
@@ -286,53 +284,30 @@ class _Importer:
     # ------------------------------------------------------------------------------------ the result
 
     def finish(self, dims: Mapping[str, int]) -> Imported:
-        builder = self.builder
-        outs = self._outputs()
-        ops = live_ops(builder.ops, outs)
-        used = [op.var for op in ops if op.kind == "read"]
-        variables: dict[str, Var] = {name: builder.vars[name] for name in used}
-        name = legal(self.source.path.stem)
-        main = Graph("main", tuple(self.inputs), tuple(outs), tuple(ops))
-        module = Module(name, tuple(self.inputs), tuple(v.name for v in outs), vars=variables, graphs={"main": main})
+        builder, source = self.builder, self.source
+        module = builder.module(source.path.stem, self.inputs, self._outputs())
+        ops = module.graphs["main"].ops
         values = {v.name for v in self.inputs} | {v.name for op in ops for v in op.outs}
         hints = self.marks.hints()
+        said = report(self.findings, ops, module.vars, dims, len(source.model.graph.node), self._unused(module.vars))
         return Imported(
             module,
-            {name: builder.weights[name] for name in used},
-            self.source.digest(),
-            (*report(self.findings, ops, variables, dims, len(self.source.model.graph.node), self._unused(variables)), *hints.report()),
-            builder.names.changed(values | set(used)),
+            {name: builder.weights[name] for name in module.vars},
+            source.digest(),
+            (*said, *hints.report()),
+            builder.names.changed(values | set(module.vars)),
             hints=hints,
         )
 
-    def _outputs(self) -> list[Value]:
-        """The model's outputs under their own names, also where an output is another tensor passed through."""
-        builder = self.builder
-        outs: list[Value] = []
-        renamed: dict[Value, Value] = {}
-        found: list[Value] = []
+    def _outputs(self) -> list[tuple[str, Value]]:
+        """The model's outputs, each with its name."""
+        found = []
         for proto in self.source.model.graph.output:
             tensor = self.scope.tensors[proto.name]
-            value = tensor if isinstance(tensor, Value) else builder.value_of(tensor) if isinstance(tensor, Known | Weight) else None
-            assert value is not None
-            found.append(value)
-        fixed = {v.name for v in self.inputs} | set(builder.vars)  # with the reads that outputs alone ask for
-        for proto, value in zip(self.source.model.graph.output, found, strict=True):
-            value = renamed.get(value, value)
-            wanted = builder.names[proto.name]
-            if value.name != wanted:
-                if value.name in fixed or value in outs:
-                    builder.ops.append(make("reshape", (value,), (wanted,), wanted, shape=value.type.shape))
-                    value = builder.ops[-1].outs[0]
-                else:
-                    table = {value: Value(wanted, value.type)}
-                    builder.ops = [
-                        Op(op.kind, substitute(op.ins, table), substitute(op.outs, table), op.attrs, op.loc) for op in builder.ops
-                    ]
-                    renamed |= table
-                    value = table[value]
-            outs.append(value)
-        return outs
+            value = self.builder.value_of(tensor) if isinstance(tensor, Known | Weight) else tensor
+            assert isinstance(value, Value)
+            found.append((self.builder.names[proto.name], value))
+        return found
 
     def _unused(self, variables: Mapping[str, Var]) -> list[str]:
         stored = {self.builder.names[t.name]: t.name for t in self.source.model.graph.initializer}

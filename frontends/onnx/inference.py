@@ -19,9 +19,10 @@ from onnx.helper import make_opsetid, make_tensor_type_proto, np_dtype_to_tensor
 
 from penstock.ir.types import TensorType, numpy_dtype
 
+from ..writer import Lost
 from .node import Node
 from .source import SMALL, our_dtype
-from .tensors import Empty, Known, Lost, Tensor, TensorList
+from .tensors import Empty, Known, Tensor, TensorList
 
 # Attributes that name dimensions of operands, and operators whose results have dimensions that the operands have not, or that take one behind the last.
 _PLACES = ("axis", "axes", "batch_axis", "time_axis", "perm")

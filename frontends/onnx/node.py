@@ -20,9 +20,9 @@ from penstock.ir.graph import PARAM, Value
 from penstock.ir.types import TensorType
 
 from ..names import legal
-from ..writer import Program, Refused, Writer
+from ..writer import Lost, Program, Refused, Writer
 from .source import Source
-from .tensors import Empty, Known, Lost, NeedsKnown, Result, Scope, Tensor, TensorList, Unfinished, Weight
+from .tensors import Empty, Known, NeedsKnown, Result, Scope, Tensor, TensorList, Unfinished, Weight
 
 # The most elements that a rule makes of its own: what a file says costs nothing to say.
 MOST_MADE = 1 << 22

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import onnx
 
 from penstock.ir.errors import UnsupportedModel
-from penstock.ir.graph import BUFFER, PARAM, Op, Var
+from penstock.ir.graph import PARAM, Op, Var
 
-from ..imported import some
+from ..imported import counted, some
 
 
 @dataclass
@@ -48,12 +48,7 @@ def report(
     findings: Findings, ops: Sequence[Op], variables: Mapping[str, Var], dims: Mapping[str, int], nodes: int, unused: Sequence[str]
 ) -> list[str]:
     """`nodes` is how many the model has, `unused` are floating-point initializers that nothing depends on."""
-    params = [v for v in variables.values() if v.role == PARAM]
-    buffers = [v for v in variables.values() if v.role == BUFFER]
-    lines = [
-        f"{len(params)} parameters with {sum(v.type.size for v in params)} elements, "
-        f"{len(buffers)} buffers with {sum(v.type.size for v in buffers)} elements"
-    ]
+    lines = [counted(variables.values())]
     if dims:
         lines.append("dimensions bound: " + ", ".join(f"{name}={size}" for name, size in dims.items()))
     if findings.bound:
@@ -62,7 +57,7 @@ def report(
     for op in ops:
         for name in {v.name for v in op.ins}:
             users[name] = users.get(name, 0) + 1
-    tied = [v.name for v in params if users.get(v.name, 0) > 1]
+    tied = [v.name for v in variables.values() if v.role == PARAM and users.get(v.name, 0) > 1]
     if tied:
         lines.append(f"used more than once, trained as one variable each: {some(tied)}")
     if findings.folded:

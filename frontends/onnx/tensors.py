@@ -22,7 +22,7 @@ import onnx
 from penstock.ir.graph import Value
 from penstock.ir.types import TensorType
 
-from ..writer import Refused
+from ..writer import Lost, Refused
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,6 @@ class TensorList:
 @dataclass(frozen=True)
 class Empty:
     pass
-
-
-@dataclass(frozen=True)
-class Lost:
-    """`type` is what shape inference says about it, if it says anything."""
-
-    type: TensorType | None
 
 
 Tensor = Known | Weight | Value | TensorList | Empty | Lost

@@ -19,9 +19,9 @@ from penstock.ir.errors import UnsupportedModel
 from penstock.ir.graph import Value
 from penstock.ir.types import TensorType
 
-from ..writer import Refused
+from ..writer import Lost, Refused
 from .arrays import our_dtype
-from .node import Absent, Builder, Known, Lost, Node, Weight
+from .node import Absent, Builder, Known, Node, Weight
 from .source import Sizes
 from .table import CHECKS, RULES, name_of
 

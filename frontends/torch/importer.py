@@ -26,19 +26,17 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from penstock.ir.errors import UsageError
-from penstock.ir.graph import BUFFER, PARAM, Graph, Module, Op, Value, Var, substitute
-from penstock.ir.ops import make
+from penstock.ir.graph import BUFFER, Value, Var
 from penstock.ir.text import print_module
 from penstock.ir.types import TensorType
 
-from ..imported import Imported, State, some
+from ..imported import Imported, State, counted, some
 from ..names import Names, legal
-from ..pruning import live_ops
-from ..writer import Refused
+from ..writer import Lost, Refused
 from .arrays import array_of, has_dtype, our_dtype
 from .calls import Caller, complain
 from .memory import place, sharing
-from .node import Absent, Builder, Known, Lost, Weight, type_of
+from .node import Absent, Builder, Known, Weight, type_of
 from .source import Sizes, exported
 
 
@@ -189,24 +187,18 @@ class _Importer:
         named = self._outputs()
         if self.problems:
             raise complain(self.where, self.problems)
-        outs = self._bind(named)
-        builder = self.builder
-        ops = live_ops(builder.ops, outs)
-        used = [op.var for op in ops if op.kind == "read"]
-        state = [name for name in used if name in self.moving]
+        module = self.builder.module(self.where, self.inputs, self._spell(named))
+        variables = module.vars
+        state = [name for name in variables if name in self.moving]
         if state:
             text = "forward changes this buffer and its outputs depend on it: state from call to call is not supported"
             raise complain(self.where, [f"{name}: {text}" for name in state])
-        variables: dict[str, Var] = {name: builder.vars[name] for name in used}
-        weights = {name: builder.weights[name] for name in used}
-        main = Graph("main", tuple(self.inputs), tuple(outs), tuple(ops))
-        module = Module(legal(self.where), tuple(self.inputs), tuple(v.name for v in outs), vars=variables, graphs={"main": main})
+        weights = {name: self.builder.weights[name] for name in variables}
         digest = hashlib.sha256(print_module(module).encode())
         for array in weights.values():
             digest.update(array.tobytes())
-        report = tuple(self._report(variables, {v for op in ops for v in op.ins}))
-        names = self.spelled | builder.names.changed(set(used))
-        return Imported(module, weights, digest.hexdigest(), report, names, state=self._state(variables))
+        names = self.spelled | self.builder.names.changed(set(variables))
+        return Imported(module, weights, digest.hexdigest(), tuple(self._report(variables)), names, state=self._state(variables))
 
     def _state(self, variables: Mapping[str, Var]) -> State:
         """The state dict of the program; tensors of element types that we do not have are left out."""
@@ -262,35 +254,18 @@ class _Importer:
             return
         self.dropped.append(target)
 
-    def _bind(self, named: Sequence[tuple[str, Value]]) -> list[Value]:
-        """The outputs under their own names, also where an output is another tensor passed through."""
-        builder = self.builder
-        fixed = {v.name for v in self.inputs} | set(builder.vars)
-        table: dict[Value, Value] = {}
-        bound: list[Value] = []
+    def _spell(self, named: Sequence[tuple[str, Value]]) -> list[tuple[str, Value]]:
+        """The outputs by names that nothing else has: their paths where these are free."""
+        spelled: dict[str, Value] = {}
         for path, value in named:
-            if value.name == path and value not in bound:
-                bound.append(value)
-                continue
-            name = builder.names.fresh(path)
+            own = value.name == path and path not in spelled
+            name = path if own else self.builder.names.fresh(path)
             if name != path:
                 self.spelled[name] = path
-            if value.name in fixed or value in table:
-                builder.ops.append(make("reshape", (value,), (name,), name, shape=value.type.shape))
-                bound.append(builder.ops[-1].outs[0])
-            else:
-                table[value] = Value(name, value.type)
-                bound.append(table[value])
-        builder.ops = [Op(op.kind, substitute(op.ins, table), substitute(op.outs, table), op.attrs, op.loc) for op in builder.ops]
-        return bound
+            spelled[name] = value
+        return list(spelled.items())
 
-    def _report(self, variables: Mapping[str, Var], read: set[Value]) -> list[str]:
-        params = [v for v in variables.values() if v.role == PARAM]
-        buffers = [v for v in variables.values() if v.role == BUFFER]
-        lines = [
-            f"{len(params)} parameters with {sum(v.type.size for v in params)} elements, "
-            f"{len(buffers)} buffers with {sum(v.type.size for v in buffers)} elements"
-        ]
+    def _report(self, variables: Mapping[str, Var]) -> list[str]:
         folded = self.caller.folded
         unused = [t.name for t in self.builder.env.values() if isinstance(t, Weight) and t.name not in variables]
         said = (
@@ -302,7 +277,7 @@ class _Importer:
             ("parameters that no output depends on, left out", list(dict.fromkeys(unused))),
             ("changed by forward, not changed here", self.dropped),
         )
-        return lines + [f"{what}: {some(names)}" for what, names in said if names]
+        return [counted(variables.values()), *(f"{what}: {some(names)}" for what, names in said if names)]
 
 
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)

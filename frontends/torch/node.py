@@ -21,7 +21,7 @@ from penstock.ir.graph import PARAM, Value
 from penstock.ir.types import TensorType
 
 from ..names import legal
-from ..writer import Operand, Program, Refused, Writer
+from ..writer import Lost, Operand, Program, Refused, Writer
 from .arrays import array_of, our_dtype, their_dtype
 
 
@@ -39,13 +39,6 @@ class Weight:
 
     name: str
     tensor: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Lost:
-    """The result of a call that could not be imported: of this type, if that is known."""
-
-    type: TensorType | None
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,24 @@ def test_outputs_are_named_by_their_paths(kind: str, names: tuple[str, ...]) -> 
     assert [v.name for v in imported.module.inputs] == ["x", "mask"]
 
 
+class Repeated(nn.Module):
+    """One product under several names; `mul` is also what torch calls it."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = x * 2
+        return dict.fromkeys(self.names, y)
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("mul", "a"), ("a", "mul"), ("x", "a", "mul")])
+def test_one_tensor_as_several_outputs(names: tuple[str, ...]) -> None:
+    imported = compare(Repeated(names), (torch.randn(2, 3),))
+    assert tuple(imported.names.get(name, name) for name in imported.module.outputs) == names
+
+
 def test_arguments_that_are_no_tensors_have_the_values_of_the_examples() -> None:
     x = torch.randn(2, 3)
     once, twice = (import_torch(Outputs(), (x, scale), {"kind": "tuple"}) for scale in (1.0, 2.0))
