@@ -211,9 +211,9 @@ def attach_loss(module: Module, training: Training) -> Module:
     """The module with a scalar loss as its only output, and `labels` among its inputs where the loss needs them."""
     main = module.graphs["main"]
     if training.loss.startswith("output:"):
-        loss, inputs, ops = _own_loss(module, main, training.loss.removeprefix("output:")), main.ins, list(main.ops)
+        loss, inputs, ops = _own_loss(main, training.loss.removeprefix("output:")), main.ins, list(main.ops)
     else:
-        main, labels, op = _added_loss(module, main, training.loss)
+        main, labels, op = _added_loss(main, training.loss)
         loss, inputs, ops = op.outs[0], (*main.ins, labels), [*main.ops, op]
     live = live_ops(ops, (loss,))
     read = {op.var for op in live if op.kind == "read"}
@@ -230,7 +230,7 @@ def attach_loss(module: Module, training: Training) -> Module:
     )
 
 
-def _own_loss(module: Module, main: Graph, name: str) -> Value:
+def _own_loss(main: Graph, name: str) -> Value:
     outs = {v.name: v for v in main.outs}
     where = f"loss output:{name}"
     if name not in outs:
@@ -244,7 +244,7 @@ def _own_loss(module: Module, main: Graph, name: str) -> Value:
     return outs[name]
 
 
-def _added_loss(module: Module, main: Graph, kind: str) -> tuple[Graph, Value, Op]:
+def _added_loss(main: Graph, kind: str) -> tuple[Graph, Value, Op]:
     first, where = main.outs[0], f"loss {kind}"
     if first.type.dtype not in FLOATS:
         raise UsageError(f"needs a floating-point output, the model's first is {first!r}", where=where)

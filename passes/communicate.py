@@ -40,7 +40,7 @@ def find_edges(module: Module) -> tuple[Edge, ...]:
                     continue
                 source = makers.get(value.name)
                 if source is None or source == stage:
-                    problems.append(f"@{graph.name} takes {value}, which is no input of the module, {_elsewhere(module, stage, phase)}")
+                    problems.append(f"@{graph.name} takes {value}, which is no input of the module, {_elsewhere(stage, phase)}")
                     continue
                 sent = next(v for v in graphs[source].outs if v.name == value.name)
                 if sent.type != value.type:
@@ -72,7 +72,7 @@ def _is_local(module: Module, stage: int, phase: str, value: Value) -> bool:
     return phase == "B" and forward is not None and any(v.name == value.name for v in forward.saved)
 
 
-def _elsewhere(module: Module, stage: int, phase: str) -> str:
+def _elsewhere(stage: int, phase: str) -> str:
     if phase == "B":
         return f"not saved by @s{stage}.F and not returned by the backward graph of another stage"
     return "and not returned by the forward graph of another stage"

@@ -30,7 +30,6 @@ from ..ir.graph import Graph, Module, Op, Value
 from ..ir.ops import OPS, complete_attrs, ints, reduced_axes
 
 INLINE = "inline"
-_SOURCES = ("const", "iota")
 _LAYOUTS = ("reshape", "transpose", "broadcast", "slice")
 _EFFECTS = ("accum", "write", "take")
 _HALVES = ("f16", "bf16")

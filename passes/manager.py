@@ -15,7 +15,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +134,6 @@ def _parse_call(row: Pass, text: str, problems: list[str]) -> Iterator[Call]:
                 problems.append(f"{row.name}: option {name} must be {type(default).__name__}, got {print_literal(value)}")
     if len(problems) == before:
         yield Call(row.name, row.options(**given))
-
-
-def _takes_text(option: Field[Any]) -> bool:
-    return isinstance(option.default, str) or option.type in (str, "str")
 
 
 def print_pipeline(calls: Iterable[Call]) -> str:

@@ -65,7 +65,7 @@ def cubic_shape(a: float) -> Callable[[np.ndarray], np.ndarray]:
     return lambda distance: _cubic(distance, a)
 
 
-def taps_around(at: np.ndarray, weights: np.ndarray, size: int, exclude_outside: bool = False) -> Taps:
+def taps_around(at: np.ndarray, weights: np.ndarray, size: int, exclude_outside: bool) -> Taps:
     """Weights of as many neighbours of each place `at`, half of them on either side; an entry at the place itself is the last one below it.
     Outside, the entry at the end stands in, or none if these are excluded."""
     count = weights.shape[1]

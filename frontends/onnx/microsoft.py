@@ -90,9 +90,9 @@ def _weighed(
     v: Value,
     scale: float,
     added: Sequence[Value],
+    causal: bool,
     keep: Value | None = None,
     cap: float = 0.0,
-    causal: bool = False,
 ) -> Value:
     """softmax(q k^T * scale + added) v, keys that `keep` or the order of positions hide with weight 0. All of four dimensions."""
     rows, columns = q.type.dims[2], k.type.dims[2]
@@ -144,7 +144,7 @@ def _attention(n: Node) -> Result:
     scale = n.float_attr("scale") or 1.0 / math.sqrt(q.type.dims[-1])
     added = _hidden(n, 3, x.type.dtype, positions, positions, batch)
     added += [n.value(5)] if n.has(5) else []
-    return join_heads(n, _weighed(n, q, k, v, scale, added, causal=bool(n.int_attr("unidirectional"))))
+    return join_heads(n, _weighed(n, q, k, v, scale, added, bool(n.int_attr("unidirectional"))))
 
 
 def _multi_head(n: Node) -> Sequence[Result]:
@@ -160,7 +160,7 @@ def _multi_head(n: Node) -> Sequence[Result]:
     added = _hidden(n, 4, q.type.dtype, rows, k.type.dims[2], batch)
     added += [n.value(5)] if n.has(5) else []
     scale = n.float_attr("scale") or 1.0 / math.sqrt(size)
-    y = _weighed(n, q, k, v, scale, added, causal=bool(n.int_attr("unidirectional")))
+    y = _weighed(n, q, k, v, scale, added, bool(n.int_attr("unidirectional")))
     return join_heads(n, y), k, v
 
 
@@ -191,7 +191,7 @@ def _group_query(n: Node) -> Sequence[Result]:
         keep = n.emit("not", triangle(n, rows, columns, -window))
     scale = n.float_attr("scale") or 1.0 / math.sqrt(q.type.dims[-1])
     added = [n.value(10)] if n.has(10) else []
-    y = _weighed(n, q, repeat_heads(n, k, heads), repeat_heads(n, v, heads), scale, added, keep, n.float_attr("softcap"), causal=True)
+    y = _weighed(n, q, repeat_heads(n, k, heads), repeat_heads(n, v, heads), scale, added, True, keep, n.float_attr("softcap"))
     return join_heads(n, y), k, v
 
 

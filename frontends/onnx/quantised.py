@@ -170,12 +170,11 @@ RULES: dict[str, Rule] = {
 # ---------------------------------------------------------------------------------------- com.microsoft
 
 
-def _real(n: Node, i: int, at: int | None = None) -> Value:
-    """The tensor that operand i stands for; its scale and zero point come next, or at `at`."""
-    at = i + 1 if at is None else at
+def _real(n: Node, i: int) -> Value:
+    """The tensor that operand i stands for; its scale and zero point come next."""
     x = n.value(i)
-    zero = reshape(n, n.statistic(at + 1), ()) if n.has(at + 1) else None
-    return n.emit("mul", _cast(n, _less_zero(n, x, zero, "i32"), "f32"), reshape(n, n.statistic(at), ()))
+    zero = reshape(n, n.statistic(i + 2), ()) if n.has(i + 2) else None
+    return n.emit("mul", _cast(n, _less_zero(n, x, zero, "i32"), "f32"), reshape(n, n.statistic(i + 1), ()))
 
 
 def _requantized(n: Node, y: Value, at: int, like: int) -> Value:

@@ -158,7 +158,7 @@ def nearest(r: int) -> Rule:
 
     def rule(n: Node) -> Result:
         x = n.value("input" if "input" in n.names else "self")
-        for i, out in enumerate(_wanted(n, r)):
+        for i, out in enumerate(_wanted(n)):
             line = torch.arange(x.type.dims[2 + i], dtype=torch.float64)[:, None]
             x = pick(n, x, 2 + i, _along_one(n, line, i, r, out)[:, 0].long().numpy())
         return x
@@ -166,7 +166,7 @@ def nearest(r: int) -> Rule:
     return rule
 
 
-def _wanted(n: Node, r: int) -> tuple[int, ...]:
+def _wanted(n: Node) -> tuple[int, ...]:
     """The sizes after resizing."""
     if n.has("output_size"):
         return n.ints("output_size")
@@ -204,7 +204,7 @@ def linear(r: int) -> Rule:
 
     def rule(n: Node) -> Result:
         x = n.value("input" if "input" in n.names else "self")
-        for i, (size, out) in enumerate(zip(x.type.dims[2:], _wanted(n, r), strict=True)):
+        for i, (size, out) in enumerate(zip(x.type.dims[2:], _wanted(n), strict=True)):
             weights = _along_one(n, torch.eye(size, dtype=torch.float64), i, r, out)
             if not torch.equal(weights, torch.eye(size, dtype=torch.float64)):
                 x = resample(n, x, 2 + i, taps_of(weights.numpy()))

@@ -14,10 +14,10 @@ from .elementwise import truth
 from .node import Node, Result, Rule
 
 
-def axes_of(n: Node, name: str = "dim") -> tuple[int, ...]:
+def axes_of(n: Node) -> tuple[int, ...]:
     """The axes to reduce: all where none are named."""
     rank = n.type().rank
-    given = n.ints(name) if n.has(name) else ()
+    given = n.ints("dim") if n.has("dim") else ()
     return tuple(sorted({axis_of(n, a, rank) for a in given})) if given and rank else tuple(range(rank))
 
 

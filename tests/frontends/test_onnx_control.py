@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 
 from penstock.frontends.onnx import CannotImport, control, import_onnx
 from penstock.ir.errors import UnsupportedModel
@@ -170,7 +171,6 @@ def test_inputs_that_are_sequences_are_bound_to_lists(tmp_path: Path) -> None:
 
 def test_a_sum_of_embeddings_as_torch_exports_it(tmp_path: Path) -> None:
     """EmbeddingBag: a loop over bags with slices, a branch and a sequence."""
-    torch = pytest.importorskip("torch")
     pytest.importorskip("onnxscript")
     bag = torch.nn.EmbeddingBag(11, 4, mode="sum")
     ids, offsets = torch.randint(0, 11, (7,)), torch.tensor([0, 2, 2, 5])
@@ -185,7 +185,6 @@ def test_a_sum_of_embeddings_as_torch_exports_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("limit", "iterations"), [(0.9, 1), (0.6, 4), (0.76, 2)])
 def test_training_through_a_loop_that_ends_early(tmp_path: Path, limit: float, iterations: int) -> None:
     """A step of gradient descent through iterations that run-time conditions end, against torch."""
-    torch = pytest.importorskip("torch")
     import penstock as ps
 
     text = f"""(float[4,3] x) => (float loss) <int64 n = {{4}}> {{

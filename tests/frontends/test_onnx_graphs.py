@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from penstock.frontends.onnx import import_onnx
 from penstock.ir.errors import UsageError
@@ -189,36 +192,28 @@ def test_local_functions_are_inlined(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- exporters
 
 
-def _block(torch):
-    from torch import nn
-    from torch.nn import functional as F
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.after, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    class Block(nn.Module):
-        def __init__(self, width: int, heads: int) -> None:
-            super().__init__()
-            self.heads = heads
-            self.before, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-            self.after, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x, mask):
-            batch, positions, width = x.shape
-            parts = self.qkv(self.before(x)).chunk(3, -1)
-            q, k, v = (p.view(batch, positions, self.heads, width // self.heads).transpose(1, 2) for p in parts)
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            x = x + self.out(mixed.transpose(1, 2).reshape(batch, positions, width))
-            return x + self.down(F.gelu(self.up(self.after(x)), approximate="tanh"))
-
-    return Block
+    def forward(self, x, mask):
+        batch, positions, width = x.shape
+        parts = self.qkv(self.before(x)).chunk(3, -1)
+        q, k, v = (p.view(batch, positions, self.heads, width // self.heads).transpose(1, 2) for p in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, positions, width))
+        return x + self.down(F.gelu(self.up(self.after(x)), approximate="tanh"))
 
 
-def _language_model(torch):
-    from torch import nn
-
+def _language_model():
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.words, self.places = nn.Embedding(31, 16), nn.Embedding(12, 16)
-            self.blocks = nn.ModuleList([_block(torch)(16, 2) for _ in range(2)])
+            self.blocks = nn.ModuleList([Block(16, 2) for _ in range(2)])
             self.head = nn.Linear(16, 31, bias=False)
 
         def forward(self, ids, attention_mask):
@@ -234,9 +229,7 @@ def _language_model(torch):
     return Model(), arguments, {"ids": {0: "batch", 1: "positions"}, "attention_mask": {0: "batch", 1: "positions"}}
 
 
-def _encoder(torch):
-    from torch import nn
-
+def _encoder():
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -251,9 +244,7 @@ def _encoder(torch):
     return Model(), (torch.randint(0, 31, (2, 8)),), {"ids": {0: "batch", 1: "positions"}}
 
 
-def _images(torch):
-    from torch import nn
-
+def _images():
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 3, groups=4, stride=2),
         nn.GroupNorm(2, 8), nn.SiLU(), nn.AvgPool2d(2, ceil_mode=True), nn.Hardswish(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
@@ -267,9 +258,8 @@ def _images(torch):
 @pytest.mark.parametrize("build", [_language_model, _encoder, _images])
 def test_what_torch_exports(tmp_path: Path, build, opset: int) -> None:
     """The exporter that needs no further package; its graphs are full of shape chains."""
-    torch = pytest.importorskip("torch")
     torch.manual_seed(0)
-    model, arguments, axes = build(torch)
+    model, arguments, axes = build()
     path = tmp_path / "model.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.training import SGD, AdamW, Momentum, Training, attach_loss, load_training, optimizer_of
@@ -41,7 +42,6 @@ def value_of(module: Module, weights: dict[str, np.ndarray], feeds: dict[str, np
 
 
 def test_cross_entropy_is_torch_s(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
     module, weights = two(tmp_path)
     trained = attach_loss(module, train("cross_entropy"))
     assert [str(v.type) for v in trained.inputs] == ["f32[2,3,4]", "i64[2,3]"]

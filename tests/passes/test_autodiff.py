@@ -211,7 +211,7 @@ def test_stage_annotations_are_inherited():
 # ---------------------------------------------------------------------------------------- errors
 
 
-def error_model(body, loss="%loss : f32[] = sum(%z, axes=[0])"):
+def error_model(body):
     return parse_module(
         f"""module @m {{
   input %x : f32[4]
@@ -220,7 +220,7 @@ def error_model(body, loss="%loss : f32[] = sum(%z, axes=[0])"):
   graph @main(%x : f32[4]) {{
     %w : f32[4] = read(@w)
     {body}
-    {loss}
+    %loss : f32[] = sum(%z, axes=[0])
     return %loss
   }}
 }}
