@@ -307,6 +307,27 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c1: Tensor, c2: Tensor, l
     return w * (1 - lr * a["weight_decay"]) - lr * (m / c1) / ((v / c2).sqrt() + a["eps"]), m, v
 
 
+_WORD = (1 << 32) - 1
+
+
+def _philox(first: Tensor, second: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """In i64, whose products keep their lower 64 bits."""
+    for turn in range(10):
+        product = first * 0xD256D193
+        first, second = ((product >> 32) & _WORD) ^ ((key + turn * 0x9E3779B9) & _WORD) ^ second, product & _WORD
+    return first, second
+
+
+def _random_key(x: Tensor, number: int, seed: int) -> Tensor:
+    first, second = _philox(x & _WORD, ((x >> 32) & _WORD) ^ seed, torch.full_like(x, number))
+    return (second << 32) | first
+
+
+def _random(place: Tensor, key: Tensor) -> Tensor:
+    first, _ = _philox(*torch.broadcast_tensors(place.long(), (key >> 32) & _WORD, key & _WORD))
+    return (first >> 8) / 2.0**24
+
+
 MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "const": _const,
     "iota": _iota,
@@ -349,6 +370,8 @@ MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "bit_xor": torch.bitwise_xor,
     "shift_left": torch.bitwise_left_shift,
     "shift_right": torch.bitwise_right_shift,
+    "random_key": _random_key,
+    "random": _random,
     "where": torch.where,
     "relu_grad": lambda x, dy: grad(torch.relu, 0, dy, x),
     "gelu_grad": lambda x, dy, approximate: grad(lambda v: F.gelu(v, approximate=approximate), 0, dy, x),

@@ -17,7 +17,7 @@ import numpy as np
 from ..graph import Attr, Op
 from ..ops import complete_attrs
 from ..types import FLOATS, numpy_dtype
-from . import contractions, elementwise, indexing, layout, reductions, rows, training, windows
+from . import contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
 from .arrays import Array, Rule
 from .error_function import erf
 
@@ -26,6 +26,7 @@ PRECISIONS = (TYPED, F64)
 
 NUMPY: dict[str, Rule] = {
     **elementwise.RULES,
+    **draws.RULES,
     **layout.RULES,
     **reductions.RULES,
     **contractions.RULES,

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 
 from ..graph import ANNOTATIONS, Attr, Op
 from ..types import Dim, TensorType
-from . import contractions, elementwise, indexing, layout, reductions, rows, training, windows
+from . import contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
 from .table import ANY, Cost, Needs, OpDef, ints, reduced_axes
 from .windows import Window, window_of
 
-_FAMILIES = (elementwise, layout, reductions, contractions, windows, rows, indexing, training)
+_FAMILIES = (elementwise, draws, layout, reductions, contractions, windows, rows, indexing, training)
 
 OPS: dict[str, OpDef] = {row.name: row for family in _FAMILIES for row in family.ROWS}
 assert len(OPS) == sum(len(family.ROWS) for family in _FAMILIES), "two rows have one name"

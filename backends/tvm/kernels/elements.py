@@ -25,6 +25,7 @@ from penstock.ir.graph import Attr, Op, Value
 from penstock.ir.ops import complete_attrs, ints
 from penstock.ir.types import ITEM_BYTES
 
+from .draws import random, random_key
 from .emit import HALVES, TVM_DTYPES, Expr, cast, dtype_name, literal, rounded_literal
 from .functions import Functions
 
@@ -228,6 +229,8 @@ POINTWISE: dict[str, Callable[..., Expr | tuple[Expr, ...]]] = {
     "shift_right": lambda f, a, x, y: _shifted(
         x, y, x >> y, _number(x, 0) if dtype_name(x)[0] == "u" else tirx.Select(x < _number(x, 0), _number(x, -1), _number(x, 0))
     ),
+    "random_key": lambda f, a, x: random_key(f, x, a["number"], a["seed"]),
+    "random": lambda f, a, place, key: random(f, place, key),
     "where": lambda f, a, c, x, y: tirx.Select(c, x, y),
     "relu_grad": lambda f, a, x, dy: tirx.Select(x > _number(x, 0), dy, _number(dy, 0)),
     "gelu_grad": lambda f, a, x, dy: dy * f.gelu_slope(x, str(a["approximate"])),
