@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
-import numpy as np
 import tvm_ffi
 from tvm import tirx
 
@@ -65,7 +64,7 @@ def _same_float(x: Expr, y: Expr) -> bool:
 
 
 def _sub(x: Expr, y: Expr) -> Expr:
-    return x + y * _by_its_bits(_number(x, -1)) if _same_float(x, y) else x - y
+    return x + y * _unfolded(_number(x, -1)) if _same_float(x, y) else x - y
 
 
 def _equal(x: Expr, y: Expr) -> Expr:
@@ -360,16 +359,15 @@ def _iota(f: Functions, op: Op, read: Read, index: Index) -> Expr:
 
 def _const(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     found = rounded_literal(op.attrs["value"], str(op.attrs["dtype"]))  # type: ignore[arg-type]
-    return found if not isinstance(found, tirx.FloatImm) or (found.value and math.isfinite(found.value)) else _by_its_bits(found)
+    return found if not isinstance(found, tirx.FloatImm) or (found.value and math.isfinite(found.value)) else _unfolded(found)
 
 
-def _by_its_bits(x: tirx.FloatImm) -> Expr:
-    """A number that TVM does not see through: for it 0 * x and 0 / x are 0, whatever x is, and x / 0 cannot be compiled."""
-    size = int(dtype_name(x).removeprefix("float"))
-    bits = int(np.array(x.value, f"f{size // 8}").view(f"i{size // 8}"))
-    if not bits:  # TVM takes these for a null pointer's
-        return _by_its_bits(_number(x, 1)) - _number(x, 1)
-    return tirx.reinterpret(dtype_name(x), tirx.IntImm(f"int{size}", bits))
+def _unfolded(x: tirx.FloatImm) -> Expr:
+    """0, 1 or infinity of either sign, or nan, as a number that TVM does not see through: for it 0 * x and 0 / x are 0, whatever x is, and x / 0
+    cannot be compiled. The root of each of them is itself, which those who compile TVM's code know."""
+    negative = x.value < 0
+    root = tirx.sqrt(_number(x, -x.value if negative else x.value))
+    return root * _number(x, -1) if negative else root
 
 
 def table_row(at: Expr, rows: int) -> Expr:
