@@ -118,12 +118,13 @@ def optimizer_of(kind: str, **settings: float) -> Optimizer:
 @dataclass(frozen=True)
 class Training:
     """`loss` is cross_entropy, mse or output:NAME; `microbatches` is how many make one step of the optimiser; `precision` is what activations
-    and products are computed in, f32 or bf16, with weights kept in f32."""
+    and products are computed in, f32 or bf16, with weights kept in f32; `seed` is that of dropout."""
 
     loss: str
     optimizer: Optimizer = SGD()
     microbatches: int = 1
     precision: str = "f32"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         named = self.loss.startswith("output:") and len(self.loss) > len("output:")
@@ -132,6 +133,8 @@ class Training:
             wrong.append(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.microbatches < 1:
             wrong.append(f"microbatches must be 1 or more, got {self.microbatches}")
+        if not 0 <= self.seed < 2**32:
+            wrong.append(f"seed must be 0 to 2^32 - 1, got {self.seed}")
         if self.precision not in TRAINING_PRECISIONS:
             scaling = " (f16 would need loss scaling, which does not exist yet)" if self.precision == "f16" else ""
             wrong.append(f"precision must be one of {', '.join(TRAINING_PRECISIONS)}, got {self.precision!r}{scaling}")
@@ -153,7 +156,7 @@ def load_training(path: str | Path, loss: str | None = None) -> Training:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"not a TOML file: {error}", where=where) from error
     problems: list[str] = []
-    chosen = _pick(table, {"loss": str, "microbatches": int, "precision": str, "optimizer": dict}, "", problems)
+    chosen = _pick(table, {"loss": str, "microbatches": int, "precision": str, "seed": int, "optimizer": dict}, "", problems)
     if loss is not None:
         chosen["loss"] = loss
     if "loss" not in chosen and "loss" not in table:
@@ -215,7 +218,7 @@ def attach_loss(module: Module, training: Training) -> Module:
     else:
         main, labels, op = _added_loss(main, training.loss)
         loss, inputs, ops = op.outs[0], (*main.ins, labels), [*main.ops, op]
-    live = live_ops(ops, (loss,))
+    live = [op.with_attrs(seed=training.seed) if op.kind == "random_key" else op for op in live_ops(ops, (loss,))]
     read = {op.var for op in live if op.kind == "read"}
     graph = Graph("main", inputs, (loss,), tuple(live))
     variables = {name: var for name, var in module.vars.items() if name in read}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.ir.graph import BUFFER, Attr, Graph, Module, Op, Value, Var, substitute
+from penstock.ir.graph import BUFFER, MICROBATCH, Attr, Graph, Module, Op, Value, Var, substitute
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, INTS, TensorType, dtype_of, numpy_dtype
 
@@ -54,6 +54,9 @@ class Program:
     ops: list[Op] = field(default_factory=list)
     vars: dict[str, Var] = field(default_factory=dict)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
+    # The input that random numbers depend on, once they do, and how many uses there are.
+    counter: Value | None = None
+    drawn: int = 0
     # Constants of integers, also reshaped, cut or cast: where they are indices they must lie inside.
     indices: dict[Value, np.ndarray] = field(default_factory=dict)
 
@@ -129,8 +132,19 @@ class Program:
         outs = self._bind(inputs, outputs)
         ops = live_ops(self.ops, outs)
         used = {op.var: self.vars[op.var] for op in ops if op.kind == "read"}
+        if self.counter is not None and any(self.counter in op.ins for op in ops):
+            inputs = (*inputs, self.counter)
         main = Graph("main", tuple(inputs), tuple(outs), tuple(ops))
         return Module(legal(name), tuple(inputs), tuple(v.name for v in outs), vars=used, graphs={"main": main})
+
+    def microbatch(self) -> Value:
+        """The number of the microbatch, which the runtime gives."""
+        if self.counter is None:
+            name = self.names.fresh(MICROBATCH)
+            if name != MICROBATCH:
+                raise Refused(f"random numbers need the name {MICROBATCH}, which the model has given to a tensor")
+            self.counter = Value(name, TensorType("i64", ()))
+        return self.counter
 
     def _bind(self, inputs: Sequence[Value], outputs: Iterable[tuple[str, Value]]) -> list[Value]:
         """The outputs under their names, also where one is an input, a variable or another output passed through."""
@@ -184,6 +198,11 @@ class Writer:
         self._program.follow(op)
         self._program.ops.append(op)
         return op.outs
+
+    def random_key(self) -> Value:
+        """The key of one more use of random numbers."""
+        self._program.drawn += 1
+        return self.emit("random_key", self._program.microbatch(), number=self._program.drawn - 1)
 
     def require_inside(self, indices: Value, size: int) -> None:
         """Refuse indices, where they are known, outside of a dimension of that size; negative ones count from the end. Kernels do not look."""

@@ -134,6 +134,10 @@ class Note:
     text: str
 
 
+# The input that no data gives: how many microbatches came before this one since training began. Random numbers depend on it.
+MICROBATCH = "microbatch.number"
+
+
 @dataclass(frozen=True)
 class Module:
     """A whole program. `inputs` are fed for every microbatch, `outputs` are handed to the user; both by value name."""
@@ -150,6 +154,11 @@ class Module:
     schedule: Schedule | None = None
     facts: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
+
+    @property
+    def data_inputs(self) -> tuple[Value, ...]:
+        """The inputs that data must give."""
+        return tuple(value for value in self.inputs if value.name != MICROBATCH)
 
     def but(self, **changed: object) -> Module:
         """A copy with some fields replaced."""

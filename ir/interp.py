@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .errors import UsageError, VerifyError
-from .graph import GRAD, Graph, Module, Op, Value, Var, rewrite, slot_of
+from .graph import GRAD, MICROBATCH, Graph, Module, Op, Value, Var, rewrite, slot_of
 from .interp_store import Arrays, DictStore, Store, VersionStore, as_value, initial_arrays, stepped_params
 from .numpy_ops import F64, NUMPY, PRECISIONS, TYPED, Array, apply_op
 from .schedule import RECEIVES, SENDS, Action
@@ -102,10 +102,10 @@ class Run:
         return [float(self.outputs[mb][self.loss]) for mb in sorted(self.outputs)]
 
 
-def microbatches_of(module: Module, batch: Arrays) -> list[dict[str, Array]]:
-    """Cut one batch into microbatches along the first axis of every input, in order."""
+def microbatches_of(module: Module, batch: Arrays, number: int = 0) -> list[dict[str, Array]]:
+    """Cut batch `number` into microbatches along the first axis of every input, in order."""
     problems, counts, found = [], {}, {}
-    for value in module.inputs:
+    for value in module.data_inputs:
         if value.name not in batch:
             problems.append(f"input {value.name} is missing")
             continue
@@ -119,7 +119,10 @@ def microbatches_of(module: Module, batch: Arrays) -> list[dict[str, Array]]:
     if problems or not counts:
         raise UsageError("; ".join(problems) or "the module has no inputs", where=module.name)
     count = next(iter(counts.values()))
-    return [{name: np.split(array, count)[i] for name, array in found.items()} for i in range(count)]
+    parts = [{name: np.split(array, count)[i] for name, array in found.items()} for i in range(count)]
+    if len(module.data_inputs) < len(module.inputs):
+        parts = [{**part, MICROBATCH: np.array(number * count + i)} for i, part in enumerate(parts)]
+    return parts
 
 
 def run_recurrence(module: Module, weights: Arrays, batches: Sequence[Arrays], delay: int = 0, precision: str = F64) -> Run:
@@ -140,7 +143,7 @@ def run_recurrence(module: Module, weights: Arrays, batches: Sequence[Arrays], d
     run = Run(module.outputs[0])
     for t, batch in enumerate(batches):
         version = max(t - delay, 0)
-        parts = microbatches_of(module, batch)
+        parts = microbatches_of(module, batch, t)
         _check_seed(module, backward, len(parts))
         for k, mb in enumerate(parts):
             run.log.append((-1, t * len(parts) + k, "F", version))
@@ -207,7 +210,7 @@ def run_schedule(
     m = module.schedule.microbatches
     feed: dict[int, dict[str, Array]] = {}
     for t, batch in enumerate(batches[:count], first):
-        parts = microbatches_of(module, batch)
+        parts = microbatches_of(module, batch, t)
         if len(parts) != m:
             raise UsageError(f"batch {t} has {len(parts)} microbatches, the schedule has {m}", where=module.name)
         feed |= {t * m + k: mb for k, mb in enumerate(parts)}

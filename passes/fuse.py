@@ -5,6 +5,7 @@ and a name that starts with `inline` means that the value has no memory at all: 
 changes, which are index arithmetic). A group is
 
   * one operation with loops of its own (matrix product, convolution, row operation, reduction), or the first of an elementwise chain,
+  * keys of random numbers, all that a graph needs,
   * elementwise operations behind it that read its result at the same element, with any number of results,
   * sums over the same axes of values that the group reads or makes elementwise, so that one sweep over memory gives all of them, and sums
     of columns beside the gradient of a layer norm,
@@ -53,6 +54,8 @@ _SUMS = ("sum", "mean", "max", "layer_norm_grad_weight")
 _WITH_SUMS = ("layer_norm_grad",)
 # Kernels of these read their second operand in an order of their own.
 _PACKABLE = ("matmul", "conv")
+# Numbers made of the same few numbers: all of a graph in one kernel, or each that reads one would be compiled by itself.
+_KEYS = ("random_key",)
 # Past this size a kernel gains nothing and takes longer to compile.
 _LARGEST = 24
 
@@ -291,6 +294,10 @@ class _Fuser:
             return stored
         if op.kind in _SUMS:
             return self._sweep_of(op)
+        if op.kind in _KEYS:
+            return next(
+                (g for g in reversed(self.groups) if g.ops[0].kind in _KEYS and g.ops[0].ins == op.ins and len(g.ops) < _LARGEST), None
+            )
         family = OPS[op.kind].family
         if family not in ("elementwise", "optimizer") and op.kind not in ("accum", "write"):
             return None

@@ -48,7 +48,7 @@ def open_data(module: Module, spec: DataSpec, names: Sequence[str]) -> Samples:
 def check_data(module: Module, spec: DataSpec) -> None:
     """Refuse data that does not fit, before any worker is started."""
     if spec.source != "synthetic":
-        FileSamples(module, Path(spec.source), [value.name for value in module.inputs])
+        FileSamples(module, Path(spec.source), [value.name for value in module.data_inputs])
 
 
 # ------------------------------------------------------------------------------------------------ batches from a program
@@ -64,7 +64,7 @@ def check_batch(module: Module, batch: Mapping[str, np.ndarray], where: str = "b
     """Refuse a batch with wrong names, element types or shapes, naming all of them."""
     assert module.schedule is not None
     problems = _name_problems(module, batch.keys())
-    for value in module.inputs:
+    for value in module.data_inputs:
         if value.name not in batch:
             continue
         array = np.asarray(batch[value.name])
@@ -85,8 +85,10 @@ def cut_batch(array: np.ndarray, type: TensorType, index: int) -> np.ndarray:
 
 def _name_problems(module: Module, given: Iterable[str]) -> list[str]:
     names = set(given)
-    expected = [value.name for value in module.inputs]
-    problems = [f"{name}: missing, expected {value.type}" for name, value in zip(expected, module.inputs, strict=True) if name not in names]
+    expected = [value.name for value in module.data_inputs]
+    problems = [
+        f"{name}: missing, expected {value.type}" for name, value in zip(expected, module.data_inputs, strict=True) if name not in names
+    ]
     return problems + [f"{name}: the model has no such input, it has {', '.join(expected)}" for name in sorted(names - set(expected))]
 
 
@@ -112,14 +114,14 @@ class FileSamples:
     """Samples of a .npz file, in order or shuffled."""
 
     def __init__(self, module: Module, path: Path, names: Sequence[str], *, shuffle: bool = False, seed: int = 0) -> None:
-        self._types = {value.name: value.type for value in module.inputs}
+        self._types = {value.name: value.type for value in module.data_inputs}
         self._rows, self._shuffle, self._seed = microbatch_size(module), shuffle, seed
         self._order: tuple[int, np.ndarray] | None = None
         self._path, self._ranges = path, {name: integer_range(module, name) for name in names}
         arrays = read_npz(path)
         problems = _name_problems(module, arrays.keys())
         counts: dict[str, float] = {}
-        for value in module.inputs:
+        for value in module.data_inputs:
             if value.name not in arrays:
                 continue
             array, dims = arrays[value.name], value.type.dims
@@ -206,7 +208,7 @@ class SyntheticSamples:
     """Seeded noise of the right types."""
 
     def __init__(self, module: Module, seed: int) -> None:
-        self._types = {value.name: value.type for value in module.inputs}
+        self._types = {value.name: value.type for value in module.data_inputs}
         self._limits = {name: integer_limit(module, name) for name in self._types}
         self._seed = seed
 

@@ -17,7 +17,7 @@ import torch
 
 from ..backends.interface import StageProgram
 from ..ir.errors import VerifyError
-from ..ir.graph import Graph, Module, Signature, Value, signature
+from ..ir.graph import MICROBATCH, Graph, Module, Signature, Value, signature
 from ..ir.schedule import RECEIVES, Action
 from .control import LogEntry, Output, Record, Step
 from .program import ActionStream, Feed, fed_inputs, learning_rate, loss_stage
@@ -181,9 +181,10 @@ class Executor:
     def _value(self, mb: int, value: Value) -> torch.Tensor:
         tensor = self.store.get(mb, value.name)
         if tensor is None:
-            if value.name not in self.fed:
+            if value.name not in self.fed and value.name != MICROBATCH:
                 raise VerifyError(f"%{value.name} of microbatch {mb} is not there", where=f"stage {self.stage}")
-            tensor = fill(allocate(value.type, self.store.device), self.feed.microbatch(mb, value.name))
+            array = np.array(mb) if value.name == MICROBATCH else self.feed.microbatch(mb, value.name)
+            tensor = fill(allocate(value.type, self.store.device), array)
             self.store.put(mb, value.name, tensor)
         return tensor
 

@@ -104,11 +104,11 @@ class ActionStream:
 def fed_inputs(module: Module, stage: int) -> tuple[str, ...]:
     """The module inputs that a stage takes from the data, rather than from another stage."""
     received = {value.name for edge in module.edges if edge.dst == stage for value in edge.values}
-    names = {value.name for value in module.inputs} - received
+    names = {value.name for value in module.data_inputs} - received
     graphs = [module.stage_graph(stage, kind) for kind in ("F", "B", "W")]
     taken = {value.name for graph in graphs if graph is not None for value in graph.ins}
     sent = {value.name for edge in module.edges if edge.src == stage and edge.phase == "F" for value in edge.values}
-    return tuple(value.name for value in module.inputs if value.name in names & (taken | sent))
+    return tuple(value.name for value in module.data_inputs if value.name in names & (taken | sent))
 
 
 def loss_stage(module: Module) -> int | None:

@@ -97,7 +97,16 @@ def capped(w: Writer, scores: Value, cap: float) -> Value:
 
 def hide(w: Writer, scores: Value, seen: Value) -> Value:
     """Scores so low where nothing is seen that a softmax leaves nothing of them, but finite: a row that sees nothing weighs all alike, and has no nan."""
-    return w.emit("where", seen, scores, -65504.0 if scores.type.dtype == "f16" else -3e38)
+    return w.emit("where", seen, scores, _lowest(scores))
+
+
+def at_least_finite(w: Writer, scores: Value) -> Value:
+    """The same for scores to which a mask was added that hides by -inf."""
+    return w.emit("maximum", scores, _lowest(scores))
+
+
+def _lowest(scores: Value) -> float:
+    return -65504.0 if scores.type.dtype == "f16" else -3e38
 
 
 def sees_nothing(w: Writer, mask: Value, known: np.ndarray | None) -> Value | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
+from ..formulas.draws import dropout
 from ..formulas.elementwise import (
     cosh,
     elu,
@@ -127,8 +128,10 @@ def _not_a_number(n: Node) -> Result:
 
 def _dropout(n: Node) -> Result | tuple[Result, ...]:
     n.ignore("seed")
-    if n.has(2):
-        n.require(not n.constant(2, "training_mode").any(), "training_mode is on; export the model for inference")
+    if n.has(2) and n.constant(2, "training_mode").any():
+        p = float(n.constant(1, "ratio").reshape(())) if n.has(1) else 0.5
+        if p > 0:
+            return dropout(n, n.value(0), p)
     if n.wanted < 2:
         return n.tensor(0)
     kind = n.type()

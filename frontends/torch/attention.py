@@ -7,7 +7,8 @@ from math import prod, sqrt
 from penstock.ir.graph import Value
 from penstock.ir.types import broadcast_shapes
 
-from ..formulas.attention import repeat_heads, sees_nothing
+from ..formulas.attention import at_least_finite, hide, repeat_heads, sees_nothing
+from ..formulas.draws import dropout
 from ..formulas.layout import expand, reshape, triangle
 from .arrays import array_of
 from .node import Node, Result, Rule
@@ -32,9 +33,6 @@ def _four_mask(n: Node, mask: Value, lead: tuple[int, ...]) -> Value:
 
 
 def _attention(n: Node) -> Result:
-    n.require(
-        float(n.arg("dropout_p", 0.0)) == 0.0, "dropout of attention weights: there are no random numbers here yet; call eval() before"
-    )
     q, k, v = (n.value(name) for name in ("query", "key", "value"))
     if n.arg("enable_gqa"):
         heads = q.type.dims[-3]
@@ -55,10 +53,23 @@ def _attention(n: Node) -> Result:
         mask = _four_mask(n, n.value("attn_mask", dtype), lead)
         parts.append(mask)
         empty = sees_nothing(n, mask, None if known is None else array_of(known))
-    y = n.emit_all("attention", 3, *parts, causal=causal, scale=scale)[0]
+    p = float(n.arg("dropout_p", 0.0))
+    y = _dropped(n, parts, causal, scale, p) if p else n.emit_all("attention", 3, *parts, causal=causal, scale=scale)[0]
     if empty is not None:  # torch gives zeros to a row that sees nothing, and no gradients to what it hides
         y = n.emit("where", empty, 0.0, y)
     return reshape(n, y, (*lead, rows, v.type.dims[-1]))
+
+
+def _dropped(n: Node, parts: list[Value], causal: bool, scale: float, p: float) -> Value:
+    """Attention whose weights go through dropout: there has to be something to drop, so all weights are made."""
+    q, k, v, *masks = parts
+    if causal:
+        masks.append(triangle(n, q.type.dims[2], k.type.dims[2]))
+    scores = n.emit("mul", n.emit("matmul", q, k, tb=True), scale)
+    for mask in masks:
+        scores = hide(n, scores, mask) if mask.type.dtype == "bool" else at_least_finite(n, n.emit("add", scores, mask))
+    weights, _ = dropout(n, n.emit("softmax", scores, axis=-1), p)
+    return n.emit("matmul", weights, v)
 
 
 def _repeat(n: Node, x: Value, heads: int) -> Value:

@@ -64,10 +64,11 @@ class Caller:
     def _result(self, node: Node) -> Any:
         call = node.call
         name = name_of(call.target)
-        if torch.Tag.nondeterministic_seeded in call.target.tags and name not in RULES:  # type: ignore[union-attr]
-            raise Refused("there are no random numbers here yet")
+        draws = torch.Tag.nondeterministic_seeded in call.target.tags  # type: ignore[union-attr]
+        if draws and name not in RULES:
+            raise Refused("of random numbers there are those of dropout only")
         operands = node.operands()
-        if _plain(operands) and not name.startswith(_UNSET) and self._small(call):
+        if not draws and _plain(operands) and not name.startswith(_UNSET) and self._small(call):
             result = _computed(call, operands)
             if isinstance(result, torch.Tensor | tuple | list):
                 self.folded.append(call.name)

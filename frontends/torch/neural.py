@@ -14,6 +14,7 @@ import torch
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
+from ..formulas.draws import dropout
 from ..formulas.layout import axis_of, reshape
 from ..formulas.norms import batch_statistics, grouped_norm, per_channel, rms_norm, scaled
 from ..formulas.products import product, scaled_sum
@@ -296,11 +297,9 @@ def _batch_norm(n: Node) -> Result:
 
 def _dropout(n: Node) -> Result:
     p, training = float(n.arg("p")), n.arg("train", True)
-    n.require(
-        not training or p == 0.0,
-        f"dropout of {p:g} in training mode: there are no random numbers here yet; call eval() before, or set its probability to 0",
-    )
-    return n.arg("input"), torch.ones(n.type("input").dims, dtype=torch.bool)
+    if not training or p == 0.0:
+        return n.arg("input"), torch.ones(n.type("input").dims, dtype=torch.bool)
+    return dropout(n, n.value("input"), p)
 
 
 # ---------------------------------------------------------------------------------------- bags

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from penstock.ir.graph import Value
 
+from ..formulas.draws import dropout
 from ..formulas.layout import cut, reshape, transpose
 from ..formulas.recurrent import Cell, Function, gru_cell, linear, lstm_cell, plain_cell, unroll, without_hidden
 from .node import Node, Result, Rule
@@ -58,11 +59,7 @@ def _one_way(
 
 def recurrent(make: Maker, states: int) -> Rule:
     def rule(n: Node) -> Result:
-        dropout = float(n.arg("dropout"))
-        n.require(
-            not n.arg("train") or dropout == 0.0,
-            "dropout between recurrent layers: there are no random numbers here yet; call eval() before, or set it to 0",
-        )
+        p, training = float(n.arg("dropout")), bool(n.arg("train"))
         x = n.value("input")
         batched = x.type.rank == 3
         first = bool(n.arg("batch_first")) and batched
@@ -84,6 +81,8 @@ def recurrent(make: Maker, states: int) -> Rule:
                 for i, one in enumerate(end):
                     ends[i].append(reshape(n, one, (1, *one.type.dims)))
             x = n.emit("concat", *outs, axis=2) if ways > 1 else outs[0]
+            if training and p and layer < layers - 1:
+                x, _ = dropout(n, x, p)
         last = [n.emit("concat", *parts, axis=0) if len(parts) > 1 else parts[0] for parts in ends]
         x = transpose(n, x, (1, 0, 2)) if first else x
         if not batched:

@@ -70,7 +70,7 @@ def synthetic_batch(module: Module, microbatches: int, seed: int, batch: int = 0
 
     samples = SyntheticSamples(module, seed)
     parts = range(batch * microbatches, (batch + 1) * microbatches)
-    pieces = {v.name: [samples.microbatch(mb, v.name) for mb in parts] for v in module.inputs}
+    pieces = {v.name: [samples.microbatch(mb, v.name) for mb in parts] for v in module.data_inputs}
     # A scalar input is given whole to every microbatch.
     return {name: np.concatenate(arrays) if arrays[0].ndim else arrays[0] for name, arrays in pieces.items()}
 

@@ -91,13 +91,6 @@ def test_everything_unsupported_is_listed_at_once() -> None:
     assert "/" + "tests" not in text
 
 
-def test_dropout_in_training_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1))
-    with pytest.raises(UnsupportedModel, match=r"1/native_dropout \(aten.native_dropout.default\).*dropout of 0.1 in training mode"):
-        import_torch(model, (torch.randn(2, 3),))
-    compare(model.eval(), (torch.randn(2, 3),))
-
-
 def test_state_that_outputs_depend_on_is_refused() -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:

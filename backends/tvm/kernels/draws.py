@@ -41,7 +41,8 @@ def _words(f: Functions, x: Expr) -> tuple[Expr, Expr]:
 
 def random_key(f: Functions, x: Expr, number: Attr, seed: Attr) -> Expr:
     """The key of use `number`, from the number of a microbatch."""
-    assert isinstance(number, int) and isinstance(seed, int), (number, seed)
+    assert isinstance(number, int), number
+    assert isinstance(seed, int), seed
     low, high = _words(f, x)
     first, second = _philox(f, low, tirx.bitwise_xor(high, _word(seed)), _word(number))
     upper = tirx.shift_left(tirx.Cast("uint64", second), tirx.IntImm("uint64", 32))

@@ -1,0 +1,102 @@
+"""Training with dropout, stages in real processes, against torch with the same masks: whatever the stages, the schedule and the interruptions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from drawn import drawn
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.runtime.job import run_bundle
+
+ROWS, BATCHES, RATE, TIMEOUT = 6, 6, 0.2, 60
+
+
+class Network(nn.Module):
+    """Three uses of one module of dropout, on both sides of any cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(12, 33), nn.Linear(33, 20), nn.Linear(20, 5)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(self.dropout(x)))
+        return self.third(self.dropout(torch.tanh(self.second(self.dropout(x)))))
+
+
+def network() -> Network:
+    torch.manual_seed(5)
+    return Network().train()
+
+
+def batches(microbatches: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(3)
+    rows = ROWS * microbatches
+    return [{"x": rng.standard_normal((rows, 12)).astype(np.float32), "labels": rng.integers(0, 5, rows)} for _ in range(BATCHES)]
+
+
+def by_torch(microbatches: int, delay: int, seed: int) -> list[float]:
+    """The loss of every microbatch: W(t + 1) = W(t) - rate * g(W(t - delay)), in float64."""
+    model = network().double()
+    versions = [[p.detach().clone() for p in model.parameters()]]
+    losses = []
+    with drawn(seed) as draws:
+        for t, batch in enumerate(batches(microbatches)):
+            for p, old in zip(model.parameters(), versions[max(t - delay, 0)], strict=True):
+                p.data, p.grad = old.clone(), None
+            for k in range(microbatches):
+                draws.begin(t * microbatches + k)
+                rows = slice(k * ROWS, (k + 1) * ROWS)
+                loss = nn.functional.cross_entropy(model(torch.tensor(batch["x"][rows]).double()), torch.tensor(batch["labels"][rows]))
+                (loss / microbatches).backward()
+                losses.append(float(loss.detach()))
+            versions.append([old - RATE * p.grad for old, p in zip(versions[-1], model.parameters(), strict=True)])
+    return losses
+
+
+def bundle(folder: Path, stages: int, schedule: str, microbatches: int, seed: int = 0, backend: str = "tvm") -> Path:
+    model = ps.from_torch(network(), (torch.zeros(ROWS, 12),))
+    training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=RATE), microbatches=microbatches, seed=seed)
+    plan = ps.plan(model, ps.Cluster.local(stages), training, stages=stages, schedule=schedule, microbatches=microbatches)
+    return ps.compile(plan, folder / "bundle", backend=backend)
+
+
+def trained(made: Path, microbatches: int) -> list[float]:
+    with ps.open(made, timeout=TIMEOUT) as job:
+        return [loss for step in job.steps(batches(microbatches)) for loss in step.losses]
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "microbatches", "seed"), [(1, "1f1b", 2, 0), (2, "1f1b", 3, 0), (2, "2bw", 2, 7), (3, "gpipe", 2, 2**32 - 1)]
+)
+def test_the_masks_are_the_same_for_all(stages: int, schedule: str, microbatches: int, seed: int, tmp_path: Path) -> None:
+    found = trained(bundle(tmp_path, stages, schedule, microbatches, seed), microbatches)
+    delay = 1 if schedule == "2bw" else 0
+    np.testing.assert_allclose(found, by_torch(microbatches, delay, seed), rtol=1e-5)
+    assert not np.allclose(found, by_torch(microbatches, delay, seed ^ 1), rtol=1e-3), "control: other masks give other losses"
+
+
+def test_masks_go_on_where_training_was_interrupted(tmp_path: Path) -> None:
+    made = bundle(tmp_path, 2, "1f1b", 2, backend="numpy")
+    whole = trained(made, 2)
+    with ps.open(made, timeout=TIMEOUT) as job:
+        losses = [loss for step in job.steps(batches(2)[:3]) for loss in step.losses]
+        place = job.save(tmp_path / "checkpoint")
+    with ps.open(made, timeout=TIMEOUT, resume=place) as job:
+        losses += [loss for step in job.steps(batches(2)[3:]) for loss in step.losses]
+    assert losses == whole
+
+
+def test_data_give_no_numbers_of_microbatches(tmp_path: Path) -> None:
+    """Neither files nor noise have to know of them; what bundles are verified with has them, too."""
+    made = bundle(tmp_path, 2, "1f1b", 2, backend="numpy")
+    whole = trained(made, 2)
+    arrays = {name: np.concatenate([batch[name] for batch in batches(2)]) for name in ("x", "labels")}
+    np.savez(tmp_path / "data.npz", **arrays)
+    done = run_bundle(made, data=str(tmp_path / "data.npz"), steps=BATCHES, timeout=TIMEOUT)
+    assert done.losses == [float(np.mean(pair)) for pair in np.array(whole).reshape(-1, 2)]
