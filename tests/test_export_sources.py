@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from export_cases import TIMEOUT, batches, bits, compiled, outputs
 from onnx import TensorProto, helper, numpy_helper
 
 import penstock as ps
-from penstock.frontends.onnx import import_onnx, structure
+from penstock.backends.tensor_file import map_tensors
+from penstock.frontends.onnx import import_onnx
+from penstock.frontends.onnx.source import all_graphs
 from penstock.ir.errors import UsageError
 from penstock.ir.interp import DictStore, run_graph
 
@@ -121,7 +124,7 @@ def test_weights_inside_of_loops_and_branches(tmp_path):
     assert parameters.keys() == {"looped", "taken", "outer"}
     ps.export(bundle, checkpoint=tmp_path / "ckpt", onnx=tmp_path / "out.onnx")
     trained = onnx.load(tmp_path / "out.onnx")
-    stored_now = {t.name: numpy_helper.to_array(t) for g in structure._graphs(trained.graph) for t in g.initializer}
+    stored_now = {t.name: numpy_helper.to_array(t) for g in all_graphs(trained.graph) for t in g.initializer}
     assert all(bits(stored_now[name]) == bits(array) for name, array in parameters.items())
     assert bits(stored_now["left"]) == bits(weights["left"])
     x = batches(1)[0]["x"][:4]
@@ -131,23 +134,104 @@ def test_weights_inside_of_loops_and_branches(tmp_path):
     assert np.abs(outputs(tmp_path / "model.onnx", x)[0] - expected).max() > 1e-3
 
 
-def test_a_weight_without_a_place_of_its_own_is_not_left_behind_in_silence(tmp_path):
-    """Two loops call their weights the same: neither is the initializer of that name."""
-    bodies = []
-    for i in range(2):
-        weight = numpy_helper.from_array(np.eye(8, dtype=np.float32) * (i + 1), "weight")
-        kinds = [("i", TensorProto.INT64, []), ("go", TensorProto.BOOL, []), ("carried", TensorProto.FLOAT, ["rows", 8])]
-        ends = [("go on", TensorProto.BOOL, []), (f"next {i}", TensorProto.FLOAT, ["rows", 8])]
-        nodes = [helper.make_node("MatMul", ["carried", "weight"], [f"next {i}"]), helper.make_node("Identity", ["go"], ["go on"])]
-        ins, outs = ([helper.make_tensor_value_info(*kind) for kind in kinds] for kinds in (kinds, ends))
-        bodies.append(helper.make_graph(nodes, f"body {i}", ins, outs, [weight]))
-    loops = [
-        helper.make_node("Loop", ["two", "", before], [after], name=f"to {after}", body=body)
-        for before, after, body in zip("xh", "hy", bodies, strict=True)
+def _value(name: str, kind: int = TensorProto.FLOAT, shape: tuple[int | str, ...] = ("rows", 8)) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, list(shape))
+
+
+def _weight(seed: int, name: str = "w") -> onnx.TensorProto:
+    return numpy_helper.from_array((np.random.default_rng(seed).standard_normal((8, 8)) * 0.4).astype(np.float32), name)
+
+
+def _branch(name: str, seed: int, then: list[onnx.NodeProto] | None = None) -> onnx.GraphProto:
+    """h times the weight `w` of this graph; and what `then` makes of that."""
+    nodes = [helper.make_node("MatMul", ["h", "w"], [name if then is None else f"{name} inner"]), *(then or [])]
+    return helper.make_graph(nodes, name, [], [_value(name)], [_weight(seed)])
+
+
+def _namesakes(path, second):
+    """Five weights called `w`: the model's own, those of two nodes, one in a branch in a branch, and one in the body of a loop that
+    runs twice; and a `w` that no result depends on."""
+    inner = helper.make_node("If", ["no"], ["deep"], name="if", then_branch=_branch("never", 9), else_branch=_branch("deeper", 4))
+    kinds = [_value("i", TensorProto.INT64, ()), _value("go", TensorProto.BOOL, ()), _value("carried")]
+    body = helper.make_graph(
+        [helper.make_node("MatMul", ["carried", "w"], ["next"]), helper.make_node("Identity", ["go"], ["go on"])],
+        "body",
+        kinds,
+        [_value("go on", TensorProto.BOOL, ()), _value("next")],
+        [_weight(5)],
+    )
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("If", ["yes"], ["a"], name="if", then_branch=_branch("first", 2), else_branch=_branch("other", 8)),
+        helper.make_node("If", ["flag"], ["b"], name=second, then_branch=_branch("second", 3), else_branch=_branch("deep", 7, [inner])),
+        helper.make_node("Add", ["a", "b"], ["c"]),
+        helper.make_node("Loop", ["two", "", "c"], ["y"], name="loop", body=body),
     ]
-    ends = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", 8])] for name in "xy"]
-    graph = helper.make_graph(loops, "loops", *ends, [numpy_helper.from_array(np.array(2), "two")])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "model.onnx")
+    constants = [
+        numpy_helper.from_array(np.array(v), n) for n, v in (("two", np.int64(2)), ("yes", np.bool_(True)), ("no", np.bool_(False)))
+    ]
+    flag = _value("flag", TensorProto.BOOL, ())
+    graph = helper.make_graph(nodes, "namesakes", [_value("x"), flag], [_value("y")], [*constants, _weight(1)])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    return path
+
+
+def _run_onnx(path, feeds):
+    model = onnx.load(path)
+    model.graph.node[2].name = "another"  # onnxruntime does not read two nodes of one name
+    return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feeds)
+
+
+@pytest.mark.parametrize(("flag", "second"), [(True, "if too"), (False, "if too"), (True, "if"), (False, "")])
+def test_weights_of_one_name_in_several_graphs_are_told_apart(tmp_path, flag, second):
+    path = _namesakes(tmp_path / "model.onnx", second)
+    imported = import_onnx(path, dims={"rows": 4})
+    feeds = {"x": batches(1)[0]["x"][:4], "flag": np.array(flag)}
+    (got,) = run_graph(imported.module.graphs["main"], feeds, DictStore(imported.weights))
+    np.testing.assert_allclose(got, _run_onnx(path, feeds)[0], rtol=1e-5, atol=1e-6)
+
+    model = ps.from_onnx(path, dims={"rows": 4}, known={"flag": flag})
+    training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.05), microbatches=2)
+    bundle = ps.compile(ps.plan(model, ps.Cluster.local(1), training), tmp_path / "bundle", backend="numpy")
+    ps.export(bundle, onnx=tmp_path / "untrained.onnx")
+    assert (tmp_path / "untrained.onnx").read_bytes() == path.read_bytes()
+    with ps.open(bundle, timeout=TIMEOUT) as job:
+        list(job.run(batches(2)))
+        job.save(tmp_path / "ckpt")
+        parameters = job.parameters()
+    at = second or "If_2"
+    used = {"w", "if/then/w", "loop/body/w"} | ({f"{at}/then/w"} if flag else {f"{at}/else/if/else/w"})
+    if second == "if":  # the second one of a name gets a number
+        used = {"w", "if/then/w", "if/then/w.1", "loop/body/w"}
+    assert {model.imported.names.get(name, name) for name in parameters} == used
+    ps.export(bundle, checkpoint=tmp_path / "ckpt", onnx=tmp_path / "out.onnx", safetensors=tmp_path / "out.safetensors")
+    assert onnx.load(tmp_path / "out.onnx").SerializeToString() != path.read_bytes()
+    (expected,) = run_graph(model.module.graphs["main"], {"x": feeds["x"]}, DictStore(model.imported.weights | parameters))
+    np.testing.assert_allclose(_run_onnx(tmp_path / "out.onnx", feeds)[0], expected, rtol=1e-5, atol=1e-6)
+    assert np.abs(_run_onnx(path, feeds)[0] - expected).max() > 1e-3
+    written = map_tensors(tmp_path / "out.safetensors")
+    assert written.keys() == used
+    assert all(bits(written[model.imported.names.get(name, name)]) == bits(array) for name, array in parameters.items())
+
+
+def test_a_weight_without_a_place_of_its_own_is_not_left_behind_in_silence(tmp_path):
+    """A function that is called twice has it: there it is one weight for each call, and none of them is the model's `w`."""
+    branches = {f"{word}_branch": _branch(word, seed) for word, seed in (("then", 1), ("else", 2))}
+    function = helper.make_function(
+        "mine", "Twist", ["h", "yes"], ["out"], [helper.make_node("If", ["yes"], ["out"], **branches)], [helper.make_opsetid("", 20)]
+    )
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["g"])]
+    nodes += [helper.make_node("Twist", [a, "yes"], [b], name=f"to {b}", domain="mine") for a, b in (("g", "h"), ("h", "y"))]
+    graph = helper.make_graph(nodes, "calls", [_value("x")], [_value("y")], [numpy_helper.from_array(np.array(True), "yes"), _weight(3)])
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("mine", 1)]
+    onnx.save(helper.make_model(graph, functions=[function], opset_imports=opsets, ir_version=10), tmp_path / "model.onnx")
+
+    imported = import_onnx(tmp_path / "model.onnx", dims={"rows": 4})
+    x = batches(1)[0]["x"][:4]
+    (got,) = run_graph(imported.module.graphs["main"], {"x": x}, DictStore(imported.weights))
+    np.testing.assert_allclose(got, outputs(tmp_path / "model.onnx", x)[0], rtol=1e-5, atol=1e-6)
     bundle = compiled(tmp_path / "model.onnx", tmp_path / "bundle", frozen=None, stages=1)
-    with pytest.raises(UsageError, match=r"these parameters stand in no one place of the model: .*weight, .*weight"):
+    with pytest.raises(UsageError, match=r"these parameters stand in no one place of the model: to_h/If_0/then/w, to_y/If_0/then/w"):
         ps.export(bundle, onnx=tmp_path / "out.onnx")
+    ps.export(bundle, safetensors=tmp_path / "out.safetensors")
+    assert map_tensors(tmp_path / "out.safetensors").keys() == {"w", "to_h/If_0/then/w", "to_y/If_0/then/w"}

@@ -37,7 +37,7 @@ from .inference import Promises, promised_by_node, promises_of, rounds_up
 from .node import Builder, Node
 from .placement import Marks
 from .report import CannotImport, Findings, report, row
-from .source import Source, our_dtype, stored_in
+from .source import Source, node_name, our_dtype, stored_in
 from .structure import take_structure
 from .table import FOLD_ONLY, OTHERS, UNFOLDED, rule_of
 from .tensors import Empty, Known, NeedsKnown, Result, Scope, Tensor, TensorList, Unfinished, Weight, is_lost
@@ -86,7 +86,7 @@ def _check(source: Source) -> None:
         return
     own = {identity(f) for f in source.model.functions}
     unknown = [(node, _why_unknown(node)) for node in source.model.graph.node if identity(node) not in own]
-    listed = [row(_name(node, i), node, reason) for i, (node, reason) in enumerate(unknown) if reason]
+    listed = [row(node_name(node, i), node, reason) for i, (node, reason) in enumerate(unknown) if reason]
     if listed:
         raise CannotImport(str(source.path), listed)
     raise UsageError(f"not a valid ONNX model: {problem}", where=str(source.path))
@@ -109,13 +109,15 @@ class _Importer:
 
     def __init__(self, source: Source, opsets: Mapping[str, int], findings: Findings, trained: Trained) -> None:
         graph = source.model.graph
-        every = [v.name for v in graph.input] + [t.name for t in graph.initializer] + [o for n in graph.node for o in n.output]
+        every = [v.name for v in graph.input] + [o for n in graph.node for o in n.output]
         every += [t.values.name for t in graph.sparse_initializer]
-        inner = [t.name for owner, t in stored_in(graph) if owner is not graph]
-        # An initializer inside of a node keeps its name where that is its alone.
-        self.names_of_inner = Counter([*every, *inner])
-        every += [name for name in inner if self.names_of_inner[name] == 1]
-        self.inner: dict[str, Tensor] = {}
+        # By the graph object: protobuf gives the same one again as long as this list holds it.
+        self.stored = stored_in(graph)
+        self.labels: dict[int, dict[str, str]] = {}
+        for label, owner, tensor in self.stored:
+            self.labels.setdefault(id(owner), {})[tensor.name] = label
+            every.append(label)
+        self.inner: dict[object, Tensor] = {}
         self.trained = trained
         self.source = source
         doubtful = _behind_rounded_pools(graph) if opsets[""] < 22 else set()
@@ -167,13 +169,17 @@ class _Importer:
         return Weight(label, kind, tensor) if self.trained(tensor.name, kind) else Known(label, self.source.array(tensor))
 
     def open_graph(self, graph: onnx.GraphProto, n: Node, part: str) -> Scope:
-        """A scope around a graph inside a node, with its initializers: all its runs, also by runs of what is around, share them."""
+        """A scope around a graph inside a node, with its initializers: all its runs, also by runs of what is around, share them. In a function, whose
+        nodes are read anew at each call, those of one place in it do."""
         scope = n.scope.inside(f"{n.own_name}/", f"{n.own_name}/{part}/")
+        labels = self.labels.get(id(graph), {})
         for tensor in graph.initializer:
-            label = tensor.name if self.names_of_inner[tensor.name] == 1 else f"{scope.path}{tensor.name}"
-            if label not in self.inner:
-                self.inner[label] = self._initializer(tensor, label if label == tensor.name else self.builder.names.new(label))
-            scope.tensors[tensor.name] = self.inner[label]
+            label = labels.get(tensor.name)
+            at = f"{scope.path}{tensor.name}"
+            key = label or (*scope.calls, at)
+            if key not in self.inner:
+                self.inner[key] = self._initializer(tensor, label or self.builder.names.new(at))
+            scope.tensors[tensor.name] = self.inner[key]
         for sparse in graph.sparse_initializer:
             scope.tensors[sparse.values.name] = n.known_of(self.source.dense(sparse))
         return scope
@@ -221,7 +227,7 @@ class _Importer:
             pass
         except _DO_NOT_FIT as error:
             results = None
-            self._note(row(scope.prefix + _name(proto, index), proto, str(error)), error)
+            self._note(row(scope.prefix + node_name(proto, index), proto, str(error)), error)
         if results is None:
             for name in filter(None, proto.output):
                 scope.tensors[name] = Lost(promises.types.get(name))
@@ -349,7 +355,3 @@ def _why_unknown(node: onnx.NodeProto) -> str:
     if node.op_type in CONTROL or node.op_type in FOLD_ONLY or node.op_type in UPGRADES or has_definition(node.op_type):
         return ""
     return "no rule for this operator"
-
-
-def _name(node: onnx.NodeProto, index: int) -> str:
-    return node.name or f"{node.op_type}_{index}"

@@ -21,7 +21,7 @@ from penstock.ir.types import TensorType
 
 from ..names import legal
 from ..writer import Lost, Program, Refused, Writer
-from .source import Source
+from .source import Source, node_name
 from .tensors import Empty, Known, NeedsKnown, Result, Scope, Tensor, TensorList, Unfinished, Weight
 
 # The most elements that a rule makes of its own: what a file says costs nothing to say.
@@ -72,7 +72,7 @@ class Node(Writer):
     """One ONNX node under import. `operands` are those of the node's newest form."""
 
     def __init__(self, builder: Builder, proto: onnx.NodeProto, index: int, scope: Scope) -> None:
-        self.own_name = proto.name or f"{proto.op_type}_{index}"
+        self.own_name = node_name(proto, index)
         self.name = scope.prefix + self.own_name
         super().__init__(builder, legal(self.name))
         self._builder = builder

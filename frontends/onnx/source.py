@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -22,6 +23,7 @@ from onnx import numpy_helper
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from penstock.ir.errors import UsageError
+from penstock.ir.graph import Namer
 from penstock.ir.types import FLOATS, TensorType, dtype_of
 
 # Shape inference only looks into small tensors (shapes, axes); larger ones are given to it by type alone.
@@ -263,16 +265,41 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 def all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """A graph and those inside of its nodes."""
-    yield graph
-    for node in graph.node:
+    return (inner for _, inner in _placed(graph, ""))
+
+
+def _placed(graph: onnx.GraphProto, path: str) -> Iterator[tuple[str, onnx.GraphProto]]:
+    """A graph and those inside of its nodes, each with the nodes and parts that it is in."""
+    yield path, graph
+    for index, node in enumerate(graph.node):
         for attribute in node.attribute:
+            at = f"{path}{node_name(node, index)}/{attribute.name.removesuffix('_branch')}/"
             for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
-                yield from all_graphs(inner)
+                yield from _placed(inner, at)
 
 
-def stored_in(graph: onnx.GraphProto) -> Iterator[tuple[onnx.GraphProto, onnx.TensorProto]]:
-    """The initializers of a graph and of those inside its nodes, each with its graph."""
-    yield from ((inner, tensor) for inner in all_graphs(graph) for tensor in inner.initializer)
+def node_name(node: onnx.NodeProto, index: int) -> str:
+    """What a node is called in its graph, where it is at `index`."""
+    return node.name or f"{node.op_type}_{index}"
+
+
+Label = tuple[str, onnx.GraphProto, onnx.TensorProto]
+
+
+def stored_in(graph: onnx.GraphProto) -> list[Label]:
+    """The initializers of a graph and of those inside its nodes, each with its graph and a name that is its alone: its own in the graph itself, and
+    in a graph inside where no other tensor of these is called so; else with its place before it, `If_4/then/w`. The elements do not matter."""
+    found = [(path, inner, tensor) for path, inner in _placed(graph, "") for tensor in inner.initializer]
+    own = (
+        [v.name for v in graph.input] + [t.values.name for t in graph.sparse_initializer] + [o for node in graph.node for o in node.output]
+    )
+    times = Counter([*own, *(tensor.name for _, _, tensor in found)])
+    namer = Namer(times)
+
+    def label(path: str, tensor: onnx.TensorProto) -> str:
+        return tensor.name if not path or times[tensor.name] == 1 else namer.fresh(f"{path}{tensor.name}")
+
+    return [(label(path, tensor), inner, tensor) for path, inner, tensor in found]
 
 
 def _hash_file(path: Path) -> bytes:

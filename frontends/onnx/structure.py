@@ -3,22 +3,22 @@
 take_structure   the file as it was read, and the module's variables -> Structure: the model without the elements of the initializers that
                  became variables; everything else as it stood, local functions and subgraphs included
 save_structure   Structure -> `model.onnx` in a folder, and `model.onnx.data` where elements that stay were external data
-write_model      such a `model.onnx`, and elements for initializers by name -> an ONNX file a user can deploy
+write_model      such a `model.onnx`, and elements for initializers by label -> an ONNX file a user can deploy
 
 Elements are written little-endian as raw data, in the element type of the initializer. Those that were external data are external data again,
 in one file beside the model, called like it with `.data` behind; and where the model would not fit into the 2 GiB of a protobuf message, so
 are all filled-in ones of 1 KiB and more. Both files are written under other names, flushed and renamed, the model last: at no time does a
 model stand beside elements that are not its own.
 
-A variable belongs to the one initializer with its name and shape, in whatever graph it stands. Variables that were computed at import, and
-those whose name several subgraphs use, belong to none.
+A variable belongs to the one initializer with its name and shape, in whatever graph it stands; initializers of one name in several graphs are told
+apart by the place of their graph (source.stored_in). Variables that were computed at import, and those of graphs inside of local functions, which
+may be called more than once, belong to none.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from onnx.helper import tensor_dtype_to_np_dtype
 
 from penstock.ir.errors import UsageError, VerifyError
 
-from .source import Source
+from .source import Source, stored_in
 
 MODEL = "model.onnx"
 # A protobuf message cannot be larger; what is inline must leave room for the keys and lengths of its fields.
@@ -43,11 +43,13 @@ _ELEMENTS = ("raw_data", "float_data", "int32_data", "int64_data", "double_data"
 
 # A file, an offset and a number of bytes.
 Span = tuple[Path, int, int]
+# An initializer whose elements become external data, and these.
+Filled = tuple[onnx.TensorProto, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Structure:
-    """`model` is the serialised model, without the elements of the initializers that `initializers` gives for variables; `spans` says where
+    """`model` is the serialised model, without the elements of the initializers whose labels `initializers` gives for variables; `spans` says where
     the elements of the tensors that are still external lie, in the order of the file."""
 
     model: bytes
@@ -57,15 +59,14 @@ class Structure:
 
 def take_structure(model: onnx.ModelProto, source: Source, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str]) -> Structure:
     """Take the elements of variables out of `model`, which is of no other use afterwards. `shapes` are those of the variables, and `names`
-    gives the file's name for those that are called otherwise."""
-    stored = [tensor for graph in _graphs(model.graph) for tensor in graph.initializer]
-    times = Counter(tensor.name for tensor in stored)
-    tensors = {tensor.name: tensor for tensor in stored if times[tensor.name] == 1}
+    gives the file's label for those that are called otherwise."""
+    tensors = _labelled(model)
     found: dict[str, str] = {}
     for variable, shape in shapes.items():
-        tensor = tensors.get(names.get(variable, variable))
+        label = names.get(variable, variable)
+        tensor = tensors.get(label)
         if tensor is not None and tuple(tensor.dims) == shape:
-            found[variable] = tensor.name
+            found[variable] = label
             for field in _ELEMENTS:
                 tensor.ClearField(field)
     spans = [source.external(tensor) for tensor in _external(model) if tensor.external_data]
@@ -73,12 +74,12 @@ def take_structure(model: onnx.ModelProto, source: Source, shapes: Mapping[str, 
 
 
 def save_structure(structure: Structure, folder: Path, arrays: Mapping[str, np.ndarray]) -> list[Path]:
-    """Write what a bundle keeps. `arrays` are by initializer, for those whose elements nothing else of the bundle holds."""
+    """Write what a bundle keeps. `arrays` are by label, for those whose elements nothing else of the bundle holds."""
     return _write(onnx.ModelProto.FromString(structure.model), arrays, structure.spans, folder / MODEL)
 
 
 def write_model(kept: Path, arrays: Mapping[str, np.ndarray], out: Path) -> list[Path]:
-    """Write the model whose structure `kept` is. `arrays` are by initializer, for all those whose elements were left out. The answer is the
+    """Write the model whose structure `kept` is. `arrays` are by label, for all those whose elements were left out. The answer is the
     files written."""
     model = _read(kept)
     spans = [_kept_span(tensor, kept) for tensor in _external(model) if tensor.external_data]
@@ -91,20 +92,16 @@ def data_file(model: Path) -> Path:
 
 
 def element_types(kept: Path) -> dict[str, np.dtype]:
-    """The element type of every initializer of a kept structure."""
-    return {tensor.name: _dtype(tensor) for graph in _graphs(_read(kept).graph) for tensor in graph.initializer}
+    """The element type of every initializer of a kept structure, by label."""
+    return {label: _dtype(tensor) for label, tensor in _labelled(_read(kept)).items()}
 
 
 # ------------------------------------------------------------------------------------------------ what a model stores
 
 
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and the subgraphs of its nodes."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
-                yield from _graphs(inner)
+def _labelled(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+    """The initializers by names that are theirs alone, in whatever graph they stand."""
+    return {label: tensor for label, _, tensor in stored_in(model.graph)}
 
 
 def _external(message: Message) -> Iterator[onnx.TensorProto]:
@@ -143,12 +140,12 @@ def _kept_span(tensor: onnx.TensorProto, kept: Path) -> Span:
 
 def _write(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], spans: Sequence[Span], out: Path) -> list[Path]:
     """Fill in arrays, and write the model and its external data; tensors that are external without saying where stay empty."""
-    _fill(model, arrays, str(out))
+    filled = _fill(model, arrays, str(out))
     mark = f"{secrets.token_hex(4)}.tmp"
     data = data_file(out)
     work, data_work = (path.with_name(f".{path.name}.{mark}") for path in (out, data))
     try:
-        written = _write_data(model, arrays, iter(spans), data_work, data.name)
+        written = _write_data(model, filled, iter(spans), data_work, data.name)
         with work.open("wb") as file:
             file.write(model.SerializeToString(deterministic=True))
             _flush(file)
@@ -163,9 +160,9 @@ def _write(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], spans: Sequ
     return [out, data] if written else [out]
 
 
-def _fill(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], where: str) -> None:
-    """Put elements into the initializers, and mark those that are to be external data."""
-    tensors = {t.name: t for graph in _graphs(model.graph) for t in graph.initializer if t.name in arrays}
+def _fill(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], where: str) -> list[Filled]:
+    """Put elements into the initializers, and mark those that are to be external data; the answer is these."""
+    tensors = {label: tensor for label, tensor in _labelled(model).items() if label in arrays}
     strange = [name for name in arrays if name not in tensors or tuple(tensors[name].dims) != arrays[name].shape]
     if strange:
         raise VerifyError(f"the model has no initializers of these names and shapes: {', '.join(strange)}", where=where)
@@ -177,18 +174,21 @@ def _fill(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], where: str) 
             inline.remove(name)
     for name in inline:
         tensors[name].raw_data = _elements(arrays[name], tensors[name]).tobytes()
+    return [(tensor, arrays[name]) for name, tensor in tensors.items() if name not in inline]
 
 
-def _write_data(model: onnx.ModelProto, arrays: Mapping[str, np.ndarray], spans: Iterator[Span], path: Path, location: str) -> bool:
+def _write_data(model: onnx.ModelProto, filled: Sequence[Filled], spans: Iterator[Span], path: Path, location: str) -> bool:
     """Write the elements of all external tensors, and say in each where they are; whether there are any."""
-    todo = [tensor for tensor in _external(model) if tensor.external_data or tensor.name in arrays]
+    # By the tensor object: protobuf gives the same one again as long as `filled` holds it.
+    given = {id(tensor): array for tensor, array in filled}
+    todo = [tensor for tensor in _external(model) if tensor.external_data or id(tensor) in given]
     if not todo:
         return False
     with path.open("wb") as file:
         for tensor in todo:
             file.write(b"\0" * (-file.tell() % _ALIGNMENT))
             offset = file.tell()
-            for piece in _copied(next(spans)) if tensor.external_data else _pieces(_elements(arrays[tensor.name], tensor)):
+            for piece in _copied(next(spans)) if tensor.external_data else _pieces(_elements(given[id(tensor)], tensor)):
                 file.write(piece)
             entries = {"location": location, "offset": str(offset), "length": str(file.tell() - offset)}
             del tensor.external_data[:]

@@ -29,7 +29,7 @@ class Trained:
         self._findings = findings
         graph = source.model.graph
         self._said = {value.name: entry.value for value in graph.value_info for entry in value.metadata_props if entry.key == KIND}
-        floating = [tensor.name for _, tensor in stored_in(graph) if source.is_float(tensor)]
+        floating = [tensor.name for _, _, tensor in stored_in(graph) if source.is_float(tensor)]
         patterns = []
         for flag, text in (("frozen", frozen), ("trained", trained)):
             try:

@@ -6,7 +6,8 @@ export        a bundle, or a checkpoint of one -> an ONNX file, a safetensors fi
 The ONNX file is the model that was compiled, with its own inputs and outputs (no loss), nodes and names; the elements of initializers that
 became variables are those of the bundle or the checkpoint, in the initializer's element type, and everything else is as it was, bit for bit.
 The safetensors file of a torch module is its whole state dict: tied weights under each of their names, and what no output depends on as it was.
-Of an ONNX model it has what the model stored of the bundle's variables, by its names and in its element types: parameters, and constants too
+Of an ONNX model it has what the model stored of the bundle's variables, by its names, where several graphs have one with their place before it
+(`If_4/then/weight`), and in its element types: parameters, and constants too
 large to be written into the program; what the loss does not need is in no bundle's variables, only in the ONNX file. Weights are the newest of the checkpoint: under 2bw the older version, which only a resumed run needs, is
 not exported.
 
@@ -69,7 +70,7 @@ def export(
     outs = {flag: Path(os.path.realpath(path)) for flag, path in (("--onnx", onnx), ("--safetensors", safetensors)) if path is not None}
     bundle, place = _find(Path(source), None if checkpoint is None else Path(checkpoint))
     _check_places(outs, bundle)
-    names = _names_of(bundle)
+    names = _names_of(bundle, onnx is None)
     if onnx is not None and bundle.source_structure is None:
         raise UsageError("was not compiled from an ONNX model", where=str(bundle.path), hint="--safetensors writes its weights")
     arrays, step = _weights(bundle, place)
@@ -123,15 +124,20 @@ def _check_places(outs: Mapping[str, Path], bundle: Bundle) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _names_of(bundle: Bundle) -> dict[str, list[str]]:
-    """The model's own names of its variables. A parameter without one could be trained, but not written back."""
+_HINT = "weights of graphs inside of functions may stand for several; --safetensors writes them, by names of ours"
+
+
+def _names_of(bundle: Bundle, alone: bool) -> dict[str, list[str]]:
+    """The model's own names of its variables. A parameter of an ONNX model without one cannot be written back into it, but `alone`, by ours."""
     names = bundle.source_names
     if names is None:
         raise UsageError("does not say what its weights are called in the model", where=str(bundle.path), hint="compile the model again")
     stored = stored_vars(bundle.module)
     lost = [name for name, var in stored.items() if var.role == PARAM and name not in names]
-    if lost:
-        raise UsageError(f"these parameters stand in no one place of the model: {', '.join(lost)}", where=str(bundle.path))
+    if lost and alone and bundle.source_structure is not None:
+        names = {**names, **{name: [name] for name in lost}}
+    elif lost:
+        raise UsageError(f"these parameters stand in no one place of the model: {', '.join(lost)}", where=str(bundle.path), hint=_HINT)
     strange = sorted(names.keys() - stored.keys())
     every = [name for named in names.values() for name in named]
     if strange or len(set(every)) < len(every):
