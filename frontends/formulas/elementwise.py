@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf, pi
+
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
@@ -136,6 +138,32 @@ def inverse_cosine(w: Writer, x: Value) -> Value:
     return w.emit("mul", w.emit("atan", w.emit("sqrt", ratio)), 2.0)
 
 
+def below_zero(w: Writer, x: Value) -> Value:
+    """Whether the sign of x is a minus, as that of -0.0 is."""
+    return w.emit("or", w.emit("less", x, 0.0), w.emit("less", w.emit("div", 1.0, x), 0.0))
+
+
+def with_sign(w: Writer, x: Value, minus: Value) -> Value:
+    """The size of x, negative where `minus` holds; its gradient at zero is zero, as in torch."""
+    size = w.emit("abs", x)
+    return w.emit("where", minus, w.emit("neg", size), size)
+
+
+def angle(w: Writer, y: Value, x: Value) -> Value:
+    """The angle of the point (x, y): of the smaller over the larger coordinate, whose quotient never overflows. At (0, 0) it has no gradient, as in torch."""
+    steep = w.emit("less", w.emit("abs", x), w.emit("abs", y))
+    small, large = w.emit("where", steep, x, y), w.emit("where", steep, y, x)
+    nowhere, endless = w.emit("equal", large, 0.0), w.emit("equal", w.emit("abs", small), inf)
+    one, minus_one = (w.literal(sign, x.type.dtype) for sign in (1.0, -1.0))
+    small = w.emit("where", endless, w.emit("where", w.emit("less", small, 0.0), minus_one, one), small)
+    large = w.emit("where", endless, w.emit("where", w.emit("less", large, 0.0), minus_one, one), w.emit("where", nowhere, 1.0, large))
+    slope = w.emit("where", nowhere, 0.0, w.emit("atan", w.emit("div", small, large)))
+    minus = below_zero(w, y)
+    half, quarter = (w.emit("where", minus, w.literal(-turn, x.type.dtype), w.literal(turn, x.type.dtype)) for turn in (pi, pi / 2))
+    flat = w.emit("where", below_zero(w, x), w.emit("add", slope, half), slope)
+    return w.emit("where", steep, w.emit("sub", quarter, slope), flat)
+
+
 def scaled_softplus(w: Writer, x: Value, beta: float, threshold: float) -> Value:
     """log(1 + e^(beta * x)) / beta, and x itself where beta * x is above the threshold."""
     scaled = x if beta == 1.0 else w.emit("mul", x, beta)
@@ -156,6 +184,12 @@ def truncate(w: Writer, x: Value) -> Value:
     if x.type.dtype not in FLOATS:
         return x
     return w.emit("where", w.emit("less", x, 0.0), ceil(w, x), w.emit("floor", x))
+
+
+def inverted(w: Writer, x: Value) -> Value:
+    """Every bit of an integer the other way."""
+    dtype = x.type.dtype
+    return w.emit("bit_xor", x, 2 ** int(dtype[1:]) - 1 if dtype[0] == "u" else -1)
 
 
 def floor_divide(w: Writer, x: Operand, y: Operand) -> Value:

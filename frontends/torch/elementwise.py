@@ -7,7 +7,7 @@ comparisons to the common type of their operands.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isfinite, log
+from math import copysign, isfinite, log
 
 import torch
 
@@ -15,6 +15,8 @@ from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
 from ..formulas.elementwise import (
+    angle,
+    below_zero,
     ceil,
     clamp,
     cosh,
@@ -23,6 +25,8 @@ from ..formulas.elementwise import (
     floor_divide,
     hard_sigmoid,
     inverse_cosh,
+    inverse_cosine,
+    inverse_sine,
     inverse_sinh,
     inverse_tanh,
     leaky,
@@ -33,6 +37,7 @@ from ..formulas.elementwise import (
     scaled_softplus,
     sinh,
     truncate,
+    with_sign,
 )
 from .node import Known, Node, Result, Rule
 
@@ -77,12 +82,6 @@ def _round(n: Node) -> Result:
 
 def _abs(n: Node) -> Result:
     return n.arg("self") if n.dtype in ("u8", "bool") else n.emit("abs", n.value())
-
-
-def _not(n: Node) -> Result:
-    x = n.value()
-    n.require(x.type.dtype in ("bool", "i8", "i32", "i64"), f"is not supported on {x.type}")
-    return n.emit("not", x) if x.type.dtype == "bool" else n.emit("sub", n.emit("neg", x), 1)  # two's complement
 
 
 def _elu(n: Node) -> Result:
@@ -179,16 +178,11 @@ def _differ(n: Node) -> Result:
     return n.emit("not", n.emit("equal", truth(n, "self"), truth(n, "other")))
 
 
-def bitwise(kind: str) -> Rule:
-    """On bools the logical operation."""
-
-    def rule(n: Node) -> Result:
-        n.require(n.dtype == "bool", "is supported on bools only")
-        if kind == "xor":
-            return n.emit("not", n.emit("equal", n.operand("self", "bool"), n.operand("other", "bool")))
-        return n.emit(kind, n.operand("self", "bool"), n.operand("other", "bool"))
-
-    return rule
+def _copysign(n: Node) -> Result:
+    x, other = n.value("self", n.dtype), n.arg("other")
+    if isinstance(other, bool | int | float):
+        return with_sign(n, x, n.literal(copysign(1.0, other) < 0, "bool"))
+    return with_sign(n, x, below_zero(n, n.value("other", n.dtype)))
 
 
 # ---------------------------------------------------------------------------------------- several operands
@@ -254,6 +248,9 @@ RULES: dict[str, Rule] = {
     "tan": unary(lambda n, x: n.emit("div", n.emit("sin", x), n.emit("cos", x))),
     "sinh": unary(sinh),
     "cosh": unary(cosh),
+    "asin": unary(inverse_sine),
+    "acos": unary(inverse_cosine),
+    "atan": unary("atan"),
     "asinh": unary(inverse_sinh),
     "acosh": unary(inverse_cosh),
     "atanh": unary(inverse_tanh),
@@ -262,7 +259,6 @@ RULES: dict[str, Rule] = {
     "isnan": lambda n: _neither(n, "nan"),
     "isinf": lambda n: _neither(n, "inf"),
     "logical_not": lambda n: n.emit("not", truth(n, "self")),
-    "bitwise_not": _not,
     # activations
     "gelu": _gelu,
     "silu": unary(_silu),
@@ -311,12 +307,9 @@ RULES: dict[str, Rule] = {
     "logical_and": logical("and"),
     "logical_or": logical("or"),
     "logical_xor": _differ,
-    "bitwise_and.Tensor": bitwise("and"),
-    "bitwise_and.Scalar": bitwise("and"),
-    "bitwise_or.Tensor": bitwise("or"),
-    "bitwise_or.Scalar": bitwise("or"),
-    "bitwise_xor.Tensor": bitwise("xor"),
-    "bitwise_xor.Scalar": bitwise("xor"),
+    "atan2": lambda n: angle(n, n.value("self", n.dtype), n.value("other", n.dtype)),
+    "copysign.Tensor": _copysign,
+    "copysign.Scalar": _copysign,
     # several operands
     "clamp": _clamp,
     "clamp.Tensor": _clamp,

@@ -75,7 +75,7 @@ def filled(value: float | None = None) -> Rule:
     """A constant of one value; `value` None: that of the call."""
 
     def rule(n: Node) -> Result:
-        n.ignore("dtype", "physical_layout")
+        n.ignore("dtype", "physical_layout", "stride")
         dims = n.ints("size") if n.has("size") else n.type().dims
         filler, dtype = n.arg("fill_value") if value is None else value, n.dtype
         n.require(isinstance(filler, bool | int | float), f"cannot be filled with {filler!r}")
@@ -254,6 +254,7 @@ RULES: dict[str, Rule] = {
     "full_like": filled(),
     "empty.memory_format": filled(0.0),
     "empty_permuted": filled(0.0),
+    "empty_strided": filled(0.0),
     "arange.start_step": _arange,
     # repeated, cut and joined
     "expand": _expand,

@@ -404,5 +404,6 @@ RULES: dict[str, Rule] = {
     "native_dropout": _dropout,
     # bags
     "embedding_bag": _embedding_bag,
+    "_embedding_bag": _embedding_bag,
     "embedding_bag.padding_idx": _embedding_bag,
 }

@@ -44,7 +44,7 @@ def distinct(*shape: int) -> Tensor:
 
 UNARY = {
     "neg": f, "abs": f, "sign": f, "exp": f, "log": p, "sqrt": p, "rsqrt": p, "sin": f, "cos": f, "tanh": f, "sigmoid": f, "erf": f, "relu": f,
-    "floor": f, "ceil": f, "trunc": f, "round": f, "exp2": f, "expm1": f, "log1p": p, "log2": p, "log10": p, "tan": u, "sinh": f, "cosh": f,
+    "floor": f, "ceil": f, "trunc": f, "round": f, "exp2": f, "expm1": f, "log1p": p, "log2": p, "log10": p, "tan": u, "sinh": f, "cosh": f, "asin": u, "acos": u, "atan": f,
     "asinh": f, "atanh": u, "erfc": f, "reciprocal": p, "gelu": f, "silu": f, "mish": f, "selu": f, "elu": f, "leaky_relu": f, "hardtanh": f,
     "relu6": f, "hardsigmoid": f, "hardswish": f, "softplus": f,
 }  # fmt: skip
@@ -52,13 +52,15 @@ UNARY = {
 # Exactly where they could lose precision or overflow.
 EDGES = torch.tensor([-80.0, -20.0, -1.5, -1e-3, -1e-6, -0.0, 0.0, 1e-7, 1e-4, 0.3, 0.99, 1.0, 1.5, 20.0, 80.0])
 
+SHIFTS = torch.tensor([0, 1, 5, 64, -1])
+
 
 def unary_cases() -> list[Case]:
     cases: list[Case] = []
     for row, draw in UNARY.items():
         op = getattr(A, row).default
         cases.append((row, op, (draw(3, 4),)))
-        if row in ("expm1", "sinh", "cosh", "asinh"):
+        if row in ("expm1", "sinh", "cosh", "asinh", "atan"):
             cases.append((row, op, (EDGES.clamp(-20, 20),)))
         if row in (
             "softplus",
@@ -110,6 +112,10 @@ ELEMENTWISE: list[Case] = [
     ("logical_not", A.logical_not.default, (i(0, 2, 4),)),
     ("bitwise_not", A.bitwise_not.default, (b(4),)),
     ("bitwise_not", A.bitwise_not.default, (i(-3, 3, 4),)),
+    ("bitwise_not", A.bitwise_not.default, (i(0, 256, 4).to(torch.uint8),)),
+    ("asin", A.asin.default, (i(-1, 2, 5),)),
+    ("asin", A.asin.default, (torch.tensor([-1.0, -1e-6, 0.0, 1e-3, 1.0, 1.5]),)),
+    ("acos", A.acos.default, (torch.tensor([-1.0, -1e-6, 0.0, 0.999, 1.0, 1.5]),)),
     ("add.Tensor", lambda x, y: A.add.Tensor(x, y, alpha=2), (f(3, 4), f(3, 1))),
     ("add.Tensor", A.add.Tensor, (i(0, 3, 4), f(2, 4))),
     ("add.Tensor", lambda x: x + 3, (i(0, 3, 4),)),
@@ -160,8 +166,32 @@ ELEMENTWISE: list[Case] = [
         for case in (
             (f"bitwise_{name}.Tensor", getattr(A, f"bitwise_{name}").Tensor, (b(6), b(2, 6))),
             (f"bitwise_{name}.Scalar", lambda x, n=name: getattr(A, f"bitwise_{n}").Scalar(x, True), (b(6),)),
+            (f"bitwise_{name}.Tensor", getattr(A, f"bitwise_{name}").Tensor, (i(-99, 99, 6), i(-99, 99, 2, 6).to(torch.int8))),
+            (f"bitwise_{name}.Tensor", getattr(A, f"bitwise_{name}").Tensor, (b(6), i(0, 99, 6).to(torch.uint8))),
+            (f"bitwise_{name}.Scalar", lambda x, n=name: getattr(A, f"bitwise_{n}").Scalar(x, -3), (i(-99, 99, 6).int(),)),
+            (f"bitwise_{name}.Scalar_Tensor", lambda x, n=name: getattr(A, f"bitwise_{n}").Scalar_Tensor(5, x), (i(-99, 99, 6),)),
         )
     ),
+    *(
+        case
+        for side in ("left", "right")
+        for case in (
+            (f"bitwise_{side}_shift.Tensor", getattr(A, f"bitwise_{side}_shift").Tensor, (i(-99, 99, 5), SHIFTS)),
+            (f"bitwise_{side}_shift.Tensor", getattr(A, f"bitwise_{side}_shift").Tensor, (i(0, 256, 4).to(torch.uint8), i(0, 8, 3, 1).to(torch.uint8))),
+            (f"bitwise_{side}_shift.Tensor_Scalar", lambda x, s=side: getattr(A, f"bitwise_{s}_shift").Tensor_Scalar(x, 3), (i(-99, 99, 5).to(torch.int8),)),
+            (f"bitwise_{side}_shift.Scalar_Tensor", lambda x, s=side: getattr(A, f"bitwise_{s}_shift").Scalar_Tensor(-77, x), (SHIFTS,)),
+            (f"__{side[0]}shift__.Tensor", lambda x, y, s=side: x << y if s == "left" else x >> y, (i(-99, 99, 5), SHIFTS)),
+            (f"__{side[0]}shift__.Scalar", lambda x, s=side: x << 2 if s == "left" else x >> 2, (i(-99, 99, 5).int(),)),
+        )
+    ),
+    ("atan2", A.atan2.default, (f(3, 4), f(4))),
+    ("atan2", A.atan2.default, (i(-3, 3, 5), i(-3, 3, 5))),
+    ("atan2", A.atan2.default, (torch.tensor([0.0, 1.0, 0.0, -0.0, -2.0, 1e15, 1e-9, 0.0, -0.0]), torch.tensor([0.0, 0.0, -1.0, -1.0, 0.0, -1e15, 1e-9, -0.0, -0.0]))),
+    ("atan2", A.atan2.default, (torch.tensor([math.inf, -math.inf, math.inf, 2.0, -2.0, math.nan]), torch.tensor([math.inf, math.inf, -math.inf, -math.inf, math.inf, 1.0]))),
+    ("copysign.Tensor", A.copysign.Tensor, (torch.tensor([0.0, -0.0, 1.0, -2.0, math.inf]), torch.tensor([1.0, -1.0, -0.0, math.inf, -math.inf]))),
+    ("copysign.Tensor", A.copysign.Tensor, (i(-3, 4, 5), i(-3, 4, 5))),
+    ("copysign.Scalar", lambda x: A.copysign.Scalar(x, -0.0), (f(5),)),
+    ("copysign.Scalar", lambda x: A.copysign.Scalar(x, 2), (i(-3, 4, 5),)),
     ("clamp", lambda x: A.clamp(x, -0.5, 0.5), (f(3, 4),)),
     ("clamp", lambda x: A.clamp(x, 0.0, 1.0), (EDGES.clone(),)),
     ("clamp", lambda x: A.clamp(x, 0.5, -0.5), (f(3, 4),)),
@@ -194,6 +224,7 @@ LAYOUT: list[Case] = [
     ("full_like", lambda x: A.full_like(x, 2) + x, (f(2, 3),)),
     ("empty.memory_format", lambda x: x + A.empty.memory_format([3], dtype=torch.float32).zero_(), (f(3),)),
     ("empty_permuted", lambda x: x + torch.empty_like(x).fill_(1.0), (f(3),)),
+    ("empty_strided", lambda x: x + torch.empty_strided((3,), (2,)).zero_(), (f(3),)),
     ("arange.start_step", lambda x: x + torch.arange(1, 10, 3), (f(3),)),
     ("expand", lambda x: A.expand(x, [2, -1, 4]), (f(3, 1),)),
     ("repeat", lambda x: A.repeat(x, [2, 1, 3]), (f(2, 3),)),
@@ -398,6 +429,7 @@ NEURAL: list[Case] = [
     ),
     ("embedding_bag.padding_idx", lambda w, k, s: A.embedding_bag.padding_idx(w, k, torch.tensor([0, 3, 6]), False, 0, False, s, False, None)[0], (f(7, 3), i(0, 7, 9), f(9))),
     ("embedding_bag.padding_idx", lambda w, k: A.embedding_bag.padding_idx(w, k, torch.tensor([0, 2]), False, 1, False, None, False, 1)[0], (f(4, 3), torch.tensor([1, 2, 1, 0, 3]))),
+    ("_embedding_bag", lambda w, k: A._embedding_bag(w, k, torch.tensor([0, 2]), False, 1, False, None, False, 3)[0], (f(4, 3), i(0, 4, 5))),
     ("embedding_bag", lambda w, k: A.embedding_bag.default(w, k, torch.tensor([0, 2]), False, 0)[0], (f(4, 3), i(0, 4, 5))),
 ]  # fmt: skip
 
@@ -454,7 +486,7 @@ FLAT = (
 )  # fmt: skip
 # What these give does not depend on their operands; at a small size that is computed at import.
 MADE = (
-    "full", "full_like", "empty.memory_format", "empty_permuted", "arange.start_step",
+    "full", "full_like", "empty.memory_format", "empty_permuted", "empty_strided", "arange.start_step",
 )  # fmt: skip
 
 CASES: list[Case] = [*ELEMENTWISE, *LAYOUT, *INDEXING, *REDUCTIONS, *NEURAL, *ATTENTION, *RECURRENT]

@@ -1,0 +1,45 @@
+"""ATen operations on the bits of integers; of bools the bitwise ones are the logical ones.
+
+Shifted by a negative number, or by as many bits as there are or more, an integer becomes 0, or -1 where its sign moves in.
+"""
+
+from __future__ import annotations
+
+from ..formulas.elementwise import inverted
+from .node import Node, Result, Rule
+
+
+def bitwise(kind: str) -> Rule:
+    def rule(n: Node) -> Result:
+        dtype = n.dtype
+        x, y = n.operand("self", dtype), n.operand("other", dtype)
+        if dtype != "bool":
+            return n.emit(f"bit_{kind}", x, y)
+        return n.emit("not", n.emit("equal", x, y)) if kind == "xor" else n.emit(kind, x, y)
+
+    return rule
+
+
+def _not(n: Node) -> Result:
+    x = n.value()
+    return n.emit("not", x) if x.type.dtype == "bool" else inverted(n, x)
+
+
+def shift(kind: str) -> Rule:
+    def rule(n: Node) -> Result:
+        dtype = n.dtype
+        return n.emit(kind, n.operand("self", dtype), n.operand("other", dtype))
+
+    return rule
+
+
+RULES: dict[str, Rule] = {
+    "bitwise_not": _not,
+    **{f"bitwise_{kind}.{form}": bitwise(kind) for kind in ("and", "or", "xor") for form in ("Tensor", "Scalar", "Scalar_Tensor")},
+    **{
+        f"bitwise_{side}_shift.{form}": shift(f"shift_{side}")
+        for side in ("left", "right")
+        for form in ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
+    },
+    **{f"__{side[0]}shift__.{form}": shift(f"shift_{side}") for side in ("left", "right") for form in ("Tensor", "Scalar")},
+}
