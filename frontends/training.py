@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from penstock.ir.errors import UsageError
-from penstock.ir.graph import Attr, Graph, Module, Namer, Op, Value, substitute
+from penstock.ir.graph import PARAM, Attr, Graph, Module, Namer, Op, Value, substitute
+from penstock.ir.liveness import live_ops
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, TensorType
-
-from .pruning import live_ops
 
 LABELS = "labels"
 LOSSES = ("cross_entropy", "mse", "output:NAME")
@@ -222,6 +221,13 @@ def attach_loss(module: Module, training: Training) -> Module:
     read = {op.var for op in live if op.kind == "read"}
     graph = Graph("main", inputs, (loss,), tuple(live))
     variables = {name: var for name, var in module.vars.items() if name in read}
+    halves = [f"@{name}" for name, var in variables.items() if var.role == PARAM and var.type.dtype == "f16"]
+    if halves:
+        raise UsageError(
+            f"parameters in f16 cannot be trained, there is no loss scaling: {', '.join(halves)}",
+            where="training",
+            hint="keep them in f32; precision bf16 computes in 16 bits",
+        )
     notes = []
     others = [name for name in module.outputs if name != loss.name]
     if others:

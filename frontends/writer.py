@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.ir.graph import BUFFER, MICROBATCH, Attr, Graph, Module, Op, Value, Var, substitute
+from penstock.ir.liveness import live_ops
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, INTS, TensorType, dtype_of, numpy_dtype
 
 from .names import Names, legal
-from .pruning import live_ops
 
 # Constants up to this size are written into the program as `const`; larger ones become buffers beside the weights.
 INLINE = 16

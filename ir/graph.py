@@ -7,6 +7,7 @@ its backward graph takes `%h`; one stage returns `%h`, the next takes `%h`. So n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -44,6 +45,16 @@ class Value:
         return f"%{self.name} : {self.type}"
 
 
+def _has_nan(value: Attr) -> bool:
+    return any(map(_has_nan, value)) if isinstance(value, tuple) else isinstance(value, float) and value != value
+
+
+def _one_nan(value: Attr) -> Attr:
+    if isinstance(value, tuple):
+        return tuple(math.nan if _has_nan(x) else x for x in value)
+    return math.nan if _has_nan(value) else value
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One operation. `kind` is a row of the op table; `loc` is the ONNX node or Python line it came from."""
@@ -53,6 +64,11 @@ class Op:
     outs: tuple[Value, ...]
     attrs: Attrs = field(default_factory=dict)
     loc: str = ""
+
+    def __post_init__(self) -> None:
+        # One nan for all, so that operations that print alike are equal.
+        if any(_has_nan(value) for value in self.attrs.values()):
+            object.__setattr__(self, "attrs", {name: _one_nan(value) for name, value in self.attrs.items()})
 
     def with_attrs(self, **changed: Attr | None) -> Op:
         """A copy with attributes set, or removed where the new value is None."""

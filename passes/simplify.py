@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..ir.graph import Attr, Graph, Module, Namer, Op, Value, substitute
+from ..ir.liveness import drop_dead
 from ..ir.numpy_ops import F64, Array, apply_op
 from ..ir.ops import OPS
 from .identities import IDENTITIES, Found
@@ -204,20 +205,6 @@ def _literal(array: Array, limit: int) -> Attr | None:
 
 
 # ---------------------------------------------------------------------------------------- dead code
-
-
-def drop_dead(graph: Graph) -> Graph:
-    """The graph without operations that no result, saved value or effect needs."""
-    live = {*graph.outs, *graph.saved}
-    ops: list[Op] = []
-    for op in reversed(graph.ops):
-        changes = OPS[op.kind].effect and op.kind != "read"
-        if changes or not live.isdisjoint(op.outs):
-            live.update(op.ins)
-            ops.append(op)
-    if len(ops) == len(graph.ops):
-        return graph
-    return Graph(graph.name, graph.ins, graph.outs, tuple(reversed(ops)), graph.saved)
 
 
 def _drop_unused_saves(graphs: dict[str, Graph]) -> None:

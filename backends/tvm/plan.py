@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.ir.graph import Graph, Op, Value
+from penstock.ir.liveness import drop_dead
 from penstock.ir.ops import OPS
 
 from .group import EFFECTS, Group, Kernel, NotOneKernel, is_inline
@@ -203,7 +204,7 @@ def _has_loops(op: Op) -> bool:
 
 def plan_graphs(graphs: Sequence[Graph], make: Make) -> tuple[Lowered, ...]:
     """The kernels of every graph in the order they run. A grouping that leaves no order is given up: then every operation has its own kernel."""
-    ready = [_snapshot_reads(graph) for graph in graphs]
+    ready = [_snapshot_reads(drop_dead(graph)) for graph in graphs]
     kernels = _make_kernels(ready, make)
     orders: list[list[Step]] = [[] for _ in ready]
     without: list[int] = []

@@ -78,6 +78,18 @@ def test_a_product_with_everything_behind_it_is_one_kernel(m: int, n: int, k: in
     assert not agrees(graph, tmp_path)
 
 
+def test_what_nobody_reads_is_not_run(tmp_path: Path) -> None:
+    """Alone, and beside what is read."""
+    w = Writer()
+    x = value("x", "f32[5,7]")
+    w("less", x, x)
+    w("softmax", w("exp", x), axis=1)
+    y = w("tanh", x)
+    graph = fused(w.graph((x,), (y,)))
+    assert kernels_of(graph) == 1
+    assert not agrees(graph, tmp_path)
+
+
 def test_batches_that_share_an_operand(tmp_path: Path) -> None:
     """Indices of two batches in one register were cut wrongly by a pass of LLVM 22.1.0 (target.py): the kernel read far outside of its tensor."""
     w = Writer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
@@ -96,6 +97,17 @@ def test_outputs_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
     for loss in ("cross_entropy", "mse"):
         with pytest.raises(UsageError, match=r"needs a floating-point output.*i64\[2,5\]"):
             attach_loss(whole, train(loss))
+
+
+def test_parameters_of_f16_are_refused(tmp_path: Path) -> None:
+    body = (
+        "(float[2, 3] x) => (float[2, 3] y) <float16[3, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}> { c = Cast<to: int = 1>(w) y = MatMul(x, c) }"
+    )
+    path = tmp_path / "half.onnx"
+    path.write_bytes(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> m {body}').SerializeToString())
+    module = import_onnx(path).module
+    with pytest.raises(UsageError, match=r"parameters in f16 cannot be trained.*@w"):
+        attach_loss(module, Training("mse"))
 
 
 def test_labels_of_the_model_are_not_overwritten(tmp_path: Path) -> None:

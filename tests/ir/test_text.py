@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.ir.cluster import Cluster, Device, Link
 from penstock.ir.errors import ParseError
 from penstock.ir.graph import Edge, Graph, Mesh, Module, Note, Op, Stage, Value, Var
+from penstock.ir.ops import make
 from penstock.ir.schedule import KINDS, RECEIVES, SENDS, Action, Program, Schedule
 from penstock.ir.text import parse_literal, parse_module, print_literal, print_module
 from penstock.ir.types import DTYPES, TensorType, parse_type
@@ -110,6 +111,13 @@ def test_literals_round_trip_with_their_python_type(value: object) -> None:
     again = parse_literal(print_literal(value))  # type: ignore[arg-type]
     assert again == value
     assert type(again) is type(value)
+
+
+def test_operations_that_hold_not_a_number_are_equal_where_they_print_alike() -> None:
+    for value in (float("nan"), (1.0, float("nan"))):
+        op = make("const", (), ["c"], value=value, dtype="f32", shape=() if isinstance(value, float) else (2,))
+        module = Module("m", outputs=("c",), graphs={"main": Graph("main", (), op.outs, (op,))})
+        assert parse_module(print_module(module)) == module
 
 
 def test_not_a_number_round_trips() -> None:

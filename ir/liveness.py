@@ -1,0 +1,26 @@
+"""What somebody notices: operations that a result or an effect needs, and graphs without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .graph import Graph, Op, Value
+from .ops import OPS
+
+
+def live_ops(ops: Sequence[Op], results: Iterable[Value]) -> list[Op]:
+    """The operations that `results` and changes of variables depend on, in order."""
+    needed = set(results)
+    kept = []
+    for op in reversed(ops):
+        changes = OPS[op.kind].effect and op.kind != "read"
+        if changes or not needed.isdisjoint(op.outs):
+            kept.append(op)
+            needed.update(op.ins)
+    return kept[::-1]
+
+
+def drop_dead(graph: Graph) -> Graph:
+    """The graph without operations that no result, saved value or effect needs."""
+    ops = live_ops(graph.ops, (*graph.outs, *graph.saved))
+    return graph if len(ops) == len(graph.ops) else Graph(graph.name, graph.ins, graph.outs, tuple(ops), graph.saved)
