@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node as Call
+from torch.utils import _pytree as pytree
 
 from penstock.ir.errors import UnsupportedModel
 from penstock.ir.graph import Value
@@ -78,7 +79,7 @@ class Caller:
             if unread:
                 raise Refused(f"argument {', '.join(unread)} is not supported")
         else:
-            raise Refused("no rule for this operation")
+            raise Refused(_missing(call))
         self._compare(call, result)
         return node.finish(result)
 
@@ -172,6 +173,14 @@ def location(call: Call) -> str:
 
 def _called(call: Call) -> str:
     return str(call.target) if call.op == "call_function" else call.op
+
+
+def _missing(call: Call) -> str:
+    """Why there is no rule."""
+    metas = pytree.tree_leaves([one.meta.get("val") for one in (call, *call.all_input_nodes)])
+    if any(isinstance(meta, torch.Tensor) and meta.is_complex() for meta in metas):
+        return "there are no complex numbers here; a model may compute their real and imaginary parts apart"
+    return "no rule for this operation"
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

@@ -131,8 +131,12 @@ def _deviation_and_mean(n: Node) -> Result:
 def _norm(n: Node) -> Result:
     n.ignore("dtype")
     x, axes, keep = n.value("self", n.dtype), axes_of(n), bool(n.arg("keepdim"))
-    order = float(n.arg("ord", 2))
     n.require(x.type.dtype in FLOATS, f"needs a floating-point operand, got {x.type}")
+    return length(n, x, axes, keep, float(n.arg("ord", 2)))
+
+
+def length(n: Node, x: Value, axes: tuple[int, ...], keep: bool, order: float) -> Value:
+    """The norm of that order, with gradient 0 where it is 0."""
     if order == 2.0:
         return root(n, reduced(n, "sum", n.emit("mul", x, x), axes, keep))
     size = n.emit("abs", x)
@@ -142,7 +146,8 @@ def _norm(n: Node) -> Result:
         return n.emit("neg", reduced(n, "max", n.emit("neg", size), axes, keep))
     if order == 1.0:
         return reduced(n, "sum", size, axes, keep)
-    n.require(order != 0.0, "ord=0 is not supported")
+    if order == 0.0:
+        return reduced(n, "sum", n.emit("cast", n.emit("not", n.emit("equal", x, 0.0)), dtype=x.type.dtype), axes, keep)
     each = root(n, size, 1.0 / order) if 0.0 < order < 1.0 else power(n, size, order)
     return root(n, reduced(n, "sum", each, axes, keep), order)
 

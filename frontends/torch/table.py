@@ -6,10 +6,10 @@ slower, lose precision, or be another graph for every size.
 
 from __future__ import annotations
 
-from . import attention, bits, elementwise, indexing, layout, neural, recurrent, reductions
+from . import attention, bits, distances, elementwise, indexing, layout, neural, recurrent, reductions
 from .node import Rule
 
-_FAMILIES = (elementwise, bits, layout, indexing, reductions, neural, attention, recurrent)
+_FAMILIES = (elementwise, bits, layout, indexing, reductions, distances, neural, attention, recurrent)
 
 RULES: dict[str, Rule] = {name: rule for family in _FAMILIES for name, rule in family.RULES.items()}
 assert len(RULES) == sum(len(family.RULES) for family in _FAMILIES), "two rows have one name"
@@ -21,7 +21,7 @@ WHOLE = frozenset({
     "softmax.int", "log_softmax.int", "logsumexp", "layer_norm", "rms_norm", "group_norm", "std.correction", "std_mean.correction",
     "embedding_bag", "embedding_bag.padding_idx", "scaled_dot_product_attention", "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input",
     "upsample_nearest1d.vec", "upsample_nearest3d.vec", "upsample_linear1d.vec", "upsample_trilinear3d.vec", "upsample_bicubic2d.vec",
-    "pixel_shuffle", "roll", "detach", "all", "all.dim", "copy",
+    "pixel_shuffle", "roll", "detach", "all", "all.dim", "copy", "_euclidean_dist",
 })
 # Checks of what torch knows already, which compute nothing.
 CHECKS = frozenset({

@@ -109,6 +109,15 @@ def test_element_types(dtype: torch.dtype) -> None:
     judge(import_torch(layer, (x,)), x, [layer(x)], {torch.float64: 1e-12, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype])
 
 
+def test_transforms_to_complex_numbers_are_refused_by_that_reason() -> None:
+    with pytest.raises(UnsupportedModel, match=r"_fft_r2c.*there are no complex numbers here"):
+        check_case(lambda x: torch.fft.irfft(torch.fft.rfft(x)), (f(2, 8),))
+    with pytest.raises(UnsupportedModel, match=r"aten.complex.*there are no complex numbers here"):
+        check_case(lambda x: torch.fft.irfft(torch.complex(x, x)), (f(2, 5),))
+    with pytest.raises(UnsupportedModel, match="no rule for this operation"):
+        check_case(torch.special.bessel_j0, (f(3),))
+
+
 def test_an_element_type_without_a_counterpart_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="input input: element type complex64 is not supported"):
         import_torch(nn.Identity(), (torch.zeros(3, dtype=torch.complex64),))

@@ -293,6 +293,9 @@ INDEXING: list[Case] = [
     ("sort.stable", lambda x: A.sort.stable(x, stable=True, dim=1), (i(0, 3, 2, 9),)),
 ]  # fmt: skip
 
+# Some of these are the same, and some differ by as much in one dimension as in the other.
+CORNERS = torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [3.0, -1.0]])
+
 REDUCTIONS: list[Case] = [
     ("sum.dim_IntList", lambda x: A.sum.dim_IntList(x, [0, -1], True), (f(2, 3, 4),)),
     ("sum.dim_IntList", lambda x: A.sum.dim_IntList(x, [1], dtype=torch.float64), (f(2, 3),)),
@@ -335,6 +338,23 @@ REDUCTIONS: list[Case] = [
         )
         for order in (2, 1, 0.5, 1.5, 3, 4, math.inf)
     ),
+    *(
+        ("_cdist_forward", lambda x, y, o=order: torch.cdist(x, y, o), (f(2, 1, 3, 4), f(5, 6, 4)))
+        for order in (2, 1, 0.5, 1.5, 3, math.inf)
+    ),
+    *(
+        ("_cdist_forward", lambda x, y, o=order: torch.cdist(x, y, o), (CORNERS, CORNERS.flip(0)))
+        for order in (2, 1, 0.5, 1.5, 3, math.inf)
+    ),
+    ("_cdist_forward", lambda x, y: torch.cdist(x, y, math.inf), (torch.tensor([[1.0, math.inf]]), f(3, 2))),
+    ("_cdist_forward", lambda x: torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist"), (f(30, 4),)),
+    *(("_pdist_forward", lambda x, o=order: torch.pdist(x, o), (CORNERS,)) for order in (2, 1, 0.5, 1.5, 3, math.inf)),
+    # Numbers of elements that differ; a sum beside them has a gradient.
+    ("_cdist_forward", lambda x, y: torch.cdist(x, y, 0.0) + x.sum(), (CORNERS, CORNERS.flip(0))),
+    ("_pdist_forward", lambda x: torch.pdist(x, 0.0) + x.sum(), (CORNERS,)),
+    ("linalg_vector_norm", lambda x: torch.linalg.vector_norm(x, 0.0, 1) + x.sum(), (CORNERS,)),
+    ("_euclidean_dist", torch.cdist, (f(2, 30, 4), f(2, 5, 4))),
+    ("_euclidean_dist", torch.cdist, (CORNERS.repeat(9, 1), CORNERS)),
     ("cumsum", lambda x: A.cumsum(x, -1), (f(2, 5),)),
     ("cumsum", lambda x: A.cumsum(x, 0), (b(4, 2),)),
     ("cumprod", lambda x: A.cumprod(x, 0), (f(5, 2),)),

@@ -1,0 +1,66 @@
+"""ATen operations that measure distances between rows: of every pair, or of one tensor's pairs in order.
+
+Gradients are torch's: 0 where a distance is 0, and of the largest difference (p infinite) all of it to each of those that are equally large. Differences
+are taken one by one; the distances of many rows with p = 2 come from one matrix product, as in torch, and are as inexact where they are small.
+"""
+
+from __future__ import annotations
+
+from math import inf, isinf
+
+import numpy as np
+
+from penstock.ir.graph import Value
+from penstock.ir.types import FLOATS
+
+from ..formulas.elementwise import positive, root
+from ..formulas.layout import reshape, transpose
+from .node import Node, Result, Rule
+from .reductions import length
+
+
+def _between(n: Node, x: Value, y: Value, order: float) -> Value:
+    """The norms of x - y over the last dimension."""
+    n.require(x.type.dtype in FLOATS, f"needs floating-point operands, got {x.type}")
+    difference = n.emit("sub", x, y)
+    axis = difference.type.rank - 1
+    if not isinf(order):
+        return length(n, difference, (axis,), False, order)
+    size = n.emit("abs", difference)
+    largest = n.emit("max", n.emit("detach", size), axes=(axis,), keep=True)
+    among = n.emit("and", n.emit("equal", size, largest), n.emit("less", largest, inf))
+    # A sum of zeros, whose gradient reaches all that are as large as the largest.
+    shares = n.emit("where", among, n.emit("sub", size, n.emit("detach", size)), 0.0)
+    return n.emit("add", reshape(n, largest, largest.type.dims[:-1]), n.emit("sum", shares, axes=(axis,)))
+
+
+def _of_pairs(n: Node) -> Result:
+    n.ignore("compute_mode")  # how, not what
+    x, y = n.value("x1"), n.value("x2")
+    x = reshape(n, x, (*x.type.dims[:-1], 1, x.type.dims[-1]))
+    y = reshape(n, y, (*y.type.dims[:-2], 1, *y.type.dims[-2:]))
+    return _between(n, x, y, float(n.arg("p")))
+
+
+def _within(n: Node) -> Result:
+    x = n.value()
+    first, second = np.triu_indices(x.type.dims[0], 1)
+    left, right = (n.emit("gather", x, places.astype(np.int64), axis=0) for places in (first, second))
+    return _between(n, left, right, float(n.arg("p")))
+
+
+def _euclidean(n: Node) -> Result:
+    """The root of x . x - 2 * x . y + y . y, at least 0."""
+    x, y = n.value("x1"), n.value("x2")
+    rank = y.type.rank
+    products = n.emit("matmul", n.emit("mul", x, -2.0), y, tb=True)
+    own, other = (n.emit("sum", n.emit("mul", v, v), axes=(v.type.rank - 1,), keep=True) for v in (x, y))
+    other = transpose(n, other, [*range(rank - 2), rank - 1, rank - 2])
+    return root(n, positive(n, n.emit("add", n.emit("add", products, own), other)))
+
+
+RULES: dict[str, Rule] = {
+    "_cdist_forward": _of_pairs,
+    "_pdist_forward": _within,
+    "_euclidean_dist": _euclidean,
+}
