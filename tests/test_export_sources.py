@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import penstock as ps
 from penstock.backends.tensor_file import map_tensors
+from penstock.cli import main
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.onnx.source import all_graphs
 from penstock.ir.errors import UsageError
@@ -68,6 +69,43 @@ def test_a_state_dict_comes_back_whole(tmp_path):
         assert file.metadata() == {"format": "pt"}
     with pytest.raises(UsageError, match="was not compiled from an ONNX model"):
         ps.export(bundle, onnx=tmp_path / "out.onnx")
+
+
+def test_running_statistics_that_training_does_not_move_are_named(tmp_path, capsys):
+    """Until they move: what is exported has those of before, which is said, and the way out that is named is one."""
+    import torch
+    from safetensors.torch import load_file
+    from torch import nn
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model = ps.from_torch(module, (torch.zeros(4, 8),))
+    training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.1), microbatches=2)
+    plan = ps.plan(model, ps.Cluster.local(1), training)
+    told = [note.text for note in plan.module.notes if note.origin == "statistics"]
+    assert len(told) == 1
+    assert "1.running_mean, 1.running_var" in told[0]
+    assert not [note for note in ps.plan(model, ps.Cluster.local(1)).module.notes if note.origin == "statistics"]
+    bundle = ps.compile(plan, tmp_path / "bundle", backend="numpy")
+    with ps.open(bundle, timeout=TIMEOUT) as job:
+        list(job.run([{"input": batch["x"] * 3 + 2, "labels": batch["labels"]} for batch in batches(3)]))
+        job.save(tmp_path / "ckpt")
+    assert ps.export(bundle, safetensors=tmp_path / "before.safetensors").warnings == ()
+    done = ps.export(bundle, checkpoint=tmp_path / "ckpt", safetensors=tmp_path / "after.safetensors")
+    assert done.warnings == tuple(told)
+    command = ["export", str(bundle), "--checkpoint", str(tmp_path / "ckpt"), "--safetensors", str(tmp_path / "again.safetensors")]
+    capsys.readouterr()
+    assert main(command) == 0
+    assert f"warning: {told[0]}" in capsys.readouterr().err
+
+    module.load_state_dict(load_file(tmp_path / "after.safetensors"))
+    x = torch.tensor(batches(1)[0]["x"] * 3 + 2)
+    with torch.no_grad():
+        trained, stale = module.train()(x), module.eval()(x)
+        module.load_state_dict(load_file(tmp_path / "after.safetensors"))
+        torch.optim.swa_utils.update_bn([x], module)
+        fresh = module.eval()(x)
+    assert (stale - trained).abs().max() > 0.5 > 0.1 > (fresh - trained).abs().max()
 
 
 def test_weights_inside_of_loops_and_branches(tmp_path):

@@ -8,7 +8,7 @@ Variables have their names of the state dict, the first of them where several ar
 by torch. Parameters and buffers that no output depends on are left out.
 
 Sizes are numbers. Arguments of forward that are numbers, strings or None have the values of the examples; outputs that are None are left out.
-Buffers that forward changes (running statistics in training) are not changed here: that is reported, and refused where outputs depend on one.
+Buffers that forward changes (running statistics in training) are not changed here: that is a warning, and refused where outputs depend on one.
 
 All calls that cannot be imported are listed by one UnsupportedModel.
 """
@@ -30,7 +30,7 @@ from penstock.ir.graph import BUFFER, Value, Var
 from penstock.ir.text import print_module
 from penstock.ir.types import TensorType
 
-from ..imported import Imported, State, counted, some
+from ..imported import Imported, State, counted, some, told_stale
 from ..names import Names, legal
 from ..writer import Lost, Refused
 from .arrays import array_of, has_dtype, our_dtype
@@ -97,6 +97,7 @@ class _Importer:
         self.stopped: list[str] = []
         self.tied: list[str] = []
         self.dropped: list[str] = []
+        self.stale: list[str] = []
         self.stored: dict[str, list[str]] = {}
         self.moving = {str(s.target) for s in signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION}
 
@@ -198,7 +199,15 @@ class _Importer:
         for array in weights.values():
             digest.update(array.tobytes())
         names = self.spelled | self.builder.names.changed(set(variables))
-        return Imported(module, weights, digest.hexdigest(), tuple(self._report(variables)), names, state=self._state(variables))
+        return Imported(
+            module,
+            weights,
+            digest.hexdigest(),
+            tuple(self._report(variables)),
+            names,
+            state=self._state(variables),
+            stale=tuple(self.stale),
+        )
 
     def _state(self, variables: Mapping[str, Var]) -> State:
         """The state dict of the program; tensors of element types that we do not have are left out."""
@@ -252,7 +261,9 @@ class _Importer:
         if kind == OutputKind.PARAMETER_MUTATION:
             self.problems.append(f"{target}: forward changes a parameter, which is not supported")
             return
-        self.dropped.append(target)
+        tensor = self.state.get(target)
+        floating = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+        (self.stale if floating else self.dropped).append(target)
 
     def _spell(self, named: Sequence[tuple[str, Value]]) -> list[tuple[str, Value]]:
         """The outputs by names that nothing else has: their paths where these are free."""
@@ -277,7 +288,8 @@ class _Importer:
             ("parameters that no output depends on, left out", list(dict.fromkeys(unused))),
             ("changed by forward, not changed here", self.dropped),
         )
-        return [counted(variables.values()), *(f"{what}: {some(names)}" for what, names in said if names)]
+        warning = [f"warning: {told_stale(self.stale)}"] if self.stale else []
+        return [counted(variables.values()), *warning, *(f"{what}: {some(names)}" for what, names in said if names)]
 
 
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)

@@ -27,6 +27,7 @@ import numpy as np
 
 from penstock.backends.bundle import REST, Bundle, Origin, open_bundle, stored_vars
 from penstock.backends.tensor_file import map_tensors, write_tensors
+from penstock.frontends.imported import STALE
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import PARAM, Module
 
@@ -36,11 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exported:
-    """The files that were written, the number of tensors whose elements were filled in, and the step of the checkpoint they are from."""
+    """The files that were written, the number of tensors whose elements were filled in, the step of the checkpoint they are from, and what to know
+    before they are used."""
 
     files: tuple[Path, ...]
     tensors: int
     step: int | None
+    warnings: tuple[str, ...] = ()
 
 
 def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
@@ -83,7 +86,8 @@ def export(
         files += write_model(bundle.source_structure, own, outs["--onnx"])
     if safetensors is not None:
         files.append(_write_safetensors(outs["--safetensors"], own, bundle))
-    return Exported(tuple(files), len(names), step)
+    stale = tuple(note.text for note in bundle.module.notes if note.origin == STALE and step is not None)
+    return Exported(tuple(files), len(names), step, stale)
 
 
 def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:

@@ -131,7 +131,11 @@ def test_unused_parameters_are_left_out() -> None:
 
 def test_running_statistics_in_training_are_reported() -> None:
     imported = import_torch(nn.BatchNorm1d(3), (torch.randn(4, 3),))
-    assert any(line.startswith("changed by forward, not changed here: ") and "running_mean" in line for line in imported.report)
+    assert imported.stale == ("running_mean", "running_var")
+    start = "warning: running statistics that training does not move: running_mean, running_var. They stay as they are"
+    assert any(line.startswith(start) for line in imported.report)
+    assert "changed by forward, not changed here: num_batches_tracked" in imported.report
+    assert not import_torch(nn.BatchNorm1d(3).eval(), (torch.randn(4, 3),)).stale
     assert set(imported.module.vars) == {"weight", "bias"}
 
 
