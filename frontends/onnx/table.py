@@ -52,5 +52,5 @@ def rule_of(domain: str, kind: str) -> Rule | None:
 FOLD_ONLY = frozenset({
     "BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix", "NonMaxSuppression", "NonZero", "TfIdfVectorizer", "Unique",
 })
-# Operators whose results are no arrays: onnx.reference must not compute them.
-UNFOLDED = frozenset(sequences.RULES)
+# onnx.reference must not compute these: results are no arrays, or are drawn, and one draw at import would stand for all.
+UNFOLDED = frozenset({*sequences.RULES, "Bernoulli", "Dropout", "Multinomial", "RandomNormalLike", "RandomUniformLike"})

@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.frontends.onnx import Imported, import_onnx
 from penstock.ir.errors import PenstockError, UnsupportedModel, UsageError
+from penstock.ir.graph import MICROBATCH
 from penstock.ir.interp import DictStore, run_graph
 
 from .binding import attempts
@@ -62,7 +63,8 @@ def _failure(case: Case, imported: Imported, known: tuple[str, ...], execute: Ex
     given = [plain(x) for value, x in zip(case.model.graph.input, case.inputs, strict=True) if value.name not in known]
     try:
         with np.errstate(all="ignore"):
-            found = execute(imported, {v.name: x for v, x in zip(imported.module.inputs, given, strict=True)}, folder)
+            named = {v.name: x for v, x in zip(imported.module.data_inputs, given, strict=True)}
+            found = execute(imported, {**named, MICROBATCH: np.array(0)}, folder)
         case.compare(found)
     except AssertionError as error:
         return "wrong result: " + _mismatch(str(error))

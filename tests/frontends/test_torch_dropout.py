@@ -16,6 +16,7 @@ from torch_meaning import MEANING
 
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.torch import import_torch
+from penstock.ir.errors import UnsupportedModel
 from penstock.ir.graph import MICROBATCH
 from penstock.ir.interp import DictStore, run_graph
 from penstock.ir.numpy_ops.draws import philox
@@ -94,6 +95,21 @@ def test_dropout_of_onnx_in_training_mode(ratio: str, tmp_path: Path) -> None:
         expected = draws.kept(x.shape, float(ratio or 0.5))
     assert torch.equal(kept, expected)
     torch.testing.assert_close(y, torch.where(expected, x.double() / (1 - float(ratio or 0.5)), 0.0), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("node", ["Dropout(c, , on)", "RandomNormalLike(c)", "RandomUniformLike(c)", "Bernoulli(c)"])
+def test_nothing_is_drawn_at_import(node: str, tmp_path: Path) -> None:
+    """Not of constants either: what is drawn for each microbatch is, and the rest is refused."""
+    body = (
+        f"(float[3] x) => (float[3] y) <bool on = {{1}}> {{ c = Constant<value = float[3] {{0.1, 0.2, 0.3}}>() d = {node} y = Add(x, d) }}"
+    )
+    path = tmp_path / "draws.onnx"
+    path.write_bytes(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> m {body}').SerializeToString())
+    if "Dropout" in node:
+        assert {"random", "random_key"} <= {op.kind for op in import_onnx(path).module.graphs["main"].ops}
+    else:
+        with pytest.raises(UnsupportedModel, match=node.partition("(")[0]):
+            import_onnx(path)
 
 
 def test_evaluation_draws_nothing() -> None:
