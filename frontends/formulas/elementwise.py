@@ -7,7 +7,7 @@ from math import inf, pi
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..writer import Operand, Refused, Writer
+from ..writer import Operand, Writer
 
 
 def power(w: Writer, x: Value, exponent: float) -> Value:
@@ -28,7 +28,34 @@ def power(w: Writer, x: Value, exponent: float) -> Value:
             case -1.0:
                 return w.emit("div", 1.0, x)
         return w.emit("pow", x, exponent)
-    raise Refused(f"integers to the power {exponent:g} are not supported, only 1, 2 and 3")
+    return _integer_power(w, x, int(exponent)) if exponent.is_integer() else power_of(w, x, w.literal(exponent, "f64"))
+
+
+def _integer_power(w: Writer, x: Value, exponent: int) -> Value:
+    """By squaring, past the end of the type as products are. To a negative power: 1 and -1 have inverses, of others 0 remains."""
+    if exponent < 0:
+        size = x if x.type.dtype[0] == "u" else w.emit("abs", x)
+        unit = w.emit("cast", w.emit("equal", size, 1), dtype=x.type.dtype)
+        return w.emit("mul", x, unit) if exponent % 2 else unit
+    found: Value | None = None
+    while exponent:
+        if exponent % 2:
+            found = x if found is None else w.emit("mul", found, x)
+        exponent //= 2
+        x = w.emit("mul", x, x) if exponent else x
+    return w.emit("const", value=1, dtype=x.type.dtype, shape=x.type.dims) if found is None else found
+
+
+def power_of(w: Writer, x: Value, y: Value) -> Value:
+    """x to a power that is computed, in the element type of x; of integers exact up to 2^53."""
+    dtype = x.type.dtype
+    if dtype in FLOATS:
+        return w.emit("pow", x, y if y.type.dtype == dtype else w.emit("cast", y, dtype=dtype))
+    wide = w.emit("pow", *(v if v.type.dtype == "f64" else w.emit("cast", v, dtype="f64") for v in (x, y)))
+    if y.type.dtype in FLOATS:
+        return w.emit("cast", wide, dtype=dtype)
+    lost = w.emit("and", w.emit("equal", x, 0), w.emit("less", y, 0))  # 0 has no inverse
+    return w.emit("cast", w.emit("where", lost, 0.0, w.emit("round", wide)), dtype=dtype)
 
 
 def root(w: Writer, x: Value, order: float = 2.0) -> Value:

@@ -48,8 +48,9 @@ def tile(w: Writer, x: Value, repeats: Sequence[int]) -> Value:
     return reshape(w, tiled, [r * size for r, size in zip(repeats, dims, strict=True)])
 
 
-def triangle(w: Writer, rows: int, columns: int, diagonal: int = 0) -> Value:
+def triangle(w: Writer, rows: int, columns: int, diagonal: Value | int = 0) -> Value:
     """bool[rows,columns], true where column <= row + diagonal."""
-    row = w.emit("iota", dtype="i32", shape=(rows, 1), axis=0)
-    column = w.emit("iota", dtype="i32", shape=(1, columns), axis=1)
-    return w.emit("less_equal", column, w.emit("add", row, diagonal) if diagonal else row)
+    dtype = diagonal.type.dtype if isinstance(diagonal, Value) else "i32"
+    row = w.emit("iota", dtype=dtype, shape=(rows, 1), axis=0)
+    column = w.emit("iota", dtype=dtype, shape=(1, columns), axis=1)
+    return w.emit("less_equal", column, row if diagonal == 0 else w.emit("add", row, diagonal))

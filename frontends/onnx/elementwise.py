@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isnan
 
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
 from ..formulas.draws import dropout
 from ..formulas.elementwise import (
+    clamp,
     cosh,
     elu,
     hard_sigmoid,
@@ -22,10 +24,12 @@ from ..formulas.elementwise import (
     negative,
     positive,
     power,
+    power_of,
     remainder,
     sinh,
     softplus,
 )
+from ..formulas.layout import reshape
 from ..writer import Refused
 from .node import Node, Result, Rule
 from .source import our_dtype
@@ -73,11 +77,7 @@ def _pow(n: Node) -> Result:
     exponent = n.known(1)
     if exponent is not None and exponent.size == 1 and exponent.ndim <= n.type(0).rank:
         return power(n, n.value(0), float(exponent.reshape(-1)[0]))
-    x, y = n.value(0), n.value(1)
-    if x.type.dtype not in FLOATS:  # exact up to 2^53
-        wide = n.emit("pow", *(v if v.type.dtype == "f64" else n.emit("cast", v, dtype="f64") for v in (x, y)))
-        return n.emit("cast", wide if y.type.dtype in FLOATS else n.emit("round", wide), dtype=x.type.dtype)
-    return n.emit("pow", x, y if y.type.dtype == x.type.dtype else n.emit("cast", y, dtype=x.type.dtype))
+    return power_of(n, n.value(0), n.value(1))
 
 
 def _cast_to(n: Node, dtype: str) -> Result:
@@ -98,12 +98,17 @@ def _cast_like(n: Node) -> Result:
 
 
 def _clip(n: Node) -> Result:
+    """A bound that is no number is none, as in onnxruntime."""
     x = n.value()
     for i, kind in ((1, "maximum"), (2, "minimum")):
-        if n.has(i):
-            bound = n.constant(i, "the bound")
-            n.require(bound.size == 1, f"the bound must be one number, got shape {list(bound.shape)}")
-            x = n.emit(kind, x, bound.reshape(-1)[0].item())
+        if not n.has(i):
+            continue
+        n.require(n.type(i).size == 1, f"the bound must be one number, got shape {list(n.type(i).dims)}")
+        if isinstance(n.tensor(i), Value):
+            bound = reshape(n, n.value(i), ())
+            x = clamp(n, x, *((bound, None) if i == 1 else (None, bound)))
+        elif not isnan(number := n.constant(i, "the bound").item()):
+            x = n.emit(kind, x, number)
     return x if x != n.value() else n.tensor(0)
 
 

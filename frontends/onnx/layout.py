@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 
+from penstock.ir.graph import Value
 from penstock.ir.types import broadcast_shapes, dtype_of, numpy_dtype
 
 from ..formulas.layout import axis_of, cut, reshape, tile, transpose, triangle
@@ -134,9 +135,13 @@ def _pad(n: Node) -> Result:
     if mode == "constant":
         for axis, size in enumerate(dims):  # negative padding cuts
             x = cut(n, x, axis, max(0, -low[axis]), size - max(0, -high[axis]))
-        filler = n.constant(2, "the padding value").item() if n.has(2) else 0.0
         low, high = [max(0, p) for p in low], [max(0, p) for p in high]
-        return n.emit("pad", x, low=tuple(low), high=tuple(high), value=float(filler)) if any(low + high) else x
+        if not any(low + high):
+            return x
+        if n.has(2) and isinstance(n.tensor(2), Value):
+            return _filled(n, x, reshape(n, n.value(2), ()), low, high)
+        filler = n.constant(2, "the padding value").item() if n.has(2) else 0.0
+        return n.emit("pad", x, low=tuple(low), high=tuple(high), value=float(filler))
     n.require(mode in ("reflect", "edge", "wrap"), f"mode={mode} is not known")
     n.require(min(low + high) >= 0, f"negative padding with mode={mode} is not supported")
     for axis, size in enumerate(dims):
@@ -144,6 +149,12 @@ def _pad(n: Node) -> Result:
             order = np.pad(np.arange(n.room(size + low[axis] + high[axis]) - low[axis] - high[axis]), (low[axis], high[axis]), mode=mode)  # type: ignore[call-overload]
             x = n.emit("gather", x, order.astype(np.int64), axis=axis)
     return x
+
+
+def _filled(n: Node, x: Value, filler: Value, low: Sequence[int], high: Sequence[int]) -> Value:
+    """x with a number around it that is computed at run time."""
+    own = n.emit("pad", n.emit("const", value=True, dtype="bool", shape=x.type.dims), low=tuple(low), high=tuple(high))
+    return n.emit("where", own, n.emit("pad", x, low=tuple(low), high=tuple(high)), filler)
 
 
 def _tile(n: Node) -> Result:
@@ -154,12 +165,16 @@ def _tile(n: Node) -> Result:
 def _trilu(n: Node) -> Result:
     x = n.value()
     n.require(x.type.rank >= 2, f"needs at least two dimensions, got {x.type}")
-    k = int(n.constant(1, "the diagonal")) if n.has(1) else 0
     rows, columns = x.type.dims[-2:]
-    if n.int_attr("upper", 1):  # column >= row + k, that is not column <= row + k - 1
-        keep = n.emit("not", triangle(n, rows, columns, k - 1))
+    upper = n.int_attr("upper", 1)  # column >= row + k, that is not column <= row + k - 1
+    if n.has(1) and isinstance(n.tensor(1), Value):
+        given = n.emit("minimum", n.emit("maximum", reshape(n, n.value(1), ()), -rows), columns)  # so that no sum overflows
+        diagonal: Value | int = n.emit("sub", given, 1) if upper else given
     else:
-        keep = triangle(n, rows, columns, k)
+        known = int(n.constant(1, "the diagonal").item()) if n.has(1) else 0
+        diagonal = max(-rows, min(columns, known)) - bool(upper)
+    keep = triangle(n, rows, columns, diagonal)
+    keep = n.emit("not", keep) if upper else keep
     return n.emit("and", keep, x) if x.type.dtype == "bool" else n.emit("where", keep, x, 0)
 
 

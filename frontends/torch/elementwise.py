@@ -32,6 +32,7 @@ from ..formulas.elementwise import (
     leaky,
     log1p,
     power,
+    power_of,
     remainder,
     saturate,
     scaled_softplus,
@@ -154,8 +155,8 @@ def _power(n: Node) -> Result:
         exponent = exponent.tensor.item()
     if isinstance(exponent, int | float):
         return power(n, n.value("self", dtype), float(exponent))
-    n.require(dtype in FLOATS, "integers to a power that is not one number are not supported")
-    return n.emit("pow", n.operand("self", dtype), n.operand("exponent", dtype))
+    base = n.operand("self", dtype)
+    return power_of(n, base if isinstance(base, Value) else n.literal(base, dtype), n.value("exponent", dtype))
 
 
 def compare(kind: str, *, swap: bool = False, invert: bool = False) -> Rule:

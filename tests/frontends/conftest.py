@@ -40,7 +40,7 @@ def draw(name: str, dtype: np.dtype, shape: tuple[int, ...], seed: int = 0) -> n
     if np.issubdtype(dtype, np.integer):
         return random.integers(0 if name[0] == "p" else -3, 4, shape).astype(dtype)
     drawn = random.standard_normal(shape)
-    return (np.abs(drawn) + 0.1 if name[0] == "p" else drawn).astype(dtype)
+    return np.asarray(np.abs(drawn) + 0.1 if name[0] == "p" else drawn).astype(dtype)
 
 
 def judge(path: Path, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:

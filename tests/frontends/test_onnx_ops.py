@@ -16,7 +16,7 @@ from penstock.frontends.onnx.node import Node
 from penstock.frontends.onnx.table import RULES
 from penstock.ir.ops import OPS
 
-from .conftest import draw, write_model
+from .conftest import compare, draw, write_model
 from .test_onnx_reference import OPERATORS as REFERENCE
 from .torch_cases import gradients, labels_of
 
@@ -70,6 +70,11 @@ CASES = """
 13 | float[2,3] x => float[] y | a = Constant<value_float = -0.5>() b = Constant<value_float = 0.5>() y = Clip(x, a, b)
 13 | float[2,3] x => float[] y | b = Constant<value_float = 0.5>() y = Clip(x, , b)
 13 | float[2,3] x => float[] y | y = Clip(x)
+13 | float[2,3] x, float pb => float[] y | a = Neg(pb) y = Clip(x, a, pb)
+13 | float[2,3] x, float[1] b => float[] y | y = Clip(x, b)
+13 | float[2,3] x, float pb => float[] y | a = Neg(pb) y = Clip(x, pb, a)
+13 | int64[2,3] x, int64 b => int64[] y | y = Clip(x, , b)
+13 | float[4] x, float b => float[] y | z = Log(x) y = Clip(z, b, b)
 13 | float[2,3] x, float[3] w, float[1] z => float[] y | y = Min(x, w, z)
 13 | float[2,3] x, float[3] w => float[] y | y = Max(x, w)
 13 | float[2,3] x, float[3] w, float[1] z => float[] y | y = Sum(x, w, z)
@@ -179,7 +184,14 @@ CASES = """
 13 | float[3,4] x => float[] y | p = Constant<value_ints = [1, 2, 0, 1]>() y = Pad<mode = "reflect">(x, p)
 13 | float[3,4] x => float[] y | p = Constant<value_ints = [1, 2, 0, 1]>() y = Pad<mode = "edge">(x, p)
 18 | float[3,4] x => float[] y | p = Constant<value_ints = [2, 1]>() v = Constant<value_float = 1.0>() a = Constant<value_ints = [1]>() y = Pad(x, p, v, a)
+13 | float[2,3] x, float v => float[] y | p = Constant<value_ints = [1, -1, 2, 1]>() y = Pad(x, p, v)
+13 | int64[2,3] x, int64[1] v => int64[] y | p = Constant<value_ints = [1, 0, 2, 1]>() y = Pad(x, p, v)
+13 | float[2,3] x, float v => float[] y | p = Constant<value_ints = [0, -1, 0, 0]>() y = Pad(x, p, v)
 14 | float[3,4] x => float[] y | y = Trilu(x)
+14 | float[3,4] x, int64 k => float[] y | y = Trilu(x, k)
+14 | float[3,4] x, int64 k => float[] y | y = Trilu<upper = 0>(x, k)
+14 | float[2,4,3] x, int64[1] k => float[] y | m = Constant<value = int64[1] {9223372036854775807}>() z = Sub(m, k) a = Abs(k) q = Sub(z, a) y = Trilu<upper = 0>(x, q)
+14 | bool[2,4,3] x, int64[1] k => bool[] y | m = Constant<value = int64[1] {-9223372036854775807}>() a = Abs(k) q = Add(m, a) y = Trilu(x, q)
 14 | float[2,4,4] x => float[] y | k = Constant<value_int = -1>() y = Trilu<upper = 0>(x, k)
 14 | float[4,5] x => float[] y | k = Constant<value_int = 1>() y = Trilu<upper = 1>(x, k)
 13 | float[2,3,4] x => float[] y | a = Constant<value_ints = [1]>() y = ReduceSum<keepdims = 0>(x, a)
@@ -227,6 +239,12 @@ CASES = """
 13 | uint32[2,3] p, uint32[3] pz => uint32[] y | y = BitShift<direction = "LEFT">(p, pz)
 13 | uint64[2,3] p, uint64[3] pz => uint64[] y | y = BitShift<direction = "RIGHT">(p, pz)
 13 | int64[2,3] x, int64[3] p => int64[] y | y = Pow(x, p)
+13 | int64[2,3] x => int64[] y | e = Constant<value_int = 0>() y = Pow(x, e)
+13 | int64[2,3] x => int64[] y | e = Constant<value_int = 4>() y = Pow(x, e)
+13 | int64[2,3] x => int64[] y | e = Constant<value_int = 31>() y = Pow(x, e)
+13 | int64[9] x => int64[] y | o = Constant<value_int = 1>() s = Mul(x, x) z = Add(s, o) e = Constant<value_int = -1>() y = Pow(z, e)
+13 | int32[9] x => int32[] y | o = Constant<value = int32 {5}>() z = Add(x, o) e = Constant<value = float {1.5}>() y = Pow(z, e)
+13 | int64[9] x => int64[] y | e = Constant<value = float {2.0}>() y = Pow(x, e)
 13 | float[2,3] x => float[] y | y = Sinh(x)
 13 | float[2,3] x => float[] y | y = Cosh(x)
 13 | float[2,3] x => float[] y | y = Asinh(x)
@@ -298,6 +316,8 @@ BEYOND_REFERENCE = {
     "= (GlobalLpPool|LpNormalization|LRN|GRU|LSTM|RNN|Scatter)": set(OPS),
     "-1.*= Pad": {"slice", "pad"},
     "= ConvTranspose<(group|.*output_shape)": {"conv_grad_input", "reshape", "add"},
+    "-9223372036854775807.*= Trilu": {"iota", "add", "less_equal", "not", "and"},
+    "int = -1.*= Pow": {"abs", "equal", "cast", "mul"},  # of integers
     "int32.*= GatherElements": {"cast", "less", "add", "where", "mul", "iota", "reshape", "gather"},
 }
 
@@ -339,6 +359,15 @@ def test_gradients_of_what_has_no_length_are_zero(tmp_path: Path, node: str, mea
     fed, weight = torch.from_numpy(x), torch.from_numpy(w).requires_grad_()
     torch.nn.functional.mse_loss(measure(fed @ weight), torch.from_numpy(labels_of(imported.module))).backward()
     np.testing.assert_allclose(gradients(imported, fed)[0]["w"], weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bounds", ["low, high", "low, never", "never, high", "none, high"])
+def test_bounds_of_clip_that_are_no_numbers_are_none(tmp_path: Path, bounds: str) -> None:
+    text = f"(float[5] x, float low, float high, float none) => (float[5] y) {{ never = Constant<value = float {{nan}}>() y = Clip(x, {bounds}) }}"
+    path = write_model(tmp_path / "clip.onnx", text)
+    x = np.array([-2, -0.5, 0.5, 2, np.nan], np.float32)
+    feeds = {"x": x, "low": np.float32(-1), "high": np.float32(1), "none": np.float32(np.nan)}
+    compare(path, {name: np.asarray(value) for name, value in feeds.items()})
 
 
 def test_every_rule_has_a_case() -> None:
