@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from . import (
     attention,
+    draws,
     elementwise,
     images,
     indexing,
@@ -29,6 +30,7 @@ RULES: dict[str, Rule] = {
     **indexing.RULES,
     **neural.RULES,
     **attention.RULES,
+    **draws.RULES,
     **losses.RULES,
     **images.RULES,
     **sequences.RULES,

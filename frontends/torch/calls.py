@@ -67,7 +67,7 @@ class Caller:
         name = name_of(call.target)
         draws = torch.Tag.nondeterministic_seeded in call.target.tags  # type: ignore[union-attr]
         if draws and name not in RULES:
-            raise Refused("of random numbers there are those of dropout only")
+            raise Refused("random numbers of this kind are not supported")
         operands = node.operands()
         if not draws and _plain(operands) and not name.startswith(_UNSET) and self._small(call):
             result = _computed(call, operands)

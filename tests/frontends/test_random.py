@@ -1,7 +1,9 @@
-"""Dropout in torch modules and in ONNX, against torch with the same masks; and the numbers themselves."""
+"""Random numbers from torch and ONNX: dropout against torch with the same masks, other distributions against their shares, and the numbers
+themselves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,6 @@ from torch_meaning import MEANING
 
 from penstock.frontends.onnx import import_onnx
 from penstock.frontends.torch import import_torch
-from penstock.ir.errors import UnsupportedModel
 from penstock.ir.graph import MICROBATCH
 from penstock.ir.interp import DictStore, run_graph
 from penstock.ir.numpy_ops.draws import philox
@@ -99,17 +100,13 @@ def test_dropout_of_onnx_in_training_mode(ratio: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("node", ["Dropout(c, , on)", "RandomNormalLike(c)", "RandomUniformLike(c)", "Bernoulli(c)"])
 def test_nothing_is_drawn_at_import(node: str, tmp_path: Path) -> None:
-    """Not of constants either: what is drawn for each microbatch is, and the rest is refused."""
+    """Not of constants either: they are drawn for each microbatch."""
     body = (
         f"(float[3] x) => (float[3] y) <bool on = {{1}}> {{ c = Constant<value = float[3] {{0.1, 0.2, 0.3}}>() d = {node} y = Add(x, d) }}"
     )
     path = tmp_path / "draws.onnx"
     path.write_bytes(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> m {body}').SerializeToString())
-    if "Dropout" in node:
-        assert {"random", "random_key"} <= {op.kind for op in import_onnx(path).module.graphs["main"].ops}
-    else:
-        with pytest.raises(UnsupportedModel, match=node.partition("(")[0]):
-            import_onnx(path)
+    assert {"random", "random_key"} <= {op.kind for op in import_onnx(path).module.graphs["main"].ops}
 
 
 def test_evaluation_draws_nothing() -> None:
@@ -119,6 +116,63 @@ def test_evaluation_draws_nothing() -> None:
     assert (
         import_torch(model[2], (torch.randn(2, 1, 3),)).module.data_inputs == import_torch(model[2], (torch.randn(2, 1, 3),)).module.inputs
     )
+
+
+# ------------------------------------------------------------------------------------------------ other distributions
+
+MANY = 20000
+DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], str, Callable[[Tensor], Tensor]]] = {
+    "uniform": (torch.rand_like, "RandomUniformLike(x)", lambda x: x),
+    "uniform between": (
+        lambda x: torch.empty_like(x).uniform_(-1, 3),
+        "RandomUniformLike<low: float = -1, high: float = 3>(x)",
+        lambda x: (x + 1) / 4,
+    ),
+    "normal": (torch.randn_like, "RandomNormalLike(x)", torch.special.ndtr),
+    "normal about": (
+        lambda x: torch.empty_like(x).normal_(2, 0.5),
+        "RandomNormal<shape: ints = [20000], mean: float = 2, scale: float = 0.5>()",
+        lambda x: torch.special.ndtr((x - 2) * 2),
+    ),
+    "exponential": (lambda x: torch.empty_like(x).exponential_(3), "", lambda x: 1 - torch.exp(-3 * x)),
+}
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(x) + 0 * x
+
+
+def distance(found: Tensor, share: Callable[[Tensor], Tensor]) -> float:
+    """Of Kolmogorov and Smirnov: how far the shares below each number are from what they should be."""
+    ordered = found.double().flatten().sort().values
+    return float((share(ordered) - (torch.arange(MANY) + 0.5) / MANY).abs().max())
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_distributions(name: str, tmp_path: Path) -> None:
+    draw, node, share = DRAWS[name]
+    x = torch.zeros(MANY)
+    samples = [run(import_torch(Drawing(draw), (x,)), [x], 4)[0]]
+    if node:
+        text = f'<ir_version: 8, opset_import: ["" : 17]> m (float[{MANY}] x) => (float[{MANY}] y) {{ d = {node} y = Add(x, d) }}'
+        (tmp_path / "m.onnx").write_bytes(onnx.parser.parse_model(text).SerializeToString())
+        samples.append(run(import_onnx(tmp_path / "m.onnx"), [x], 9)[0])
+    for found in samples:
+        assert distance(found, share) < 2.5 / MANY**0.5
+        assert distance(found * 1.1 + 0.05, share) > 2.5 / MANY**0.5, "control: numbers that are a little off"
+
+
+def test_bernoulli_and_masks_of_whole_channels() -> None:
+    x = torch.ones(100, 40, 5)
+    dropped = run(import_torch(nn.Dropout1d(0.25).train(), (x,)), [x], 0)[0]
+    assert dropped.unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert torch.equal(dropped.amin(2), dropped.amax(2))
+    assert abs(float((dropped == 0).double().mean()) - 0.25) < 6 * (0.25 * 0.75 / 4000) ** 0.5
 
 
 # ------------------------------------------------------------------------------------------------ the numbers

@@ -1,0 +1,34 @@
+"""Random numbers of ONNX: the distributions that it names. `seed` is that of the training; dropout stands in elementwise.py."""
+
+from __future__ import annotations
+
+from ..formulas.draws import normal, uniform
+from .node import Node, Result, Rule
+from .source import our_dtype
+
+
+def _target(n: Node) -> tuple[tuple[int, ...], str]:
+    """Sizes and element type: those of the operand, or of the attributes."""
+    n.ignore("seed")
+    like = n.type() if n.operands else None
+    dims = like.dims if like is not None else tuple(n.ints_attr("shape") or ())
+    dtype = our_dtype(n.int_attr("dtype")) if n.given("dtype") else like.dtype if like is not None else "f32"
+    return dims, dtype
+
+
+def _uniform(n: Node) -> Result:
+    dims, dtype = _target(n)
+    return uniform(n, dims, n.float_attr("low", 0.0), n.float_attr("high", 1.0), dtype)
+
+
+def _normal(n: Node) -> Result:
+    dims, dtype = _target(n)
+    return normal(n, dims, n.float_attr("mean", 0.0), n.float_attr("scale", 1.0), dtype)
+
+
+RULES: dict[str, Rule] = {
+    "RandomNormal": _normal,
+    "RandomNormalLike": _normal,
+    "RandomUniform": _uniform,
+    "RandomUniformLike": _uniform,
+}
