@@ -20,7 +20,7 @@ from .tiles import allow_tiles
 PORTABLE = "x86-64-v3"
 # The pass makes wrong code in LLVM 22.1.0, which TVM 0.27 has (llvm/llvm-project issues 174046, 214650, 222554): here, two indices of a loop
 # were taken from one register of 64 bits, and the first kept the second's bits. Kernels write their vectors themselves and do not miss it.
-_WITHOUT_VECTOR_COMBINE = "-disable-vector-combine:bool=true"
+WITHOUT_VECTOR_COMBINE = "-disable-vector-combine:bool=true"
 # LLVM's names of the features that products of bf16 on tile registers need.
 TILES = ("amx-tile", "amx-bf16")
 
@@ -87,4 +87,4 @@ def tvm_target(cpu: str) -> Any:
 
     name, *features = cpu.split("+")
     extra = {"mattr": [f"+{feature}" for feature in features]} if features else {}
-    return tvm.target.Target({"kind": "llvm", "mcpu": name, "num-cores": 1, "cl-opt": [_WITHOUT_VECTOR_COMBINE], **extra})
+    return tvm.target.Target({"kind": "llvm", "mcpu": name, "num-cores": 1, "cl-opt": [WITHOUT_VECTOR_COMBINE], **extra})

@@ -17,7 +17,7 @@ import torch
 import tvm
 from tvm import tirx
 
-from penstock.backends.tvm.cuda import pipeline
+from penstock.backends.tvm.cuda.pipeline import PIPELINE
 from penstock.backends.tvm.cuda.target import cuda_target, device_machine
 from penstock.backends.tvm.lower import plan_kernels
 from penstock.ir.graph import Graph
@@ -85,7 +85,7 @@ class SourceProgram:
         functions = {name: kernel.function.with_attr("global_symbol", name) for name, _, kernel in self.kernels.values()}
         target = cuda_target("sm_90")
         with target:
-            built = tvm.tirx.build(tvm.IRModule(functions), target=target, pipeline=pipeline.register())
+            built = tvm.tirx.build(tvm.IRModule(functions), target=target, pipeline=PIPELINE)
         source = "\n".join(m.inspect_source() for m in built.imports)
         source = source[source.index('extern "C"') :] if 'extern "C"' in source else ""
         self.parameters, wrappers = {}, []

@@ -95,7 +95,7 @@ def compile_module(folder: Path, architecture: str) -> None:
         raise CompilerFailure(
             "TVM's libtvm_runtime_cuda.so is missing or cannot be loaded", "install the pinned apache-tvm wheel for x86-64 Linux"
         )
-    from . import pipeline
+    from .pipeline import PIPELINE
     from .target import cuda_target
 
     def compile_source(source: str) -> bytearray:
@@ -109,7 +109,7 @@ def compile_module(folder: Path, architecture: str) -> None:
     module = tvm.ir.load_json((folder / "module.json").read_text())
     target = cuda_target(architecture)
     with target:
-        executable = tvm.compile(module, target=target, relax_pipeline="default_build", tir_pipeline=pipeline.register())
+        executable = tvm.compile(module, target=target, relax_pipeline="default_build", tir_pipeline=PIPELINE)
     executable.export_library(str(folder / "stage.so"), workspace_dir=str(folder), options=["-Wl,--build-id=none"])
 
 

@@ -2,7 +2,7 @@
 
 In: functions whose loops, memory and barriers are final. Out: the same split into host and device parts. TVM's own pipeline would put in barriers
 where it suspects a conflict and fails when the place is inside a condition; ours stand where threads exchange something, and tests run the kernels
-with every cut between barriers in both orders. Nothing else of that pipeline does anything for functions without scheduling blocks.
+with every cut between barriers in both orders. `PIPELINE` is the name under which `tvm.compile` finds it. Nothing else of that pipeline does anything for functions without scheduling blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tvm
 from tvm import tirx
 from tvm.tirx import compilation_pipeline
 
-NAME = "penstock.cuda"
+PIPELINE = "penstock.cuda"
 
 
 def _passes() -> Any:
@@ -40,7 +40,4 @@ def _pipeline() -> tuple[Any, Any, Any]:
     return _passes(), compilation_pipeline.finalize_host_passes, compilation_pipeline.finalize_device_passes
 
 
-def register() -> str:
-    """Make the pipeline known to TVM; gives its name."""
-    compilation_pipeline.register_tir_pipeline(NAME, _pipeline)
-    return NAME
+compilation_pipeline.register_tir_pipeline(PIPELINE, _pipeline)

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.ir.errors import UsageError
 
-from ..target import Machine
+from ..target import WITHOUT_VECTOR_COMBINE, Machine
 
 _ARCHITECTURE = re.compile(r"sm_(\d{2,3})([af]?)")
 
@@ -31,7 +31,4 @@ def cuda_target(name: str) -> Any:
     import tvm
 
     device = {"kind": "cuda", "arch": name, "max_shared_memory_per_block": 48 * 1024, "max_threads_per_block": 1024, "thread_warp_size": 32}
-    return tvm.target.Target(device, host={"kind": "llvm"})
-
-
-__all__ = ["cuda_target", "device_machine"]
+    return tvm.target.Target(device, host={"kind": "llvm", "cl-opt": [WITHOUT_VECTOR_COMBINE]})
