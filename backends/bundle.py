@@ -8,7 +8,8 @@
     cluster.toml         the devices it was compiled for, when a cluster was given
     stages/...           compiled code, one or more files per stage
     weights/sN.safetensors   the initial values that stage N needs, and no others
-    source/names.json        the names that the source model has for the variables whose elements it stored, several for tied ones
+    source/names.json        the names that the source model has for the variables whose elements it stored, several for tied ones, and for
+                             inputs and outputs that are spelled otherwise here
     source/model.onnx        the source model without those elements, when it was an ONNX file: what `penstock export` fills in
     source/model.onnx.data   elements that stay with the source model, where it had them in a file of their own
     source/rest.safetensors  tensors of the state dict that are no variables, when the source model was of torch
@@ -112,7 +113,7 @@ class Bundle:
 
     @cached_property
     def source_names(self) -> dict[str, list[str]] | None:
-        """The source model's names of every variable that it stored; None in a bundle of a module that no frontend read."""
+        """The source model's names of every variable that it stored, and of inputs and outputs that it spells otherwise; None in a bundle of a module that no frontend read."""
         if NAMES not in self.manifest.files:
             return None
         path = self.path / NAMES
@@ -120,6 +121,12 @@ class Bundle:
             return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
         except msgspec.MsgspecError as error:
             raise VerifyError(str(error), where=str(path)) from error
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The source model's names of inputs and outputs that are spelled otherwise here."""
+        names, values = self.source_names or {}, [*(value.name for value in self.module.data_inputs), *self.module.outputs]
+        return {name: names[name][0] for name in values if names.get(name)}
 
     @property
     def source_structure(self) -> Path | None:
@@ -431,7 +438,7 @@ def _names_for(manifest: Manifest, rank: int | None) -> list[str]:
         return list(manifest.files)
     if rank >= len(manifest.ranks):
         raise UsageError(f"there is no rank {rank} in a bundle for {len(manifest.ranks)} processes")
-    common = [name for name in (MODULE, PLAN, CLUSTER, REFERENCE) if name in manifest.files]
+    common = [name for name in (MODULE, PLAN, CLUSTER, REFERENCE, NAMES) if name in manifest.files]
     return common + list(manifest.ranks[rank].files)
 
 

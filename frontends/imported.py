@@ -61,6 +61,12 @@ def told_stale(names: Sequence[str]) -> str:
     )
 
 
+def told_renames(names: Mapping[str, str]) -> list[str]:
+    """A line of the report on inputs, outputs and variables, ours and the source's, where there are any."""
+    spelled = [f"{theirs!r} as {ours}" for ours, theirs in names.items()]
+    return [f"spelled otherwise here: {some(spelled)}"] if spelled else []
+
+
 def some(names: Sequence[str]) -> str:
     """A list of names for a line of the report."""
     shown = ", ".join(names[:8])

@@ -29,6 +29,7 @@ from penstock.ir.errors import UsageError
 from penstock.ir.graph import PARAM, Attr, Graph, Module, Namer, Op, Value, substitute
 from penstock.ir.liveness import live_ops
 from penstock.ir.ops import make
+from penstock.ir.renames import accepted, shown
 from penstock.ir.types import FLOATS, TensorType
 
 LABELS = "labels"
@@ -209,11 +210,11 @@ def _pick(table: Mapping[str, Any], kinds: Mapping[str, type], prefix: str, prob
 # ---------------------------------------------------------------------------------------- the loss
 
 
-def attach_loss(module: Module, training: Training) -> Module:
-    """The module with a scalar loss as its only output, and `labels` among its inputs where the loss needs them."""
+def attach_loss(module: Module, training: Training, renamed: Mapping[str, str] | None = None) -> Module:
+    """`renamed` gives the model's names of outputs that are spelled otherwise. The module with a scalar loss as its only output, and `labels` among its inputs where the loss needs them."""
     main = module.graphs["main"]
     if training.loss.startswith("output:"):
-        loss, inputs, ops = _own_loss(main, training.loss.removeprefix("output:")), main.ins, list(main.ops)
+        loss, inputs, ops = _own_loss(main, training.loss.removeprefix("output:"), renamed or {}), main.ins, list(main.ops)
     else:
         main, labels, op = _added_loss(main, training.loss)
         loss, inputs, ops = op.outs[0], (*main.ins, labels), [*main.ops, op]
@@ -239,11 +240,13 @@ def attach_loss(module: Module, training: Training) -> Module:
     )
 
 
-def _own_loss(main: Graph, name: str) -> Value:
-    outs = {v.name: v for v in main.outs}
+def _own_loss(main: Graph, name: str, renamed: Mapping[str, str]) -> Value:
+    values = {v.name: v for v in main.outs}
+    outs = {name: values[ours] for name, ours in accepted(values, renamed).items()}
     where = f"loss output:{name}"
     if name not in outs:
-        raise UsageError(f"the model has no output of that name, it has {', '.join(map(repr, main.outs))}", where=where)
+        there = ", ".join(f"%{name} : {values[ours].type}" for ours, name in shown(values, renamed).items())
+        raise UsageError(f"the model has no output of that name, it has {there}", where=where)
     if outs[name].type.shape != () or outs[name].type.dtype not in FLOATS:
         raise UsageError(
             f"must be a floating-point scalar, but is {outs[name].type}", where=where, hint="reduce it to its mean in the model"

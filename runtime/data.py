@@ -1,6 +1,6 @@
 """Samples for the inputs of a module. In: a .npz file, the word `synthetic`, or batches from a program. Out: one array per microbatch and input.
 
-A file has one array per graph input, under the input's name; the first axis counts samples. Batch t of B = b·m samples takes samples
+A file has one array per graph input, under the input's name in the model or here; the first axis counts samples. Batch t of B = b·m samples takes samples
 t·B .. t·B+B-1, wrapping round at the end; with `shuffle` the samples of every epoch are permuted by a generator seeded with (seed, epoch).
 So what a microbatch sees is a function of its number alone, the same on every rank and after a resume. b is the greatest common divisor of
 the inputs' first dimensions; an input with r times as many rows has r rows per sample. A scalar input is given whole to every microbatch.
@@ -27,9 +27,13 @@ import numpy as np
 from ..ir.errors import UsageError, VerifyError
 from ..ir.graph import Graph, Module, Op, Value
 from ..ir.ops import complete_attrs, definition
+from ..ir.renames import by_our_names, shown
 from ..ir.types import FLOATS, TensorType, dtype_of, numpy_dtype
 from .control import Arrays, DataSpec
 from .program import microbatch_size
+
+# `renamed` gives the model's names of inputs that are spelled otherwise here (ir/renames.py): data may come under either.
+NONE: Mapping[str, str] = {}
 
 
 class Samples(Protocol):
@@ -38,17 +42,17 @@ class Samples(Protocol):
     def microbatch(self, mb: int, name: str) -> np.ndarray: ...
 
 
-def open_data(module: Module, spec: DataSpec, names: Sequence[str]) -> Samples:
+def open_data(module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE) -> Samples:
     """The samples that a spec describes, for some of the module's inputs. Everything that does not fit is one error."""
     if spec.source == "synthetic":
         return SyntheticSamples(module, spec.seed)
-    return FileSamples(module, Path(spec.source), names, shuffle=spec.shuffle, seed=spec.seed)
+    return FileSamples(module, Path(spec.source), names, shuffle=spec.shuffle, seed=spec.seed, renamed=renamed)
 
 
-def check_data(module: Module, spec: DataSpec) -> None:
+def check_data(module: Module, spec: DataSpec, renamed: Mapping[str, str] = NONE) -> None:
     """Refuse data that does not fit, before any worker is started."""
     if spec.source != "synthetic":
-        FileSamples(module, Path(spec.source), [value.name for value in module.data_inputs])
+        FileSamples(module, Path(spec.source), [value.name for value in module.data_inputs], renamed=renamed)
 
 
 # ------------------------------------------------------------------------------------------------ batches from a program
@@ -60,10 +64,10 @@ def batch_shape(value: Value, microbatches: int) -> tuple[int, ...]:
     return (dims[0] * microbatches, *dims[1:]) if dims else dims
 
 
-def check_batch(module: Module, batch: Mapping[str, np.ndarray], where: str = "batch") -> None:
+def check_batch(module: Module, batch: Mapping[str, np.ndarray], where: str = "batch", renamed: Mapping[str, str] = NONE) -> None:
     """Refuse a batch with wrong names, element types or shapes, naming all of them."""
     assert module.schedule is not None
-    problems = _name_problems(module, batch.keys())
+    problems = _name_problems(module, batch.keys(), renamed)
     for value in module.data_inputs:
         if value.name not in batch:
             continue
@@ -83,13 +87,12 @@ def cut_batch(array: np.ndarray, type: TensorType, index: int) -> np.ndarray:
     return array[index * type.dims[0] : (index + 1) * type.dims[0]] if type.rank else array
 
 
-def _name_problems(module: Module, given: Iterable[str]) -> list[str]:
+def _name_problems(module: Module, given: Iterable[str], renamed: Mapping[str, str]) -> list[str]:
     names = set(given)
-    expected = [value.name for value in module.data_inputs]
-    problems = [
-        f"{name}: missing, expected {value.type}" for name, value in zip(expected, module.data_inputs, strict=True) if name not in names
-    ]
-    return problems + [f"{name}: the model has no such input, it has {', '.join(expected)}" for name in sorted(names - set(expected))]
+    expected = shown([value.name for value in module.data_inputs], renamed)
+    problems = [f"{expected[value.name]}: missing, expected {value.type}" for value in module.data_inputs if value.name not in names]
+    there = ", ".join(expected.values())
+    return problems + [f"{name}: the model has no such input, it has {there}" for name in sorted(names - expected.keys())]
 
 
 def _type_problems(value: Value, array: np.ndarray, shape: tuple[int, ...]) -> list[str]:
@@ -113,13 +116,15 @@ def _type_problems(value: Value, array: np.ndarray, shape: tuple[int, ...]) -> l
 class FileSamples:
     """Samples of a .npz file, in order or shuffled."""
 
-    def __init__(self, module: Module, path: Path, names: Sequence[str], *, shuffle: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, module: Module, path: Path, names: Sequence[str], *, shuffle: bool = False, seed: int = 0, renamed: Mapping[str, str] = NONE
+    ) -> None:
         self._types = {value.name: value.type for value in module.data_inputs}
         self._rows, self._shuffle, self._seed = microbatch_size(module), shuffle, seed
         self._order: tuple[int, np.ndarray] | None = None
         self._path, self._ranges = path, {name: integer_range(module, name) for name in names}
-        arrays = read_npz(path)
-        problems = _name_problems(module, arrays.keys())
+        arrays: Arrays = by_our_names(read_npz(path), [value.name for value in module.data_inputs], renamed, str(path))
+        problems = _name_problems(module, arrays.keys(), renamed)
         counts: dict[str, float] = {}
         for value in module.data_inputs:
             if value.name not in arrays:

@@ -4,7 +4,7 @@
         loss = job.step(batch)
         job.save("ckpt/")
 
-A Job holds the local workers of one bundle. A batch is a dict of arrays by input name, whole global batch (m microbatches one after the other).
+A Job holds the local workers of one bundle. A batch is a dict of arrays by input name (the model's or ours), whole global batch (m microbatches one after the other).
 `step` runs one batch and empties the pipeline; `run` keeps the pipeline full over an iterable and gives each loss as it is known; both compute the
 same numbers. The global step counts on over all calls, and from a checkpoint on after `resume`.
 
@@ -25,6 +25,7 @@ import numpy as np
 from ..backends.bundle import Bundle, open_bundle
 from ..ir.errors import UsageError
 from ..ir.graph import Module, Value
+from ..ir.renames import by_our_names, shown
 from . import checkpoint as checkpoints
 from .control import (
     Arrays,
@@ -54,6 +55,7 @@ from .trace import write_trace
 
 # Batches handed to the workers and not finished yet. Under 2bw a batch finishes only once the next one is there; one more keeps the pipe full.
 _BATCHES_AHEAD = 3
+_NO_MORE: Mapping[str, np.ndarray] = {}
 
 TrainingBatch = Mapping[str, np.ndarray]
 
@@ -93,7 +95,7 @@ class Job:
             self.warnings += checkpoints.check_resume(index, self.module, data, str(place))
             self.steps_done = index.step
         if data is not None:
-            check_data(self.module, data)
+            check_data(self.module, data, bundle.renamed)
         self._fed = [fed_inputs(self.module, entry.stage) for entry in bundle.manifest.ranks]
         self._busy = self._closed = False
         self.peak_bytes = [0] * bundle.world_size
@@ -139,15 +141,15 @@ class Job:
     # -------------------------------------------------------------------------------------------- inference
 
     def infer(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
-        """All module outputs for any number of samples. The last batch is filled up by repeating the last sample."""
+        """All module outputs, by the model's names, for any number of samples. The last batch is filled up by repeating the last sample."""
         if self.trains:
             raise UsageError(
                 "the bundle is for training", where=str(self.bundle.path), hint="compile the model without a loss for inference"
             )
-        count, batches = self._cut(inputs)
+        count, batches = self._cut(self._taken(inputs, "inputs"))
         pieces: dict[str, dict[int, np.ndarray]] = {name: {} for name in self.module.outputs}
         first = self.steps_done * self.microbatches
-        for message, arrays in self._stream(batches):
+        for message, arrays in self._stream(batches, ours=True):
             assert isinstance(message, Output)
             for name, array in arrays.items():
                 pieces[name][message.mb - first] = array
@@ -158,7 +160,19 @@ class Job:
             whole = np.concatenate(ordered) if ordered[0].ndim else np.stack(ordered)
             per_sample = ordered[0].shape[0] // rows if ordered[0].ndim and ordered[0].shape[0] % rows == 0 else 0
             found[name] = whole[: count * per_sample] if per_sample else whole
-        return found
+        outside = shown(found, self.bundle.renamed)
+        return {outside[name]: array for name, array in found.items()}
+
+    def _taken(self, given: Mapping[str, np.ndarray], where: str) -> Arrays:
+        """What the caller feeds, as arrays by our names."""
+        found = by_our_names(given, [value.name for value in self.module.data_inputs], self.bundle.renamed, where)
+        arrays: Arrays = {}
+        for name, one in found.items():
+            try:
+                arrays[name] = np.asarray(one)
+            except (TypeError, ValueError, RuntimeError) as error:  # what NumPy says of ragged lists, and torch of its tensors
+                raise UsageError(f"{name}: is no array: {error}", where=where) from error
+        return arrays
 
     def _cut(self, inputs: Mapping[str, np.ndarray]) -> tuple[int, list[Arrays]]:
         rows = microbatch_size(self.module)
@@ -277,10 +291,15 @@ class Job:
             else:
                 yield rank, message, arrays
 
-    def _stream(self, batches: Iterable[Mapping[str, np.ndarray]]) -> Generator[tuple[Message, Arrays], None, None]:
-        """Feed batches to the workers, a few ahead, and give what they report."""
+    def _stream(self, batches: Iterable[Mapping[str, np.ndarray]], ours: bool = False) -> Generator[tuple[Message, Arrays], None, None]:
+        """Feed batches to the workers, a few ahead, and give what they report. `ours`: they come by our names."""
+        try:
+            iterator = iter(batches)
+        except TypeError as problem:
+            hint = "`run` takes a list or an iterator of dicts of arrays"
+            raise UsageError(f"expected batches, got {type(batches).__name__}", hint=hint) from problem
         self._begin()
-        iterator, open_, error = iter(batches), True, None
+        open_, error = True, None
         first = sent = self.steps_done
         waiting = set(range(self.bundle.world_size))
         counts = _Finished(self)
@@ -289,9 +308,11 @@ class Job:
             while waiting:
                 while open_ and sent - first - counts.batches < _BATCHES_AHEAD:
                     try:
-                        batch = next(iterator, None)
-                        if batch is not None:
-                            check_batch(self.module, batch, f"batch {sent}")
+                        given = next(iterator, _NO_MORE)
+                        batch = None
+                        if given is not _NO_MORE:
+                            batch = given if ours else self._taken(given, f"batch {sent}")
+                            check_batch(self.module, batch, f"batch {sent}", self.bundle.renamed)
                     except Exception as problem:  # of the caller's iterable: the batches before it are finished first
                         batch, error = None, problem
                     if batch is None:

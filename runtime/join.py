@@ -94,7 +94,7 @@ def run_rank(options: RunOptions) -> None:
     bundle = open_bundle(options.bundle, int(rank_text))
     module = bundle.module
     assert module.schedule is not None
-    check_data(module, options.data)
+    check_data(module, options.data, bundle.renamed)
     place, first, warnings = None, 0, []
     if options.resume is not None:
         place = checkpoints.find_checkpoint(options.resume)

@@ -92,7 +92,7 @@ class Worker:
         self.samples: Samples = NoSamples()
         names = fed_inputs(self.module, self.stage)
         if setup.data is not None and names:
-            self.samples = open_data(self.module, setup.data, names)
+            self.samples = open_data(self.module, setup.data, names, bundle.renamed)
         program = backend_of(bundle.manifest.backend).load_stage(
             self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads
         )

@@ -26,7 +26,7 @@ from penstock.ir.errors import UsageError
 from penstock.ir.graph import Value, Var
 from penstock.ir.types import TensorType, dtype_of
 
-from ..imported import Imported
+from ..imported import Imported, told_renames
 from ..names import Names
 from ..writer import Lost, Refused
 from .binding import Given, Inputs, bind
@@ -295,13 +295,15 @@ class _Importer:
         ops = module.graphs["main"].ops
         values = {v.name for v in self.inputs} | {v.name for op in ops for v in op.outs}
         hints = self.marks.hints()
+        names = builder.names.changed(values | set(module.vars))
+        seen = [*(v.name for v in module.inputs), *module.outputs, *module.vars]
         said = report(self.findings, ops, module.vars, dims, len(source.model.graph.node), self._unused(module.vars))
         return Imported(
             module,
             {name: builder.weights[name] for name in module.vars},
             source.digest(),
-            (*said, *hints.report()),
-            builder.names.changed(values | set(module.vars)),
+            (*said, *told_renames({name: names[name] for name in seen if name in names}), *hints.report()),
+            names,
             hints=hints,
         )
 

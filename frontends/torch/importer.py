@@ -30,14 +30,14 @@ from penstock.ir.graph import BUFFER, Value, Var
 from penstock.ir.text import print_module
 from penstock.ir.types import TensorType
 
-from ..imported import Imported, State, counted, some, told_stale
+from ..imported import Imported, State, counted, some, told_renames, told_stale
 from ..names import Names, legal
 from ..writer import Lost, Refused
 from .arrays import array_of, has_dtype, our_dtype
 from .calls import Caller, complain
 from .memory import place, sharing
 from .node import Absent, Builder, Known, Weight, type_of
-from .source import Sizes, exported
+from .source import Sizes, exported, original
 
 
 def import_torch(
@@ -49,6 +49,7 @@ def import_torch(
     frozen: str | None = None,
 ) -> Imported:
     """The program of a torch module, torch.fx graph or ExportedProgram as a Module. `dims` gives sizes for symbolic dimensions of the latter."""
+    source = original(source)
     where = type(source).__name__
     pattern = _pattern(frozen, where)
     program = exported(source, args, kwargs, where)
@@ -203,7 +204,7 @@ class _Importer:
             module,
             weights,
             digest.hexdigest(),
-            tuple(self._report(variables)),
+            tuple(self._report(variables, module.outputs, names)),
             names,
             state=self._state(variables),
             stale=tuple(self.stale),
@@ -269,14 +270,14 @@ class _Importer:
         """The outputs by names that nothing else has: their paths where these are free."""
         spelled: dict[str, Value] = {}
         for path, value in named:
-            own = value.name == path and path not in spelled
+            own = value.name == path == legal(path) and path not in spelled
             name = path if own else self.builder.names.fresh(path)
             if name != path:
                 self.spelled[name] = path
             spelled[name] = value
         return list(spelled.items())
 
-    def _report(self, variables: Mapping[str, Var]) -> list[str]:
+    def _report(self, variables: Mapping[str, Var], outputs: Sequence[str], names: Mapping[str, str]) -> list[str]:
         folded = self.caller.folded
         unused = [t.name for t in self.builder.env.values() if isinstance(t, Weight) and t.name not in variables]
         said = (
@@ -288,8 +289,10 @@ class _Importer:
             ("parameters that no output depends on, left out", list(dict.fromkeys(unused))),
             ("changed by forward, not changed here", self.dropped),
         )
+        values = [*(v.name for v in self.inputs), *outputs, *variables]
+        spelled = told_renames({name: names[name] for name in values if name in names})
         warning = [f"warning: {told_stale(self.stale)}"] if self.stale else []
-        return [counted(variables.values()), *warning, *(f"{what}: {some(names)}" for what, names in said if names)]
+        return [counted(variables.values()), *warning, *spelled, *(f"{what}: {some(listed)}" for what, listed in said if listed)]
 
 
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -298,4 +301,4 @@ _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 def _path(path: Sequence[Any]) -> str:
     """Where an output stands in what forward gives: `logits`, `hidden_states.0`; `output` in front of what has only a position."""
     parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
-    return legal(".".join(parts if parts and not parts[0].isdigit() else ["output", *parts]))
+    return ".".join(parts if parts and not parts[0].isdigit() else ["output", *parts])

@@ -22,12 +22,22 @@ from penstock.ir.errors import UnsupportedModel, UsageError
 from .table import WHOLE, name_of
 
 
+def original(source: object) -> object:
+    """The module that torch.compile was given, whose names are without `_orig_mod`; everything else as it is."""
+    inner = getattr(source, "_orig_mod", None)
+    return inner if type(source).__name__ == "OptimizedModule" and isinstance(inner, torch.nn.Module) else source
+
+
 def exported(source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | None, where: str) -> ExportedProgram:
     """The source as a decomposed program; what torch cannot export is an UnsupportedModel with torch's reason."""
     if isinstance(source, ExportedProgram):
         if args or kwargs:
             raise UsageError("an ExportedProgram has its example arguments already; give dims={NAME: SIZE} to bind its sizes", where=where)
         return _decomposed(source, where)
+    if isinstance(source, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+        raise UsageError(
+            "scripted and traced modules are not supported", where=where, hint="give the torch.nn.Module that was scripted or traced"
+        )
     if not isinstance(source, torch.nn.Module):
         kind = type(source).__name__
         raise UsageError(f"expected a torch.nn.Module, a torch.fx.GraphModule or a torch.export.ExportedProgram, got {kind}", where=where)

@@ -129,7 +129,7 @@ def plan(
     if training is None:
         calls = inference_pipeline(cuts, microbatches, precision or "f32", library)
     else:
-        module = attach_loss(module, training)
+        module = attach_loss(module, training, model.imported.names)
         compute = precision or training.precision
         calls = training_pipeline(training.optimizer.pass_options(), cuts, schedule, training.microbatches, compute, library)
     seen: list[Module] = []

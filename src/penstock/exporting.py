@@ -47,7 +47,14 @@ class Exported:
 
 
 def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
-    """What a bundle of `module` keeps of its source. Elements that no stage holds stay with the structure, which is written into `folder`."""
+    """What a bundle of `module` keeps of its source: its names for variables, and for inputs and outputs that are spelled otherwise; and its files."""
+    origin = _keep_variables(imported, module, folder)
+    values = [*(value.name for value in module.data_inputs), *module.outputs]
+    return Origin({**{name: (imported.names[name],) for name in values if name in imported.names}, **origin.names}, origin.files)
+
+
+def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:
+    """Elements that no stage holds stay with the structure, which is written into `folder`."""
     stored = stored_vars(module)
     structure, state = imported.structure, imported.state
     if state is not None:
@@ -137,6 +144,7 @@ def _names_of(bundle: Bundle, alone: bool) -> dict[str, list[str]]:
     if names is None:
         raise UsageError("does not say what its weights are called in the model", where=str(bundle.path), hint="compile the model again")
     stored = stored_vars(bundle.module)
+    names = {name: named for name, named in names.items() if name not in bundle.renamed}
     lost = [name for name, var in stored.items() if var.role == PARAM and name not in names]
     if lost and alone and bundle.source_structure is not None:
         names = {**names, **{name: [name] for name in lost}}
