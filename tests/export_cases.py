@@ -26,7 +26,7 @@ def write_rich(path: Path, seed: int = 0, external: bool = False) -> Path:
         return (random.standard_normal(shape) * 0.4).astype(dtype)
 
     odd = helper.make_tensor("first layer/weight", TensorProto.FLOAT, (8, 8), normal(8, 8).reshape(-1), raw=False)
-    half = helper.make_tensor("half", TensorProto.FLOAT16, (8, 8), normal(8, 8).reshape(-1), raw=False)
+    half = helper.make_tensor("half", TensorProto.BFLOAT16, (8, 8), normal(8, 8).reshape(-1), raw=False)
     arrays = {
         "brain": normal(8, 8, dtype=ml_dtypes.bfloat16),
         "tied": normal(8, 8),
