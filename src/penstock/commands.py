@@ -359,7 +359,7 @@ def _print_summary(module: Module) -> None:
     count = sum(v.type.size for v in params)
     print(f"module {module.name}: {len(params)} parameter tensors with {count:,} elements, facts: {', '.join(module.facts) or 'none'}")
     for value in module.inputs:
-        print(f"input {value.name}: {value.type}")
+        print(f"input {value.name}: {value.type}" + ("" if value in module.data_inputs else ", which the runtime gives"))
     for name in module.outputs:
         print(f"output {name}")
     rows = []
