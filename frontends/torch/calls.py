@@ -91,11 +91,15 @@ class Caller:
             return self._lost(call) if isinstance(whole, Lost) else whole[arguments[1]]
         if call.op == "call_function" and all(isinstance(a, bool | int | float) for a in arguments) and not call.kwargs:
             return call.target(*arguments)  # type: ignore[operator]
+        if getattr(call.target, "__name__", "") == "with_effects":  # the order of operations with effects, and one of these
+            if any(isinstance(a, Lost) for a in pytree.tree_leaves(arguments)):
+                return Lost(None)
+            raise Refused(f"{arguments[1]} has effects besides its results")
         if call.op == "get_attr":  # the body of a call of control flow, which says what is the matter
             return Lost(None)
         if any(isinstance(a, Lost) and a.type is None for a in arguments) and "higher_order" not in type(call.target).__module__:
             return Lost(None)
-        raise Refused("control flow is not supported" if "higher_order" in str(type(call.target)).lower() else "no rule for this operation")
+        raise Refused("control flow is not supported" if "higher_order" in str(type(call.target)).lower() else _NO_RULE)
 
     # ------------------------------------------------------------------------------------ types
 
@@ -163,6 +167,9 @@ def _computed(call: Call, operands: Sequence[Any]) -> Any:
 # ---------------------------------------------------------------------------------------- words
 
 
+_NO_RULE = "no rule for this operation"
+
+
 def location(call: Call) -> str:
     """Where a call stands in the module: the path of the submodule, and the call's own name."""
     stack = call.meta.get("nn_module_stack") or {}
@@ -180,7 +187,7 @@ def _missing(call: Call) -> str:
     metas = pytree.tree_leaves([one.meta.get("val") for one in (call, *call.all_input_nodes)])
     if any(isinstance(meta, torch.Tensor) and meta.is_complex() for meta in metas):
         return "there are no complex numbers here; a model may compute their real and imaginary parts apart"
-    return "no rule for this operation"
+    return _NO_RULE
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -195,8 +202,9 @@ def _line(call: Call) -> str:
 
 def complain(where: str, rows: Sequence[str]) -> UnsupportedModel:
     count = f"{len(rows)} places" if len(rows) > 1 else "one place"
+    unknown = any(row.endswith(_NO_RULE) for row in rows)
     return UnsupportedModel(
         f"the model cannot be imported, {count}:\n" + "\n".join(f"  {row}" for row in rows),
         where=where,
-        hint="docs/frontends.md lists the operations of ATen that are supported",
+        hint="docs/frontends.md lists the operations of ATen that are supported" if unknown else "",
     )

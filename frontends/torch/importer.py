@@ -166,6 +166,8 @@ class _Importer:
                 self.builder.env[node] = spec.arg.value
             elif spec.kind == InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument):
                 self._take_input(node, self.fed[spec.arg.name])
+            elif spec.kind == InputKind.TOKEN:  # the order of operations with effects
+                self.builder.env[node] = None
             elif spec.kind not in _STATE:
                 self.builder.env[node] = Lost(None)
                 self.problems.append(f"input {spec.arg.name}: {spec.kind.name.lower().replace('_', ' ')} is not supported")

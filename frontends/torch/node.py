@@ -148,6 +148,8 @@ class Node(Writer):
         if isinstance(tensor, Value | Lost):
             assert tensor.type is not None, "a call with an operand of unknown type is not imported"
             return tensor.type
+        if isinstance(tensor, Absent):
+            raise Refused(tensor.reason)
         raise Refused(f"{name} must be a tensor, got {tensor!r}")
 
     def tensor_value(self, tensor: Any, dtype: str | None = None) -> Value:

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from penstock.ir.errors import UnsupportedModel, UsageError
 
+from .memory import place
 from .table import WHOLE, name_of
 
 
@@ -48,11 +49,18 @@ def exported(source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     try:
         program = torch.export.export(source, tuple(args), dict(kwargs or {}), strict=False)
     except Exception as error:  # torch.export raises what it meets: errors of its own, of the model's code, and of tensors
-        raise UnsupportedModel(f"torch.export cannot export it: {_reason(error)}", where=where, hint=_HINT) from error
+        hint = _HINT if _depends_on_data(error) else ""
+        raise UnsupportedModel(f"torch.export cannot export it: {_reason(error)}", where=where, hint=hint) from error
     return _decomposed(program, where)
 
 
 _HINT = "code that depends on the elements of tensors cannot be exported; a wrapper module may choose another way or other outputs"
+
+
+def _depends_on_data(error: BaseException) -> bool:
+    """Whether torch wants to know the elements of a tensor."""
+    kinds = ("DataDependent", "DynamicOutputShape")
+    return any(kind in type(error).__name__ for kind in kinds) or "data-dependent" in str(error).lower()
 
 
 def _reason(error: Exception) -> str:
@@ -71,11 +79,27 @@ def _decomposed(program: ExportedProgram, where: str) -> ExportedProgram:
         decomposed: ExportedProgram = program.run_decompositions(table)
         return decomposed
     except Exception as error:  # as above
+        if isinstance(error, AssertionError) and (shared := _one_tensor(program)):
+            raise UnsupportedModel(
+                f"buffers {shared} are one tensor: torch.export does not follow where forward changes it ({_reason(error)})",
+                where=where,
+                hint="give each of them memory of its own, with clone()",
+            ) from error
         raise UnsupportedModel(f"torch.export cannot decompose it: {_reason(error)}", where=where) from error
     finally:
         for stop in stops:
             stop.replace_all_uses_with(stop.all_input_nodes[0])
             stop.graph.erase_node(stop)
+
+
+def _one_tensor(program: ExportedProgram) -> str:
+    """The names of buffers that share all of their memory with another one."""
+    places: dict[tuple[object, ...], list[str]] = {}
+    for name in program.graph_signature.buffers:
+        tensor = program.state_dict.get(name, program.constants.get(name))
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            places.setdefault(place(tensor), []).append(name)
+    return ", ".join(name for names in places.values() if len(names) > 1 for name in names)
 
 
 def _mark_stops(program: ExportedProgram) -> list[torch.fx.Node]:

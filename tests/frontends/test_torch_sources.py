@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -113,3 +115,65 @@ def test_what_torch_cannot_export_is_an_error_of_ours() -> None:
     with pytest.raises(UnsupportedModel, match=r"torch\.export cannot export it: ") as caught:
         import_torch(Dependent(), (torch.randn(3),))
     assert caught.value.__cause__ is not None
+
+
+class Calls(nn.Module):
+    """A layer, and what a function makes of its result."""
+
+    def __init__(self, function: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> object:
+        return self.function(self.layer(x))
+
+
+def refused(function: Callable[[Tensor], object]) -> UnsupportedModel:
+    with pytest.raises(UnsupportedModel) as error:
+        import_torch(Calls(function), (torch.ones(4, 4),))
+    return error.value
+
+
+LISTED = "docs/frontends.md lists the operations of ATen that are supported"
+
+
+def test_only_the_operation_is_to_blame() -> None:
+    """Torch orders operations with effects by tokens: these are no inputs of the model."""
+    error = refused(lambda x: torch.linalg.inv(x) + torch.linalg.eigh(x)[0])
+    assert "2 places" in str(error)
+    assert "linalg_inv_ex.default" in str(error)
+    assert "token" not in str(error)
+    assert "with_effects" not in str(error)
+    assert error.hint == LISTED
+
+
+def test_results_that_a_rule_does_not_give_are_named_in_words() -> None:
+    error = refused(lambda x: torch.native_group_norm(x, None, None, 4, 4, 1, 2, 1e-5)[1].squeeze(0))
+    assert "statistics of a group norm are not supported" in str(error)
+    assert "Absent" not in str(error)
+    assert not error.hint  # there is a rule
+
+
+def test_hints_are_of_the_failure_at_hand() -> None:
+    depends = "code that depends on the elements of tensors cannot be exported"
+    assert depends in refused(lambda x: x if x.sum() > 0 else -x).hint
+    assert not refused(lambda x: x @ torch.zeros(7, 7)).hint
+    assert refused(lambda x: torch.searchsorted(x, x)).hint == LISTED
+
+
+def test_buffers_that_are_one_tensor_and_change() -> None:
+    class Twice(nn.Module):
+        def __init__(self, apart: bool) -> None:
+            super().__init__()
+            one = torch.zeros(4)
+            self.register_buffer("a", one)
+            self.register_buffer("b", one.clone() if apart else one)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.a.add_(1)
+            return x + self.b
+
+    with pytest.raises(UnsupportedModel, match="buffers a, b are one tensor: ") as error:
+        import_torch(Twice(False), (torch.ones(4),))
+    assert "clone" in error.value.hint
+    assert import_torch(Twice(True), (torch.ones(4),)).stale == ("a",)
