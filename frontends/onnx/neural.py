@@ -1,15 +1,17 @@
-"""ONNX operators of neural networks: products, convolutions, pooling, normalisation, reductions."""
+"""ONNX operators of neural networks: products, convolutions, softmax and normalisation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import ceil, floor, prod
 
 from penstock.ir.graph import Value
 
+from ..formulas.elementwise import power, root
 from ..formulas.layout import axis_of, expand, reshape
 from ..formulas.norms import grouped_norm, rms_norm, scaled
 from ..formulas.products import product, scaled_sum
+from ..formulas.windows import Window, reach, transposed_sizes, window
 from .node import Node, Result, Rule
 
 # ---------------------------------------------------------------------------------------- products
@@ -21,11 +23,11 @@ def gemm(n: Node) -> Value:
     return scaled_sum(n, y, n.value(2) if n.has(2) and beta != 0.0 else None, alpha, beta)
 
 
-# ---------------------------------------------------------------------------------------- sliding windows
+# ---------------------------------------------------------------------------------------- convolutions
 
 
-def window_attrs(n: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """strides, pads and dilations of a convolution or pooling, automatic padding and rounding up resolved."""
+def window_of(n: Node, kernel: Sequence[int]) -> Window:
+    """The windows of a convolution or pooling, automatic padding resolved."""
     r = len(kernel)
     sizes = n.type().dims[2:]
     strides = n.ints_attr("strides") or (1,) * r
@@ -33,27 +35,19 @@ def window_attrs(n: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
     pads = list(n.ints_attr("pads") or (0,) * 2 * r)
     n.require(len(sizes) == len(strides) == len(dilations) == r and len(pads) == 2 * r, f"attributes do not fit {r} spatial dimensions")
     n.require(min((*kernel, *strides, *dilations), default=0) > 0, "kernel, strides and dilations must be 1 or more")
-    reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
     match mode := n.text_attr("auto_pad", "NOTSET"):
         case "NOTSET":
             pass
         case "VALID":
             pads = [0] * 2 * r
         case "SAME_UPPER" | "SAME_LOWER":
-            for i, (size, stride, extent) in enumerate(zip(sizes, strides, reach, strict=True)):
-                total = max(0, (-(-size // stride) - 1) * stride + extent - size)
+            for i, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+                total = max(0, (-(-size // stride) - 1) * stride + reach(kernel[i], dilations[i]) - size)
                 small, large = total // 2, total - total // 2
                 pads[i], pads[i + r] = (small, large) if mode == "SAME_UPPER" else (large, small)
         case _:
             n.require(False, f"auto_pad={mode} is not known")
-    if n.int_attr("ceil_mode"):
-        for i, (size, stride, extent) in enumerate(zip(sizes, strides, reach, strict=True)):
-            room = size + pads[i] + pads[i + r] - extent
-            count = -(-room // stride) + 1
-            if (count - 1) * stride >= size + pads[i]:  # a window must start before the padding at the end
-                count -= 1
-            pads[i + r] += max(0, (count - 1) * stride - room)
-    return {"strides": strides, "pads": tuple(pads), "dilations": dilations}
+    return window(sizes, kernel, strides, dilations, pads, bool(n.int_attr("ceil_mode")))
 
 
 def conv(n: Node) -> Value:
@@ -62,10 +56,8 @@ def conv(n: Node) -> Value:
     n.require((n.ints_attr("kernel_shape") or kernel) == kernel, f"kernel_shape differs from the weight {w.type}")
     groups = n.int_attr("group", 1)
     n.require(groups > 0, f"{groups} groups")
-    y = n.emit("conv", x, w, groups=groups, **window_attrs(n, kernel))
-    if n.has(2):
-        y = n.emit("add", y, reshape(n, n.value(2), (1, w.type.dims[0], *(1,) * len(kernel))))
-    return y
+    y = n.emit("conv", x, w, groups=groups, **window_of(n, kernel).attrs)
+    return scaled(n, y, None, n.value(2) if n.has(2) else None)
 
 
 def _conv_transpose(n: Node) -> Result:
@@ -79,7 +71,7 @@ def _conv_transpose(n: Node) -> Result:
     n.require(len(sizes) == len(strides) == len(dilations) == len(extra) == r, f"attributes do not fit {r} spatial dimensions")
     n.require(groups > 0 and min((*strides, *dilations)) > 0, "groups, strides and dilations must be 1 or more")
     n.require(all(0 <= e < s for e, s in zip(extra, strides, strict=True)), f"output_padding {list(extra)} is not below the strides")
-    full = [(m - 1) * s + (k - 1) * d + 1 + e for m, s, k, d, e in zip(sizes, strides, kernel, dilations, extra, strict=True)]
+    full = transposed_sizes(sizes, kernel, strides, dilations, extra)
     pads, mode, wanted = n.ints_attr("pads") or (0,) * 2 * r, n.text_attr("auto_pad", "NOTSET"), n.ints_attr("output_shape")
     n.require(mode in ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER"), f"auto_pad={mode} is not known")
     if not wanted and mode.startswith("SAME"):
@@ -96,22 +88,7 @@ def _conv_transpose(n: Node) -> Result:
     shape = (x.type.dims[0], w.type.dims[1] * groups, *spatial)
     pads = tuple(max(p, 0) for p in pads)
     y = n.emit("conv_grad_input", x, w, shape=shape, strides=strides, pads=pads, dilations=dilations, groups=groups)
-    return n.emit("add", y, reshape(n, n.value(2), (1, shape[1], *(1,) * r))) if n.has(2) else y
-
-
-def _average_pool(n: Node) -> Result:
-    kernel, count_padding = n.ints_attr("kernel_shape"), bool(n.int_attr("count_include_pad"))
-    x, window = n.value(), window_attrs(n, kernel)
-    if count_padding and n.int_attr("ceil_mode"):
-        # Rounding up adds room that no mean counts; the padding that is counted becomes zeros of the tensor.
-        counted, r = n.ints_attr("pads") or (0,) * 2 * len(kernel), len(kernel)
-        window["pads"] = tuple(p - c for p, c in zip(window["pads"], counted, strict=True))
-        x, count_padding = n.emit("pad", x, low=(0, 0, *counted[:r]), high=(0, 0, *counted[r:])) if any(counted) else x, False
-    return n.emit("avg_pool", x, window=kernel, include_pad=count_padding, **window)
-
-
-def _over_space(kind: str) -> Rule:
-    return lambda n: n.emit(kind, n.value(), axes=tuple(range(2, n.type().rank)), keep=True)
+    return scaled(n, y, None, n.value(2) if n.has(2) else None)
 
 
 # ---------------------------------------------------------------------------------------- rows
@@ -179,16 +156,43 @@ def _group_norm(n: Node) -> Result:
     return scaled(n, y, scale, bias)
 
 
+def _local_response(n: Node) -> Result:
+    x, size = n.value(), n.int_attr("size")
+    n.require(size > 0 and x.type.rank >= 3, f"size={size} channels of {x.type}")
+    batch, channels = x.type.dims[:2]
+    lines = reshape(n, n.emit("mul", x, x), (batch, 1, channels, prod(x.type.dims[2:])))
+    low, high = floor((size - 1) / 2), ceil((size - 1) / 2)
+    mean = n.emit("avg_pool", lines, window=(size, 1), strides=(1, 1), pads=(low, 0, high, 0), include_pad=True)
+    total = n.emit("add", n.emit("mul", reshape(n, mean, x.type.dims), n.float_attr("alpha", 1e-4)), n.float_attr("bias", 1.0))
+    return n.emit("mul", x, power(n, total, -n.float_attr("beta", 0.75)))
+
+
+def _lp_normalization(n: Node) -> Result:
+    x, p = n.value(), n.int_attr("p", 2)
+    n.require(p in (1, 2), f"p={p} is not known, only 1 and 2")
+    axis = axis_of(n, n.int_attr("axis", -1), x.type.rank)
+    total = n.emit("sum", n.emit("abs", x) if p == 1 else n.emit("mul", x, x), axes=(axis,), keep=True)
+    nothing = n.emit("equal", total, 0.0)
+    safe = n.emit("where", nothing, n.literal(1.0, x.type.dtype), total)
+    # What has no length stays 0: x is 0 there.
+    return n.emit("div", x, n.emit("sqrt", safe) if p == 2 else safe)
+
+
+def _mean_variance(n: Node) -> Result:
+    x = n.value()
+    axes = tuple(sorted(axis_of(n, a, x.type.rank) for a in n.ints_attr("axes") or (0, 2, 3)))
+    centred = n.emit("sub", x, n.emit("mean", x, axes=axes, keep=True))
+    variance = n.emit("mean", n.emit("mul", centred, centred), axes=axes, keep=True)
+    return n.emit("div", centred, n.emit("add", root(n, variance), 1e-9))
+
+
 RULES: dict[str, Rule] = {
     # products
     "MatMul": lambda n: product(n, n.value(0), n.value(1)),
     "Gemm": gemm,
-    # sliding windows
+    # convolutions
     "Conv": conv,
     "ConvTranspose": _conv_transpose,
-    "AveragePool": _average_pool,
-    "GlobalAveragePool": _over_space("mean"),
-    "GlobalMaxPool": _over_space("max"),
     # rows and normalisation
     "Softmax": _row("softmax"),
     "LogSoftmax": _row("log_softmax"),
@@ -198,4 +202,7 @@ RULES: dict[str, Rule] = {
     "BatchNormalization": _batch_norm,
     "InstanceNormalization": _instance_norm,
     "GroupNormalization": _group_norm,
+    "LRN": _local_response,
+    "LpNormalization": _lp_normalization,
+    "MeanVarianceNormalization": _mean_variance,
 }

@@ -19,7 +19,7 @@ from penstock.ir.types import FLOATS, INTS, numpy_dtype
 from ..formulas.layout import axis_of, cut, expand, reshape
 from ..formulas.products import product
 from ..writer import Refused
-from .neural import window_attrs
+from .neural import window_of
 from .node import Node, Result, Rule
 from .source import our_dtype
 
@@ -143,7 +143,7 @@ def _convolution(n: Node, w_at: int, x_zero: int, w_zero: int) -> Value:
     n.require(groups > 0, f"{groups} groups")
     data = _less_zero(n, x, _along(n, x_zero, x, 1) if n.has(x_zero) else None, dtype)
     weight = _less_zero(n, w, _along(n, w_zero, w, 0) if n.has(w_zero) else None, dtype)
-    return n.emit("conv", data, weight, groups=groups, **window_attrs(n, kernel))
+    return n.emit("conv", data, weight, groups=groups, **window_of(n, kernel).attrs)
 
 
 def _qlinear_conv(n: Node) -> Result:

@@ -231,6 +231,14 @@ def moved(*names: str) -> Rule:
     return rule
 
 
+def _pixel_shuffle(n: Node) -> Result:
+    x, f = n.value(), int(n.arg("upscale_factor"))
+    *lead, c, h, w = x.type.dims
+    r = len(lead)
+    split = reshape(n, x, (*lead, c // (f * f), f, f, h, w))
+    return reshape(n, transpose(n, split, [*range(r), r, r + 3, r + 1, r + 4, r + 2]), (*lead, c // (f * f), h * f, w * f))
+
+
 def _size(n: Node) -> Result:
     dims = n.type().dims
     return dims[axis_of(n, n.arg("dim"), len(dims))]
@@ -270,4 +278,5 @@ RULES: dict[str, Rule] = {
     "diagonal": moved("offset", "dim1", "dim2"),
     "as_strided": _strided,
     "unfold": moved("dimension", "size", "step"),
+    "pixel_shuffle": _pixel_shuffle,
 }

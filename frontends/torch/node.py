@@ -10,6 +10,7 @@ argument that no rule asked for and that differs from its default makes the call
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,6 +194,10 @@ class Node(Writer):
         """A parameter's elements at import; None for anything that is not a parameter or known."""
         found = self.arg(name)
         return found.tensor if isinstance(found, Known | Weight) else None
+
+    def is_used(self, i: int) -> bool:
+        """Whether anything asks for result i, of several."""
+        return any(user.args[1] == i for user in self.call.users if user.target is operator.getitem)
 
     def ignore(self, *names: str) -> None:
         """Arguments that change nothing of the result here."""

@@ -6,10 +6,40 @@ slower, lose precision, or be another graph for every size.
 
 from __future__ import annotations
 
-from . import attention, bits, distances, draws, elementwise, indexing, layout, neural, recurrent, reductions
+from . import (
+    attention,
+    bags,
+    bits,
+    distances,
+    draws,
+    elementwise,
+    indexing,
+    layout,
+    norms,
+    products,
+    recurrent,
+    reductions,
+    resizing,
+    windows,
+)
 from .node import Rule
 
-_FAMILIES = (elementwise, bits, draws, layout, indexing, reductions, distances, neural, attention, recurrent)
+_FAMILIES = (
+    elementwise,
+    bits,
+    draws,
+    layout,
+    indexing,
+    reductions,
+    distances,
+    products,
+    windows,
+    resizing,
+    norms,
+    bags,
+    attention,
+    recurrent,
+)
 
 RULES: dict[str, Rule] = {name: rule for family in _FAMILIES for name, rule in family.RULES.items()}
 assert len(RULES) == sum(len(family.RULES) for family in _FAMILIES), "two rows have one name"

@@ -1,0 +1,116 @@
+"""ATen operations on rows and channels as a whole: softmax and normalisation.
+
+Batch norm in training takes the statistics of the batch. The running ones, which only inference reads, are not kept up to date: see importer.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.ir.graph import Value
+from penstock.ir.types import FLOATS
+
+from ..formulas.layout import axis_of, reshape
+from ..formulas.norms import batch_statistics, grouped_norm, per_channel, rms_norm, scaled
+from .node import Absent, Node, Result, Rule
+
+
+def row(kind: str) -> Rule:
+    def rule(n: Node) -> Result:
+        n.ignore("dtype", "half_to_float")
+        x = n.value("self", n.dtype)
+        if x.type.rank == 0:
+            return n.emit("const", value=1.0 if kind == "softmax" else 0.0, dtype=x.type.dtype)
+        return n.emit(kind, x, axis=axis_of(n, n.arg("dim"), x.type.rank))
+
+    return rule
+
+
+def _layer_norm(n: Node) -> tuple[Value, Value, Value]:
+    n.ignore("cudnn_enable")
+    x, dims = n.value("input"), n.ints("normalized_shape")
+    dtype = x.type.dtype
+    scale = n.value("weight", dtype) if n.has("weight") else n.emit("const", value=1.0, dtype=dtype, shape=dims)
+    bias = n.value("bias", dtype) if n.has("bias") else n.emit("const", value=0.0, dtype=dtype, shape=dims)
+    found = n.emit_all("layer_norm", 3, x, scale, bias, axis=-len(dims), eps=float(n.arg("eps")))
+    shape = (*x.type.dims[: x.type.rank - len(dims)], *(1,) * len(dims))
+    return found[0], reshape(n, found[1], shape), reshape(n, found[2], shape)
+
+
+def _rms_norm(n: Node) -> Result:
+    x, dims = n.value("input"), n.ints("normalized_shape")
+    eps = n.arg("eps", torch.finfo(n.call.meta["val"].dtype).eps)
+    y = rms_norm(n, x, x.type.rank - len(dims), float(eps))
+    return n.emit("mul", y, n.value("weight")) if n.has("weight") else y
+
+
+def _group_norm(n: Node, groups: str) -> Value:
+    """`groups` is what the argument with their number is called."""
+    n.ignore("cudnn_enabled", "N", "C", "HxW")
+    return _weighted(n, grouped_norm(n, n.value("input"), int(n.arg(groups)), float(n.arg("eps"))))
+
+
+def _weighted(n: Node, y: Value) -> Value:
+    """Times the weight and plus the bias of each channel, where there are any."""
+    weight, bias = (n.value(name, y.type.dtype) if n.has(name) else None for name in ("weight", "bias"))
+    return scaled(n, y, weight, bias)
+
+
+def _channels(n: Node, x: Value, name: str, value: float) -> Value:
+    channels = (x.type.dims[1],)
+    return n.value(name, x.type.dtype) if n.has(name) else n.emit("const", value=value, dtype=x.type.dtype, shape=channels)
+
+
+def _batch_norm_inference(n: Node) -> tuple[Value | Absent, ...]:
+    n.ignore("momentum")  # of the running statistics, which do not run here
+    x = n.value("input")
+    statistics = (n.value(name, x.type.dtype) for name in ("running_mean", "running_var"))
+    y = n.emit("batch_norm", x, _channels(n, x, "weight", 1.0), _channels(n, x, "bias", 0.0), *statistics, eps=float(n.arg("eps")))
+    return y, *(Absent("inference saves no statistics"),) * 2
+
+
+def _batch_norm_training(n: Node) -> tuple[Value, Value, Value]:
+    """With the statistics of the batch: the result, their mean, and one over their deviation."""
+    return _with_statistics(n)[:3]
+
+
+def _with_statistics(n: Node) -> tuple[Value, Value, Value, Value]:
+    """And the variance."""
+    n.ignore("training", "momentum")
+    x, eps = n.value("input"), float(n.arg("eps"))
+    n.require(x.type.dtype in FLOATS, f"needs a floating-point operand, got {x.type}")
+    mean, variance, centred = batch_statistics(n, x)
+    rstd = n.emit("rsqrt", n.emit("add", variance, eps))
+    y = _weighted(n, n.emit("mul", centred, per_channel(n, x, rstd)))
+    return y, mean, rstd, variance
+
+
+def _batch_norm(n: Node) -> Result:
+    """What the running statistics become comes last."""
+    if not n.arg("training"):
+        return *_batch_norm_inference(n), n.arg("running_mean"), n.arg("running_var")
+    y, mean, rstd, variance = _with_statistics(n)
+    x, momentum = n.value("input"), float(n.arg("momentum"))
+    count = x.type.size // x.type.dims[1]
+    unbiased = n.emit("mul", variance, count / max(1, count - 1))
+    moved = [
+        n.emit("add", n.emit("mul", n.value(name, x.type.dtype), 1.0 - momentum), n.emit("mul", new, momentum))
+        for name, new in (("running_mean", mean), ("running_var", unbiased))
+    ]
+    return y, mean, rstd, *moved
+
+
+RULES: dict[str, Rule] = {
+    "softmax.int": row("softmax"),
+    "_softmax": row("softmax"),
+    "log_softmax.int": row("log_softmax"),
+    "_log_softmax": row("log_softmax"),
+    "layer_norm": lambda n: _layer_norm(n)[0],
+    "native_layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "group_norm": lambda n: _group_norm(n, "num_groups"),
+    "native_group_norm": lambda n: (_group_norm(n, "group"), *(Absent("statistics of a group norm are not supported"),) * 2),
+    "_native_batch_norm_legit_no_training": _batch_norm_inference,
+    "_native_batch_norm_legit.no_stats": _batch_norm_training,
+    "_native_batch_norm_legit_functional": _batch_norm,
+}

@@ -1,0 +1,81 @@
+"""ATen operations that resize pictures, or look into them at places that are computed."""
+
+from __future__ import annotations
+
+import torch
+
+from ..formulas.resizing import pick, resample, taps_of
+from ..formulas.sampling import grid_sample
+from .node import Node, Result, Rule
+
+
+def nearest(r: int) -> Rule:
+    """Places along each axis, as torch finds them for 0, 1, 2, ..."""
+
+    def rule(n: Node) -> Result:
+        x = n.value("input" if "input" in n.names else "self")
+        for i, out in enumerate(_wanted(n)):
+            line = torch.arange(x.type.dims[2 + i], dtype=torch.float64)[:, None]
+            x = pick(n, x, 2 + i, _along_one(n, line, i, r, out)[:, 0].long().numpy())
+        return x
+
+    return rule
+
+
+def _wanted(n: Node) -> tuple[int, ...]:
+    """The sizes after resizing."""
+    if n.has("output_size"):
+        return n.ints("output_size")
+    x = n.type("input" if "input" in n.names else "self")
+    return tuple(int(size * factor) for size, factor in zip(x.dims[2:], n.arg("scale_factors"), strict=True))
+
+
+def _along_one(n: Node, columns: torch.Tensor, i: int, r: int, out: int) -> torch.Tensor:
+    """The call on each column [size] laid along spatial dimension i, with the other sizes 1, as torch itself computes it: [out, columns]."""
+    size, count = columns.shape
+    shape, wanted = [1] * r, [1] * r
+    result: torch.Tensor
+    shape[i], wanted[i] = size, out
+    arguments: list[object] = []
+    for name in list(n.names)[1:]:
+        match name:
+            case "output_size":
+                arguments.append(wanted if not n.has("scale_factors") else None)
+            case "scale_factors":
+                arguments.append([n.arg(name)[j] if j == i else 1.0 for j in range(r)] if n.has(name) else None)
+            case _:
+                arguments.append(n.arg(name))
+    result = n.target(columns.T.reshape(1, count, *shape), *arguments)  # type: ignore[operator]
+    return result.reshape(count, out).T.contiguous()
+
+
+def _grid_sample(n: Node) -> Result:
+    mode, padding = int(n.arg("interpolation_mode")), int(n.arg("padding_mode"))
+    modes, paddings = ("linear", "nearest", "cubic"), ("zeros", "border", "reflection")
+    return grid_sample(n, n.value("input"), n.value("grid"), modes[mode], paddings[padding], bool(n.arg("align_corners")))
+
+
+def linear(r: int) -> Rule:
+    """Separable interpolation: a product with a matrix of weights along each axis, which torch makes out of the unit vectors."""
+
+    def rule(n: Node) -> Result:
+        x = n.value("input" if "input" in n.names else "self")
+        for i, (size, out) in enumerate(zip(x.type.dims[2:], _wanted(n), strict=True)):
+            weights = _along_one(n, torch.eye(size, dtype=torch.float64), i, r, out)
+            if not torch.equal(weights, torch.eye(size, dtype=torch.float64)):
+                x = resample(n, x, 2 + i, taps_of(weights.numpy()))
+        return x
+
+    return rule
+
+
+RULES: dict[str, Rule] = {
+    "grid_sampler_2d": _grid_sample,
+    "upsample_nearest1d.vec": nearest(1),
+    "upsample_nearest2d.vec": nearest(2),
+    "upsample_nearest3d.vec": nearest(3),
+    "upsample_linear1d.vec": linear(1),
+    "upsample_bilinear2d.vec": linear(2),
+    "upsample_trilinear3d.vec": linear(3),
+    "upsample_bicubic2d.vec": linear(2),
+}
