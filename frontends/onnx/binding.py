@@ -108,17 +108,18 @@ def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Gi
             problems.append(f"--dim {name}={size}: a size must be 1 or more")
     if problems:
         what = "dimensions" if not known else "dimensions and values"
-        hint = f"add {' '.join(flags)}" if flags else ""
+        sizes_in_python = ", ".join(f"{name!r}: INT" for name in flags)
+        hint = f"add {' '.join(flags.values())}, or dims={{{sizes_in_python}}} in Python" if flags else ""
         raise UsageError(f"{what} do not fit the model:\n" + "\n".join(f"  {p}" for p in problems), where=where, hint=hint)
     return found
 
 
 def _open_dimensions(
     inputs: Sequence[onnx.ValueInfoProto], sizes: Mapping[str, int], found: Inputs, problems: list[str]
-) -> tuple[set[str], dict[str, None]]:
-    """Fill in the shapes of inputs. Gives the names of all dimensions, and the flags that are missing."""
+) -> tuple[set[str], dict[str, str]]:
+    """Fill in the shapes of inputs. Gives the names of all dimensions, and the flags of those that are missing."""
     names: set[str] = set()
-    flags: dict[str, None] = {}
+    flags: dict[str, str] = {}
     for value in inputs:
         if not value.type.HasField("tensor_type"):
             found.odd[value.name] = f"is not a tensor but of {value.type.WhichOneof('value')}: --known {value.name}=... binds it to values"
@@ -138,6 +139,6 @@ def _open_dimensions(
             shape.append(sizes.get(name, 1))
             if name not in sizes:
                 problems.append(f"input {value.name}, dimension {axis} is {dim.dim_param or 'open'}: --dim {name}=INT")
-                flags[f"--dim {name}=INT"] = None
+                flags[name] = f"--dim {name}=INT"
         found.shapes[value.name] = tuple(shape)
     return names, flags

@@ -62,7 +62,8 @@ def _nearest(n: Node, at: np.ndarray, size: int, mode: str) -> np.ndarray:
 def _sizes(n: Node, dims: Sequence[int], axes: Sequence[int]) -> tuple[list[float], list[int]]:
     """Scale and new size of each of the axes, from whichever of scales and sizes is given."""
     last = 1 if n.count < 3 else 2
-    scales = n.constant(last, "the list of scales").astype(float).tolist() if n.has(last) else []
+    given = n.constants({last: "the list of scales", 3: "the list of sizes"})
+    scales = given[last].astype(float).tolist() if last in given else []
     if scales:
         n.require(len(scales) == len(axes), f"{len(scales)} scales do not fit {len(axes)} axes")
         n.require(min(scales) > 0, f"scales {scales} must be positive")

@@ -63,7 +63,12 @@ def import_onnx(
     opsets = opsets_of(source)
     graph = source.model.graph
     _check(source)
-    bound = bind(graph, dims or {}, known or {}, where)
+    try:
+        bound = bind(graph, dims or {}, known or {}, where)
+    except UsageError as error:
+        if unknown := _unknown_operators(source):  # which say more together
+            raise CannotImport(where, [*unknown, *error.what.splitlines()[1:]], hint=error.hint) from error
+        raise
     findings = Findings()
     importer = _Importer(source, opsets, findings, Trained(source, findings, frozen, trained))
     importer.take_inputs(graph, bound)
@@ -84,12 +89,16 @@ def _check(source: Source) -> None:
     problem = source.check()
     if not problem:
         return
-    own = {identity(f) for f in source.model.functions}
-    unknown = [(node, _why_unknown(node)) for node in source.model.graph.node if identity(node) not in own]
-    listed = [row(node_name(node, i), node, reason) for i, (node, reason) in enumerate(unknown) if reason]
-    if listed:
-        raise CannotImport(str(source.path), listed)
+    if unknown := _unknown_operators(source):
+        raise CannotImport(str(source.path), unknown)
     raise UsageError(f"not a valid ONNX model: {problem}", where=str(source.path))
+
+
+def _unknown_operators(source: Source) -> list[str]:
+    """The nodes whose operators are not supported on any operands."""
+    own = {identity(f) for f in source.model.functions}
+    nodes = [(i, node) for i, node in enumerate(source.model.graph.node) if identity(node) not in own]
+    return [row(node_name(node, i), node, reason) for i, node in nodes if (reason := _why_unknown(node))]
 
 
 def _behind_rounded_pools(graph: onnx.GraphProto) -> set[str]:

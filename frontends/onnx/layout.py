@@ -98,9 +98,9 @@ def _split(n: Node) -> Sequence[Result]:
 
 def _slice(n: Node) -> Result:
     x, dims = n.type(), n.type().dims
-    starts, ends = n.ints(1, "the list of starts"), n.ints(2, "the list of ends")
-    axes = n.ints(3, "the list of axes") if n.has(3) else tuple(range(len(starts)))
-    steps = n.ints(4, "the list of steps") if n.has(4) else (1,) * len(starts)
+    given = n.all_ints({1: "the list of starts", 2: "the list of ends", 3: "the list of axes", 4: "the list of steps"})
+    starts, ends = given[1], given[2]
+    axes, steps = given.get(3, tuple(range(len(starts)))), given.get(4, (1,) * len(starts))
     n.require(len(starts) == len(ends) == len(axes) == len(steps), "starts, ends, axes and steps differ in length")
     bounds = [(0, size, 1) for size in dims]
     backward: dict[int, list[int]] = {}
@@ -126,8 +126,8 @@ def _slice(n: Node) -> Result:
 def _pad(n: Node) -> Result:
     x = n.value()
     dims, mode = x.type.dims, n.text_attr("mode", "constant")
-    pads = n.ints(1, "the padding")
-    axes = [axis_of(n, a, len(dims)) for a in n.ints(3, "the list of axes")] if n.has(3) else list(range(len(dims)))
+    given = n.all_ints({1: "the padding", 3: "the list of axes"})
+    pads, axes = given[1], [axis_of(n, a, len(dims)) for a in given.get(3, range(len(dims)))]
     n.require(len(pads) == 2 * len(axes), f"{len(pads)} paddings do not fit {len(axes)} axes")
     low, high = [0] * len(dims), [0] * len(dims)
     for i, axis in enumerate(axes):
@@ -204,7 +204,7 @@ def _shape(n: Node) -> Result:
 
 
 def _range(n: Node) -> Result:
-    start, limit, delta = (n.constant(i, what) for i, what in enumerate(("the start", "the limit", "the step")))
+    start, limit, delta = n.constants({0: "the start", 1: "the limit", 2: "the step"}).values()
     n.require(
         start.size == limit.size == delta.size == 1 and bool(delta), "start, limit and step have to be one number each, and the step not 0"
     )

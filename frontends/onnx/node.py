@@ -152,11 +152,27 @@ class Node(Writer):
         behind = self._builder.inputs_behind(tensor) if isinstance(tensor, Value) else []
         if not behind:
             raise Refused(f"{what} is computed at run time, it has to be known at import")
-        flags = " ".join(f"--known {name}=VALUES" for name in behind)
-        raise NeedsKnown(f"{what} is computed at run time from {', '.join(behind)}, it has to be known at import: {flags}", behind)
+        raise NeedsKnown.of({what: behind})
 
     def ints(self, i: int, what: str) -> tuple[int, ...]:
         return tuple(int(n) for n in self.constant(i, what).reshape(-1))
+
+    def constants(self, wanted: Mapping[int, str]) -> dict[int, np.ndarray]:
+        """As `constant`, of all of these operands that are given: one error names all that have to be known, and the inputs behind them."""
+        found: dict[int, np.ndarray] = {}
+        unknown: dict[str, tuple[str, ...]] = {}
+        for i, what in wanted.items():
+            try:
+                if self.has(i):
+                    found[i] = self.constant(i, what)
+            except NeedsKnown as error:
+                unknown[what] = error.inputs
+        if unknown:
+            raise NeedsKnown.of(unknown)
+        return found
+
+    def all_ints(self, wanted: Mapping[int, str]) -> dict[int, tuple[int, ...]]:
+        return {i: tuple(int(n) for n in array.reshape(-1)) for i, array in self.constants(wanted).items()}
 
     def room(self, count: int) -> int:
         """A number of elements that are to be made at import, if it is not too many."""

@@ -30,12 +30,12 @@ class Findings:
 class CannotImport(UnsupportedModel):
     """`needs` names the inputs that some node wants to have known at import: binding them (`known=`) may help."""
 
-    def __init__(self, where: str, rows: Sequence[str], needs: Iterable[str] = ()) -> None:
+    def __init__(self, where: str, rows: Sequence[str], needs: Iterable[str] = (), hint: str = "") -> None:
         count = f"{len(rows)} places" if len(rows) > 1 else "one place"
         super().__init__(
             f"the model cannot be imported, {count}:\n" + "\n".join(f"  {row}" for row in rows),
             where=where,
-            hint="docs/onnx-operators.md lists what is supported, and what to do about the rest",
+            hint="docs/onnx-operators.md lists what is supported, and what to do about the rest" + (f"; {hint}" if hint else ""),
         )
         self.needs = tuple(needs)
 

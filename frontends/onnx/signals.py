@@ -12,10 +12,10 @@ from .node import Node, Result, Rule
 
 def _dft(n: Node) -> Result:
     x, inverse, onesided = n.value(), bool(n.int_attr("inverse")), bool(n.int_attr("onesided"))
-    given = int(n.constant(2, "the axis")) if n.has(2) else -2
-    axis = axis_of(n, given, x.type.rank)
+    given = n.constants({1: "the length", 2: "the axis"})
+    axis = axis_of(n, int(given.get(2, -2)), x.type.rank)
     size = x.type.dims[axis]
-    length = int(n.constant(1, "the length")) if n.has(1) else 2 * (size - 1) if inverse and onesided else size
+    length = int(given[1]) if 1 in given else 2 * (size - 1) if inverse and onesided else size
     return fourier(n, x, axis, length, inverse=inverse, onesided=onesided)
 
 
@@ -23,8 +23,9 @@ def _stft(n: Node) -> Result:
     x = n.value()
     n.require(x.type.rank == 3, f"needs three dimensions, got {x.type}")
     batch, samples, parts = x.type.dims
-    step = int(n.constant(1, "the step"))
-    length = int(n.constant(3, "the length")) if n.has(3) else n.type(2).dims[0] if n.has(2) else samples
+    given = n.constants({1: "the step", 3: "the length"})
+    step = int(given[1])
+    length = int(given[3]) if 3 in given else n.type(2).dims[0] if n.has(2) else samples
     n.require(step > 0 and 0 < length <= samples, f"frames of {length} in steps of {step} do not fit {x.type}")
     places = step * np.arange(1 + (samples - length) // step)[:, None] + np.arange(length)
     frames = reshape(n, n.emit("gather", x, places.reshape(-1), axis=1), (batch, *places.shape, parts))

@@ -61,6 +61,16 @@ class NeedsKnown(Refused):
         super().__init__(reason)
         self.inputs = tuple(inputs)
 
+    @classmethod
+    def of(cls, wanted: Mapping[str, Sequence[str]]) -> NeedsKnown:
+        """`wanted` says what has to be known, and for each the inputs that it is computed from."""
+        inputs = list(dict.fromkeys(name for behind in wanted.values() for name in behind))
+        flags = " ".join(f"--known {name}=VALUES" for name in inputs)
+        verb, they = ("is", "it has") if len(wanted) == 1 else ("are", "they have")
+        return cls(
+            f"{', '.join(wanted)} {verb} computed at run time from {', '.join(inputs)}, {they} to be known at import: {flags}", inputs
+        )
+
 
 class Unfinished(Exception):
     """A node cannot be imported because of another one, which has been noted."""

@@ -34,7 +34,25 @@ def test_open_dimensions_are_all_named_with_their_flags(tmp_path: Path) -> None:
     assert "input x, dimension 0 is B: --dim B=INT" in text
     assert "input m, dimension 0 is B: --dim B=INT" in text
     assert "--dim T=INT" not in text
-    assert text.endswith("hint: add --dim B=INT")
+    assert text.endswith("hint: add --dim B=INT, or dims={'B': INT} in Python")
+
+
+def test_operators_that_nobody_has_are_named_beside_open_dimensions(tmp_path: Path) -> None:
+    """Which needs no sizes; one of the domain's own, in a branch that may not be taken, is left to the import itself."""
+    nodes = [helper.make_node("Relu", ["x"], ["h"]), helper.make_node("Magic", ["h"], ["y"], name="wand", domain="nobody")]
+    kinds = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["B", 3]) for name in "xy"]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("nobody", 1)]
+    path = tmp_path / "both.onnx"
+    onnx.save(helper.make_model(helper.make_graph(nodes, "both", kinds[:1], kinds[1:]), opset_imports=opsets, ir_version=10), path)
+    with pytest.raises(CannotImport) as caught:
+        import_onnx(path)
+    text = str(caught.value)
+    assert "2 places" in text
+    assert "wand (nobody Magic): operators of domain nobody are not supported" in text
+    assert "input x, dimension 0 is B: --dim B=INT" in text
+    assert "dims={'B': INT} in Python" in text
+    with pytest.raises(CannotImport, match="one place"):
+        import_onnx(path, dims={"B": 2})
 
 
 def test_unknown_and_impossible_dimensions_are_errors(tmp_path: Path) -> None:

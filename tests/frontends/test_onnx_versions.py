@@ -104,6 +104,28 @@ def _reshaped(path: Path) -> Path:
     return write_model(path / "a.onnx", RESHAPED, arrays={"two": np.array([2])})
 
 
+@pytest.mark.parametrize(
+    ("text", "said", "needs"),
+    [
+        ("(int64 a, int64 b, int64 c) => (int64[?] y) { y = Range(a, b, c) }", "the start, the limit, the step are computed", "abc"),
+        (
+            "(float[4,5] x, int64[1] s, int64[1] e, int64[1] a) => (float[?,?] y) { y = Slice(x, s, e, a) }",
+            "the list of starts, the list of ends, the list of axes are computed",
+            "sea",
+        ),
+        ("(float[4,5] x, int64[1] a, int64[2] p) => (float[?,?] y) { y = Pad(x, p, , a) }", "the padding, the list of axes are", "pa"),
+        ("(float[1,8,1] x, int64 l, int64 a) => (float[?,?,2] y) { y = DFT(x, l, a) }", "the length, the axis are computed", "la"),
+    ],
+)
+def test_all_operands_that_have_to_be_known_are_named_at_once(tmp_path: Path, text: str, said: str, needs: str) -> None:
+    path = write_model(tmp_path / "model.onnx", text, opset=20)
+    with pytest.raises(CannotImport) as caught:
+        import_onnx(path)
+    assert said in str(caught.value)
+    assert f"they have to be known at import: {' '.join(f'--known {name}=VALUES' for name in needs)}" in str(caught.value)
+    assert caught.value.needs == tuple(needs)
+
+
 def test_the_error_names_the_inputs_that_have_to_be_known(tmp_path: Path) -> None:
     with pytest.raises(
         CannotImport, match="the shape is computed at run time from s, it has to be known at import: --known s=VALUES"
