@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.frontends.torch import calls, import_torch
+from penstock.frontends.torch import calls, draws, import_torch
 from penstock.frontends.torch.arrays import array_of
 from penstock.frontends.torch.node import Node, Rule
 from penstock.frontends.torch.table import RULES
@@ -80,7 +80,8 @@ def test_row(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_row_has_a_case() -> None:
     missing = set(RULES) - {row for row, _, _ in CASES}
-    assert missing == {"sym_size.int"}  # of programs with symbolic sizes: test_torch_sources.py
+    # Of programs with symbolic sizes (test_torch_sources.py), and of random numbers (test_random.py).
+    assert missing == {"sym_size.int", *draws.RULES}
 
 
 @pytest.mark.parametrize(
