@@ -1,8 +1,8 @@
-"""Random numbers of ONNX: the distributions that it names. `seed` is that of the training; dropout stands in elementwise.py."""
+"""Random numbers of ONNX: the distributions that it names. `seed` is that of the training."""
 
 from __future__ import annotations
 
-from ..formulas.draws import normal, uniform
+from ..formulas.draws import dropout, normal, uniform
 from .node import Node, Result, Rule
 from .source import our_dtype
 
@@ -26,7 +26,25 @@ def _normal(n: Node) -> Result:
     return normal(n, dims, n.float_attr("mean", 0.0), n.float_attr("scale", 1.0), dtype)
 
 
+def _dropout(n: Node) -> Result | tuple[Result, ...]:
+    n.ignore("seed")
+    if n.has(2) and n.constant(2, "training_mode").any():
+        p = float(n.constant(1, "ratio").reshape(())) if n.has(1) else 0.5
+        if p > 0:
+            return dropout(n, n.value(0), p)
+    if n.wanted < 2:
+        return n.tensor(0)
+    kind = n.type()
+    mask = (
+        n.emit("const", value=True, dtype="bool", shape=kind.dims)
+        if n.opset >= 10
+        else n.emit("const", value=1, dtype=kind.dtype, shape=kind.dims)
+    )
+    return n.tensor(0), mask
+
+
 RULES: dict[str, Rule] = {
+    "Dropout": _dropout,
     "RandomNormal": _normal,
     "RandomNormalLike": _normal,
     "RandomUniform": _uniform,

@@ -8,7 +8,6 @@ from math import isnan
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..formulas.draws import dropout
 from ..formulas.elementwise import (
     clamp,
     cosh,
@@ -132,23 +131,6 @@ def _not_a_number(n: Node) -> Result:
     return n.emit("not", n.emit("equal", n.value(), n.value()))
 
 
-def _dropout(n: Node) -> Result | tuple[Result, ...]:
-    n.ignore("seed")
-    if n.has(2) and n.constant(2, "training_mode").any():
-        p = float(n.constant(1, "ratio").reshape(())) if n.has(1) else 0.5
-        if p > 0:
-            return dropout(n, n.value(0), p)
-    if n.wanted < 2:
-        return n.tensor(0)
-    kind = n.type()
-    mask = (
-        n.emit("const", value=True, dtype="bool", shape=kind.dims)
-        if n.opset >= 10
-        else n.emit("const", value=1, dtype=kind.dtype, shape=kind.dims)
-    )
-    return n.tensor(0), mask
-
-
 def _mod(n: Node) -> Result:
     """With the sign of the divisor, or with fmod of the dividend."""
     x, y = n.value(0), n.value(1)
@@ -256,5 +238,4 @@ RULES: dict[str, Rule] = {
     "Cast": _cast,
     "CastLike": _cast_like,
     "Identity": lambda n: n.operand(0),
-    "Dropout": _dropout,
 }

@@ -1,8 +1,10 @@
-"""Random numbers of torch: the same distributions, not the same numbers. Dropout stands in neural.py."""
+"""Random numbers of torch: the same distributions, not the same numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import torch
 
 from penstock.ir.graph import Value
 
@@ -38,7 +40,15 @@ def _bernoulli(n: Node) -> Result:
     return n.emit("cast", draws.bernoulli(n, n.type().dims, float(n.arg("p", 0.5))), dtype=n.dtype)
 
 
+def _dropout(n: Node) -> Result:
+    p, training = float(n.arg("p")), n.arg("train", True)
+    if not training or p == 0.0:
+        return n.arg("input"), torch.ones(n.type("input").dims, dtype=torch.bool)
+    return draws.dropout(n, n.value("input"), p)
+
+
 RULES: dict[str, Rule] = {
+    "native_dropout": _dropout,
     "rand": _plain(draws.uniform),
     "rand_like": _plain(draws.uniform),
     "randn": _plain(draws.normal),

@@ -14,7 +14,6 @@ import torch
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
-from ..formulas.draws import dropout
 from ..formulas.elementwise import (
     angle,
     below_zero,
@@ -222,13 +221,6 @@ def _addc(kind: str) -> Rule:
     return rule
 
 
-def _dropout(n: Node) -> Result:
-    p, training = float(n.arg("p")), n.arg("train", True)
-    if not training or p == 0.0:
-        return n.arg("input"), torch.ones(n.type("input").dims, dtype=torch.bool)
-    return dropout(n, n.value("input"), p)
-
-
 RULES: dict[str, Rule] = {
     # one operand
     "abs": _abs,
@@ -325,5 +317,4 @@ RULES: dict[str, Rule] = {
     "where.self": _where,
     "addcmul": _addc("mul"),
     "addcdiv": _addc("div"),
-    "native_dropout": _dropout,
 }
