@@ -1,9 +1,11 @@
-"""ATen operations on the bits of integers; of bools the bitwise ones are the logical ones.
+"""ATen operations on the bits of integers, where of bools the bitwise ones are the logical ones; and bits read as another element type of their width.
 
 Shifted by a negative number, or by as many bits as there are or more, an integer becomes 0, or -1 where its sign moves in.
 """
 
 from __future__ import annotations
+
+from penstock.ir.types import numpy_dtype
 
 from ..formulas.elementwise import inverted
 from .node import Node, Result, Rule
@@ -33,7 +35,25 @@ def shift(kind: str) -> Rule:
     return rule
 
 
+def _reinterpreted(n: Node) -> Result:
+    n.ignore("dtype")
+    x, dtype = n.value(), n.dtype
+    n.require(_width(x.type.dtype) == _width(dtype), f"reads {x.type} as {dtype}: element types of other widths are not supported")
+    if x.type.dtype == dtype:
+        return x
+    if x.type.dtype == "bool":
+        x = n.emit("cast", x, dtype="u8")
+    if dtype == "bool":
+        return n.emit("not", n.emit("equal", n.emit("bitcast", x, dtype="u8") if x.type.dtype != "u8" else x, 0))
+    return x if x.type.dtype == dtype else n.emit("bitcast", x, dtype=dtype)
+
+
+def _width(dtype: str) -> int:
+    return numpy_dtype(dtype).itemsize
+
+
 RULES: dict[str, Rule] = {
+    "view.dtype": _reinterpreted,
     "bitwise_not": _not,
     **{f"bitwise_{kind}.{form}": bitwise(kind) for kind in ("and", "or", "xor") for form in ("Tensor", "Scalar", "Scalar_Tensor")},
     **{

@@ -225,6 +225,24 @@ def _sort(n: Node) -> Result:
     return n.emit_all("topk", 2, x, k=x.type.dims[axis], axis=axis, largest=bool(n.arg("descending")))
 
 
+def found_among(boundaries: str, values: str) -> Rule:
+    """How many of the boundaries, which are in order, lie before each value: those that equal it, too, if `right`. A nan lies behind all."""
+
+    def rule(n: Node) -> Result:
+        n.ignore("out_int32")
+        side, dtype = n.arg("side"), n.common(boundaries, values)
+        n.require(side in (None, "left", "right") and not n.has("sorter"), "a sorter is not supported")
+        right = bool(n.arg("right")) or side == "right"
+        given, x = n.value(boundaries, dtype), n.value(values, dtype)
+        lead = given.type.dims[:-1]
+        edges = reshape(n, given, (*lead, *(1,) * (x.type.rank - len(lead)), given.type.dims[-1]))
+        x = reshape(n, x, (*x.type.dims, 1))
+        behind = n.emit("less", x, edges) if right else n.emit("less_equal", x, edges)
+        return n.emit("sum", n.emit("cast", n.emit("not", behind), dtype=n.dtype), axes=(x.type.rank - 1,))
+
+    return rule
+
+
 RULES: dict[str, Rule] = {
     "embedding": _embedding,
     "index_select": _index_select,
@@ -239,4 +257,6 @@ RULES: dict[str, Rule] = {
     "topk": _topk,
     "sort": _sort,
     "sort.stable": _sort,
+    "bucketize.Tensor": found_among("boundaries", "self"),
+    "searchsorted.Tensor": found_among("sorted_sequence", "self"),
 }

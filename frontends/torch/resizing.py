@@ -31,9 +31,9 @@ def _wanted(n: Node) -> tuple[int, ...]:
 
 
 def _along_one(n: Node, columns: torch.Tensor, i: int, r: int, out: int) -> torch.Tensor:
-    """The call on each column [size] laid along spatial dimension i, with the other sizes 1, as torch itself computes it: [out, columns]."""
+    """The call on each column [size] laid along spatial dimension i, the same along others of size 2, as torch itself computes it: [out, columns]."""
     size, count = columns.shape
-    shape, wanted = [1] * r, [1] * r
+    shape, wanted = [1] * r, [2] * r  # torch 2.13 gives the first row throughout where antialiased pictures are 1 wide
     result: torch.Tensor
     shape[i], wanted[i] = size, out
     arguments: list[object] = []
@@ -41,12 +41,15 @@ def _along_one(n: Node, columns: torch.Tensor, i: int, r: int, out: int) -> torc
         match name:
             case "output_size":
                 arguments.append(wanted if not n.has("scale_factors") else None)
+            case "scales_h" | "scales_w":  # of two dimensions
+                arguments.append(n.arg(name) if name == ("scales_h", "scales_w")[i] else None)
             case "scale_factors":
                 arguments.append([n.arg(name)[j] if j == i else 1.0 for j in range(r)] if n.has(name) else None)
             case _:
                 arguments.append(n.arg(name))
-    result = n.target(columns.T.reshape(1, count, *shape), *arguments)  # type: ignore[operator]
-    return result.reshape(count, out).T.contiguous()
+    laid = columns.T.reshape(1, count, *shape).expand(1, count, *(size if j == i else 2 for j in range(r)))
+    result = n.target(laid.contiguous(), *arguments)  # type: ignore[operator]
+    return result.movedim(2 + i, -1).reshape(count, -1, out)[:, 0].T.contiguous()
 
 
 def _grid_sample(n: Node) -> Result:
@@ -78,4 +81,6 @@ RULES: dict[str, Rule] = {
     "upsample_bilinear2d.vec": linear(2),
     "upsample_trilinear3d.vec": linear(3),
     "upsample_bicubic2d.vec": linear(2),
+    "_upsample_bilinear2d_aa": linear(2),
+    "_upsample_bicubic2d_aa": linear(2),
 }

@@ -110,6 +110,10 @@ ELEMENTWISE: list[Case] = [
     ("isnan", A.isnan.default, (i(0, 3, 3),)),
     ("isinf", A.isinf.default, (torch.tensor([1.0, math.nan, math.inf, -math.inf]),)),
     ("logical_not", A.logical_not.default, (i(0, 2, 4),)),
+    ("view.dtype", lambda x: x.view(torch.int32), (f(2, 5),)),
+    ("view.dtype", lambda x: x.view(torch.float32) * 2, (f(2, 5).view(torch.int32),)),
+    ("view.dtype", lambda x: x.view(torch.uint8), (b(4),)),
+    ("view.dtype", lambda x: x.view(torch.bool), (i(0, 2, 4).to(torch.int8),)),
     ("bitwise_not", A.bitwise_not.default, (b(4),)),
     ("bitwise_not", A.bitwise_not.default, (i(-3, 3, 4),)),
     ("bitwise_not", A.bitwise_not.default, (i(0, 256, 4).to(torch.uint8),)),
@@ -297,6 +301,17 @@ INDEXING: list[Case] = [
     ("topk", lambda x: A.topk(x, 3, 0), (distinct(5, 4),)),
     ("topk", lambda x: A.topk(x, 2, -1, False), (distinct(5, 4),)),
     ("sort", lambda x: A.sort.default(x, 0, True), (distinct(5, 4),)),
+    *(
+        case
+        for right in (False, True)
+        for case in (
+            ("bucketize.Tensor", lambda x, r=right: torch.bucketize(x, torch.tensor([-1.0, 0.0, 0.0, 1.0]), right=r), (torch.tensor([-2.0, -1.0, 0.0, 0.5, 1.0, math.inf, math.nan, -math.inf]),)),
+            ("bucketize.Tensor", lambda x, y, r=right: torch.bucketize(x, y, right=r, out_int32=True), (i(-3, 9, 2, 5), torch.tensor([-2, 0, 0, 5]))),
+            ("searchsorted.Tensor", lambda y, x, r=right: torch.searchsorted(y, x, right=r), (f(2, 3, 6).sort()[0], f(2, 3, 4))),
+            ("searchsorted.Tensor", lambda y, x, s=("left", "right")[right]: torch.searchsorted(y, x, side=s), (torch.tensor([0, 1, 1, 3]), i(-1, 5, 2, 3))),
+        )
+    ),
+    ("bucketize.Tensor", lambda x: torch.bucketize(x, torch.tensor([])), (f(3),)),
     ("sort.stable", lambda x: A.sort.stable(x, stable=True, dim=1), (i(0, 3, 2, 9),)),
 ]  # fmt: skip
 
@@ -438,6 +453,11 @@ NEURAL: list[Case] = [
         (f"{name}.vec", resized(getattr(A, name).vec, size, factors, corners), (x,))
         for name, x in zip(("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"), (*ONE_TO_THREE, f(1, 2, 5, 4)), strict=True)
         for size, factors, corners in (([7, 3, 6][: x.ndim - 2], None, False), ([7, 3, 6][: x.ndim - 2], None, True), (None, [1.6] * (x.ndim - 2), False))
+    ),
+    *(
+        (f"_upsample_{mode}2d_aa", lambda x, m=mode, s=size, k=factor, c=corners: torch.nn.functional.interpolate(x, s, k, m, c, antialias=True), (f(1, 2, 9, 7),))
+        for mode in ("bilinear", "bicubic")
+        for size, factor, corners in (((4, 3), None, False), ((4, 9), None, True), (None, (0.45, 0.7), False))
     ),
     *(
         ("grid_sampler_2d", lambda x, g, m=mode, q=pad, c=corners: A.grid_sampler_2d(x, g, m, q, c), (f(2, 2, 4, 5), 1.2 * u(2, 3, 2, 2)))
