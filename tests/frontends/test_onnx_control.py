@@ -122,8 +122,8 @@ LOOP = "{0} {{ y = Loop(n, {1}, x)<body = b (int64 i, bool c, float[2] s) => (bo
             (),
         ),
         (
-            LOOP.format("(float[2] x) => (float[2] y) <int64 n = {3}>", "", "d = Identity(c) t = RandomNormalLike(s)"),
-            r"Loop_0/0/RandomNormalLike_1 \(ai.onnx RandomNormalLike\): no rule",
+            LOOP.format("(float[2] x) => (float[2] y) <int64 n = {3}>", "", "d = Identity(c) t = MaxRoiPool<pooled_shape = [1, 1]>(s, s)"),
+            r"Loop_0/0/MaxRoiPool_1 \(ai.onnx MaxRoiPool\): no rule",
             (),
         ),
         (
