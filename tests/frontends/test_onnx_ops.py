@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.frontends.onnx import import_onnx, quantised, sequences
+from penstock.frontends.onnx import draws, import_onnx, quantised, sequences
 from penstock.frontends.onnx.node import Node
 from penstock.frontends.onnx.table import RULES
 from penstock.ir.ops import OPS
@@ -371,7 +371,7 @@ def test_bounds_of_clip_that_are_no_numbers_are_none(tmp_path: Path, bounds: str
 
 
 def test_every_rule_has_a_case() -> None:
-    elsewhere = {*sequences.RULES, *quantised.RULES, *REFERENCE, "SimplifiedLayerNormalization"}
+    elsewhere = {*sequences.RULES, *quantised.RULES, *draws.RULES, *REFERENCE, "SimplifiedLayerNormalization"}
     assert set(RULES) - set().union(*(_ops(body) for _, _, body in ROWS)) - elsewhere == set()
 
 
