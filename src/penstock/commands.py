@@ -202,9 +202,7 @@ def run_command(arguments: Namespace) -> None:
 
 
 def infer_command(arguments: Namespace) -> None:
-    import numpy as np
-
-    from penstock.runtime.data import read_npz
+    from penstock.runtime.data import read_npz, write_npz
     from penstock.runtime.job import open as open_job
     from penstock.runtime.options import file_problem
 
@@ -218,7 +216,7 @@ def infer_command(arguments: Namespace) -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("wb") as file:
-            np.savez(file, **outputs)  # type: ignore[arg-type]
+            write_npz(file, outputs)
     except OSError as error:
         raise UsageError(f"cannot write the outputs: {error}", where=arguments.output) from error
     for name, array in outputs.items():

@@ -18,6 +18,7 @@ from penstock.runtime.data import (
     integer_range,
     open_data,
     read_npz,
+    write_npz,
 )
 
 from .conftest import CLASSES, ROWS, WIDTH, classifier
@@ -51,6 +52,18 @@ def test_in_order_and_wrapping_round(module, save, count, compressed):
         places = [(mb * ROWS + i) % count for i in range(ROWS)]
         for name in arrays:
             np.testing.assert_array_equal(found.microbatch(mb, name), arrays[name][places])
+
+
+def test_arrays_are_written_whatever_their_names(tmp_path):
+    """Also those that numpy.savez takes for its own arguments, and those with a folder's separator."""
+    arrays = {"file": np.arange(6).reshape(2, 3), "allow_pickle": np.float32(1.5), "a/b c": np.zeros((0, 4), bool), "x": np.arange(5)[::2]}
+    with (tmp_path / "out.npz").open("wb") as file:
+        write_npz(file, arrays)
+    for found in (read_npz(tmp_path / "out.npz"), np.load(tmp_path / "out.npz")):
+        assert set(found) == set(arrays)
+        for name, array in arrays.items():
+            assert found[name].dtype == np.asarray(array).dtype
+            np.testing.assert_array_equal(found[name], array)
 
 
 def test_plain_arrays_are_mapped(save):
