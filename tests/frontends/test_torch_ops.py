@@ -17,7 +17,8 @@ from penstock.frontends.torch.table import RULES
 from penstock.ir.errors import UnsupportedModel
 
 from .torch_cases import gradients, judge, labels_of, tensors
-from .torch_rows import CASES, FLAT, MADE, Case, f
+from .torch_operands import Case, f
+from .torch_rows import CASES, FLAT, MADE
 
 
 class Call(nn.Module):
