@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ from penstock.ir.text import parse_module
 
 # Makes samples, main_graph.py and torch_meaning.py importable: test folders are no packages.
 sys.path.insert(0, str(Path(__file__).parent))
+# A shell lets jobs in the background ignore interrupts, and so do their children; tests that interrupt some need the default.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def toy_text(stages: int, skip: bool = False, trains: bool = True) -> str:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 QUICK = ("--tiny", "--rounds", "2", "--compile-limit", "0")
 
@@ -58,6 +60,7 @@ def test_all_contenders_compute_the_same(tmp_path: Path) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.slow
 def test_numbers_that_disagree_are_an_error(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(BROKEN.format(folder=str(FOLDER)))

@@ -22,6 +22,7 @@ def test_a_graph_module_is_a_source() -> None:
     compare(torch.fx.symbolic_trace(model), (torch.randn(2, 3, 16, 16),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["symbol", "place"])
 def test_sizes_of_an_exported_program_are_bound(key: str) -> None:
     model = GPT()
