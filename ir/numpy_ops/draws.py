@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..ops.draws import MULTIPLIER, ROUNDS, STEP
 from .arrays import Array, Rule, Values
 
-_MULTIPLIER, _STEP, _ROUNDS = 0xD256D193, 0x9E3779B9, 10
 _WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def philox(first: Array, second: Array, key: Array) -> tuple[Array, Array]:
     """Philox 2x32-10: two words from a counter of two words and a key of one, all of them in u64."""
-    for _ in range(_ROUNDS):
-        product = first * np.uint64(_MULTIPLIER)
+    for _ in range(ROUNDS):
+        product = first * np.uint64(MULTIPLIER)
         first, second = (product >> _HALF) ^ key ^ second, product & _WORD
-        key = (key + np.uint64(_STEP)) & _WORD
+        key = (key + np.uint64(STEP)) & _WORD
     return first, second
 
 

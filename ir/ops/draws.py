@@ -12,6 +12,8 @@ from ..types import TensorType, broadcast_shapes
 from .table import Needs, Types, Values, need, per_element, row
 
 WORD = 1 << 32
+# What a round multiplies a word with, what is added to the key after it, and how many rounds there are.
+MULTIPLIER, STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 10
 
 
 def _key(x: Types, a: Values) -> tuple[TensorType, ...]:

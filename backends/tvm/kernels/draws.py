@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 from tvm import tirx
 
 from penstock.ir.graph import Attr
+from penstock.ir.ops.draws import MULTIPLIER, ROUNDS, STEP, WORD
 
 from .emit import Expr
 
 if TYPE_CHECKING:
     from .functions import Functions
-
-_MULTIPLIER, _STEP, _ROUNDS = 0xD256D193, 0x9E3779B9, 10
 
 
 def _word(value: int) -> Expr:
@@ -25,9 +24,9 @@ def _word(value: int) -> Expr:
 
 
 def _philox(f: Functions, first: Expr, second: Expr, key: Expr) -> tuple[Expr, Expr]:
-    for turn in range(_ROUNDS):
-        product = f.bind(tirx.Cast("uint64", first) * tirx.IntImm("uint64", _MULTIPLIER))
-        turned = key + _word(turn * _STEP % (1 << 32)) if turn else key
+    for turn in range(ROUNDS):
+        product = f.bind(tirx.Cast("uint64", first) * tirx.IntImm("uint64", MULTIPLIER))
+        turned = key + _word(turn * STEP % WORD) if turn else key
         high = tirx.Cast("uint32", tirx.shift_right(product, tirx.IntImm("uint64", 32)))
         first, second = f.bind(tirx.bitwise_xor(tirx.bitwise_xor(high, turned), second)), f.bind(tirx.Cast("uint32", product))
     return first, second
