@@ -191,6 +191,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "grid-1f1b": grid("1f1b", 3, 4, 2),
     "grid-gpipe": grid("gpipe", 3, 4, 2),
     "grid-2bw": grid("2bw", 3, 4, 2),
+    "grid-eager-2bw": grid("eager-2bw", 3, 4, 2),
     "period-2bw": period("2bw", 3, 4),
     "cluster-file": lambda: docstring("penstock.ir.cluster", "[[device]]", "Pairs of devices"),
     "bundle-files": lambda: docstring("penstock.backends.bundle", "manifest.json", "`write_bundle`"),

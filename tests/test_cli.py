@@ -17,10 +17,11 @@ import pytest
 from onnx import TensorProto, helper
 from safetensors.numpy import load_file
 
-from penstock.cli import main
+from penstock.cli import _SCHEDULES, main
 from penstock.ir.errors import UsageError
 from penstock.ir.text import parse_module, print_module
 from penstock.models import write_gpt, write_mlp
+from penstock.passes.schedules import SCHEDULES
 
 
 def call(*words: str | Path) -> int:
@@ -244,6 +245,10 @@ def test_outputs_that_are_all_nan_do_not_verify() -> None:
     assert relative_error(nothing, nothing) == float("inf")
     assert relative_error(np.array([1.0, np.nan]), np.array([1.0, np.nan])) == 0.0
     assert relative_error(np.array([1.0, 2.0]), np.array([1.0, np.nan])) == float("inf")
+
+
+def test_every_schedule_that_trains_can_be_asked_for() -> None:
+    assert tuple(kind for kind, row in SCHEDULES.items() if row.trains) == _SCHEDULES
 
 
 def test_plan_prints_a_table_and_json(built: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,6 +194,22 @@ def test_2bw_is_the_delayed_recurrence(tmp_path: Path, name: str, d: int, m: int
     assert error(found, case.judge(0)) > 1e-3, "the control without delay must not agree"
 
 
+def test_eager_2bw_computes_what_2bw_does_with_two_versions(tmp_path: Path) -> None:
+    """At the fewest microbatches that are legal, bit for bit; a third version would be counted."""
+    found = {}
+    for schedule in ("2bw", "eager-2bw"):
+        (tmp_path / schedule).mkdir()
+        counts: list[int] = []
+        case = Case(tmp_path / schedule, "mlp", 3, 4, "adamw", schedule, steps=12)
+        found[schedule] = case.run(
+            backend="numpy",
+            audit=True,
+            look=lambda job, counts=counts: counts.extend(n for a in job.audit() for n in a.live_versions.values()),
+        )
+        assert max(counts) == 2
+    assert np.array_equal(found["2bw"], found["eager-2bw"])
+
+
 @pytest.mark.parametrize(("name", "d", "m", "kind"), grid({("mlp", 2, 2, "momentum"), ("gpt", 4, 4, "adamw")}))
 def test_1f1b_is_plain_training(tmp_path: Path, name: str, d: int, m: int, kind: str) -> None:
     case = Case(tmp_path, name, d, m, kind, "1f1b")
@@ -202,7 +218,7 @@ def test_1f1b_is_plain_training(tmp_path: Path, name: str, d: int, m: int, kind:
     assert error(found, case.judge(1)) > 1e-3, "the control with delay must not agree"
 
 
-@pytest.mark.parametrize(("schedule", "delay"), [("2bw", 1), ("1f1b", 0)])
+@pytest.mark.parametrize(("schedule", "delay"), [("2bw", 1), ("eager-2bw", 1), ("1f1b", 0)])
 def test_adamw_with_the_usual_eps_agrees_in_float64(tmp_path: Path, schedule: str, delay: int) -> None:
     case = Case(tmp_path, "mlp", 4, 8, "adamw", schedule, dtype="f64", settings={"lr": 2e-3, "eps": 1e-8})
     found = case.run()

@@ -22,6 +22,7 @@ def pipeline(module, kind, m):
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize(("d", "m"), [(1, 1), (2, 3), (4, 3), (4, 6)])
 def test_each_microbatch_is_dropped_once_right_after_its_last_action(toy, kind, d, m):
+    m = max(m, 2 * d - 2) if kind == "eager-2bw" else m
     module = pipeline(toy(d, skip=True, trains=SCHEDULES[kind].trains), kind, m)
     for actions in module.schedule.expand_all(3).values():
         drops = [a.mb for a in actions if a.kind == "D"]
@@ -32,15 +33,16 @@ def test_each_microbatch_is_dropped_once_right_after_its_last_action(toy, kind, 
                 assert not any(b.mb == a.mb for b in actions[i + 1 :] if b.kind not in ("U", "AR"))
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "2bw"])
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "2bw", "eager-2bw"])
 @pytest.mark.parametrize(("d", "m"), [(2, 1), (4, 3), (4, 6)])
 def test_activations_are_the_formula_times_what_a_microbatch_saves(toy, kind, d, m):
     """The toy saves one value per stage, on stage 0 the input of the module: it counts too."""
+    m = max(m, 2 * d - 2) if kind == "eager-2bw" else m
     module = pipeline(toy(d), kind, m)
     for s, memory in measure_memory(module).items():
-        in_flight = {"1f1b": min(d - s, m), "gpipe": m, "2bw": d - s}[kind]
+        in_flight = {"1f1b": min(d - s, m), "gpipe": m, "2bw": d - s, "eager-2bw": 2 * (d - s) - 1}[kind]
         assert memory.activations == in_flight * VALUE
-        assert memory.weights == (2 if kind == "2bw" else 1) * VALUE
+        assert memory.weights == (1 + SCHEDULES[kind].delay) * VALUE
         assert memory.gradients == VALUE
         assert memory.state == memory.buffers == 0
 

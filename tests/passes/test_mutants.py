@@ -58,12 +58,12 @@ def mutations(draw, module):
 COUNTS = {"caught": 0, "harmless": 0}
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "2bw"])
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "2bw", "eager-2bw"])
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(data=st.data())
 def test_mutants_are_caught_or_harmless(toy, brute, kind, data):
     d, m = data.draw(st.sampled_from([(1, 2), (2, 1), (2, 3), (3, 2), (4, 3)]))
-    legal = pipeline(toy(d, skip=True), kind, m)
+    legal = pipeline(toy(d, skip=True), kind, max(m, 2 * d - 2) if kind == "eager-2bw" else m)
     mutant = legal
     for _ in range(data.draw(st.integers(1, 2))):
         mutant = mutations(data.draw, mutant)

@@ -1,14 +1,18 @@
-"""Laws of the schedules over d in 1..6 and m in 1..12: time per batch, activations in flight, no deadlock, illegal combinations refused.
+"""Laws of the schedules: time per batch, activations in flight, no deadlock, illegal combinations refused.
 
-Formulas are those of the papers, as quoted in passes/schedules.py. Meaning is judged by a brute-force executor (brute.py) that knows
+Formulas are those of the papers, as quoted in passes/schedules. Meaning is judged by a brute-force executor (brute.py) that knows
 nothing of the passes and the checker.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.schedule import Action, Program, Schedule
@@ -17,7 +21,8 @@ from penstock.ir.verify import verify
 from penstock.passes.communicate import communicate
 from penstock.passes.lifetimes import lifetimes
 from penstock.passes.manager import Pass, parse_pipeline
-from penstock.passes.schedules import SCHEDULES, Kind, ScheduleOptions, build_schedule, forwards, pairs, schedule
+from penstock.passes.schedules import SCHEDULES, ScheduleOptions, build_schedule, schedule
+from penstock.passes.schedules.kind import Kind, forwards, pairs
 from penstock.passes.weight_versions import weight_versions
 
 STAGES, MICROBATCHES = range(1, 7), range(1, 13)
@@ -31,23 +36,50 @@ def pipeline(module, kind, m):
     return module.but(facts=module.facts + facts)
 
 
+@dataclass(frozen=True)
+class Law:
+    """What the papers say of a schedule, d stages, m microbatches, stage s: time per batch, most microbatches in flight, fewest microbatches."""
+
+    per_batch: Callable[[int, int, int, int], int]
+    in_flight: Callable[[int, int, int], int]
+    fewest: Callable[[int], int] = lambda d: 1
+
+
+def flush(d, m, tf, tb):
+    return (m + d - 1) * (tf + tb)
+
+
+def ideal(d, m, tf, tb):
+    return m * (tf + tb)
+
+
+LAWS = {
+    "1f1b": Law(flush, lambda d, m, s: min(d - s, m)),
+    "gpipe": Law(flush, lambda d, m, s: m),
+    "2bw": Law(ideal, lambda d, m, s: d - s, lambda d: d - 1),
+    "eager-2bw": Law(ideal, lambda d, m, s: 2 * (d - s) - 1, lambda d: 2 * d - 2),
+    "forward": Law(lambda d, m, tf, tb: m * tf, lambda d, m, s: 0),
+}
+TRAINING = [kind for kind in SCHEDULES if kind != "forward"]
+
+
 def legal(kind, d, m):
-    return kind != "2bw" or m >= d - 1
+    return m >= LAWS[kind].fewest(d)
+
+
+def test_there_is_a_law_for_every_schedule():
+    assert LAWS.keys() == SCHEDULES.keys()
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize("d", STAGES)
-def test_time_per_batch_and_in_flight_follow_the_formulas(kind, d):
-    for m in MICROBATCHES:
-        if not legal(kind, d, m):
-            continue
-        found = build_schedule(kind, d, m)
-        flush = (m + d - 1) * (FORWARD + BACKWARD)
-        expected = {"1f1b": flush, "gpipe": flush, "2bw": m * (FORWARD + BACKWARD), "forward": m * FORWARD}[kind]
-        assert time_per_batch(found, FORWARD, BACKWARD) == expected, (d, m)
-        if kind != "forward":
-            held = [most_in_flight(found.expand(s, 4)) for s in range(d)]
-            assert held == {"1f1b": [min(d - s, m) for s in range(d)], "gpipe": [m] * d, "2bw": [d - s for s in range(d)]}[kind], (d, m)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(d=st.integers(1, 8), m=st.integers(1, 20), tf=st.integers(1, 4), tb=st.integers(1, 6))
+def test_time_per_batch_and_in_flight_follow_the_formulas(kind, d, m, tf, tb):
+    m = max(m, LAWS[kind].fewest(d))
+    found = build_schedule(kind, d, m)
+    assert time_per_batch(found, tf, tb) == LAWS[kind].per_batch(d, m, tf, tb)
+    if kind != "forward":
+        assert [most_in_flight(found.expand(s, 4)) for s in range(d)] == [LAWS[kind].in_flight(d, m, s) for s in range(d)]
 
 
 @pytest.mark.parametrize(("d", "m", "ratio"), [(2, 2, 1.5), (4, 4, 1.75), (4, 8, 1.375), (8, 8, 1.875), (8, 32, 1.219)])
@@ -56,37 +88,25 @@ def test_2bw_is_faster_than_flush_by_the_bubble(d, m, ratio):
     assert found == pytest.approx(ratio, abs=5e-4)
 
 
-def order_eager(stage, stages, m):
-    """Twice the warm-up of 2bw, to hide latency. Not a schedule of the package yet: here it shows that one row and one function suffice."""
-    w = 2 * (stages - 1 - stage)
-    return Program(tuple(forwards(stage, m, w)), (*pairs(stage, m + w, m, m), Action("U", stage, 1)))
-
-
-@pytest.fixture
-def eager(monkeypatch):
-    monkeypatch.setitem(SCHEDULES, "eager-2bw", Kind(order_eager, 1, True, "2bw that hides latency"))
-
-
 @pytest.mark.parametrize(("d", "m", "slow"), [(4, 6, 1.5), (8, 16, 19 / 12)])
-def test_latency_of_one_forward_slows_2bw_and_not_eager_2bw(eager, d, m, slow):
+def test_latency_of_one_forward_slows_2bw_and_not_eager_2bw(d, m, slow):
     """Both are ideal without latency; with it, plain 2bw takes 3/2 and 19/12 of the ideal time."""
-    ideal = m * (FORWARD + BACKWARD)
-    assert time_per_batch(build_schedule("2bw", d, m), latency=FORWARD) == pytest.approx(slow * ideal)
-    assert time_per_batch(build_schedule("eager-2bw", d, m), latency=FORWARD) == ideal
-    assert most_in_flight(build_schedule("eager-2bw", d, m).expand(0, 4)) == 2 * d - 1
+    best = m * (FORWARD + BACKWARD)
+    assert time_per_batch(build_schedule("2bw", d, m), latency=FORWARD) == pytest.approx(slow * best)
+    assert time_per_batch(build_schedule("eager-2bw", d, m), latency=FORWARD) == best
 
 
-@pytest.mark.parametrize("d", range(2, 6))
-def test_eager_2bw_is_legal_from_twice_the_depth_on(eager, toy, d):
-    for m in MICROBATCHES:
-        if m >= 2 * d - 2:
-            verify(pipeline(toy(d), "eager-2bw", m))
-        else:
-            with pytest.raises(VerifyError) as caught:
-                pipeline(toy(d), "eager-2bw", m)
-            assert f"microbatches >= {2 * d - 2} or schedule 1f1b" in str(caught.value)
-            if m >= d - 1:
-                assert "this would need 3 live versions" in str(caught.value)
+def test_a_new_schedule_is_one_function_and_the_checker_judges_it(toy, monkeypatch):
+    """Three times the warm-up, in no table of the package: what it needs is found, not looked up."""
+
+    def order(stage, stages, m):
+        w = 3 * (stages - 1 - stage)
+        return Program(tuple(forwards(stage, m, w)), (*pairs(stage, m + w, m, m), Action("U", stage, 1)))
+
+    monkeypatch.setitem(SCHEDULES, "more", Kind(order, 1, "2bw with three times the warm-up"))
+    verify(pipeline(toy(3), "more", 6))
+    with pytest.raises(VerifyError, match=r"microbatches >= 6 or schedule 1f1b"):
+        pipeline(toy(3), "more", 5)
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -103,13 +123,22 @@ def test_every_legal_combination_verifies_and_every_other_is_refused(toy, kind, 
             assert re.search(
                 r"rank 0 step \d+ \(0F\d+@1\): reads version 1 of @w0, which is made only later by rank 0 step \d+ \(0U0@1\)", text
             )
-            assert f"microbatches >= {d - 1} or schedule 1f1b" in text
-            assert f"this would need {-(-(d - 1) // m) + 1} live versions" in text
+            fewest = LAWS[kind].fewest(d)
+            assert f"microbatches >= {fewest} or schedule 1f1b" in text
+            assert f"this would need {-(-fewest // m) + 1} live versions" in text
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "2bw"])
+def test_eager_2bw_needs_three_versions_just_below_its_limit(toy):
+    with pytest.raises(VerifyError) as caught:
+        pipeline(toy(4), "eager-2bw", 5)
+    assert "6 forwards run ahead, a delay of 1 at 5 microbatches allows 5; this would need 3 live versions" in str(caught.value)
+    assert "microbatches >= 6 or schedule 1f1b" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", TRAINING)
 def test_the_brute_force_executor_agrees(toy, brute, kind):
     for d, m in [(1, 1), (2, 1), (2, 3), (3, 2), (4, 3), (4, 7), (6, 5)]:
+        m = max(m, LAWS[kind].fewest(d))
         module = pipeline(toy(d, skip=True), kind, m)
         for first, batches in [(0, 1), (0, 5), (2, 3), (3, 1)]:
             assert brute.run(module, first, batches) == brute.recurrence(module, first, batches, SCHEDULES[kind].delay)
@@ -120,7 +149,7 @@ def test_the_brute_force_executor_tells_delays_apart(toy, brute):
     assert brute.run(module, 0, 3) != brute.recurrence(module, 0, 3, 0)
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "2bw"])
+@pytest.mark.parametrize("kind", TRAINING)
 def test_gradients_are_summed_in_microbatch_order(kind):
     for rank, actions in build_schedule(kind, 4, 6).expand_all(3).items():
         backwards = [a.mb for a in actions if a.kind == "B"]
@@ -140,7 +169,7 @@ def test_a_stage_with_nothing_to_train_only_runs_forward(toy):
     graphs["s0.F"] = type(graphs["s0.F"])("s0.F", graphs["s0.F"].ins, graphs["s0.F"].outs, graphs["s0.F"].ops)
     graphs["s1.B"] = type(graphs["s1.B"])("s1.B", graphs["s1.B"].ins, (), graphs["s1.B"].ops)
     frozen = source.but(graphs=graphs, vars={n: v for n, v in source.vars.items() if n != "w0.grad"})
-    for kind in ("1f1b", "gpipe", "2bw"):
+    for kind in TRAINING:
         module = pipeline(frozen, kind, 4)
         verify(module)
         assert {a.kind for a in module.schedule.actions() if a.stage == 0} == {"F", "SF", "D"}
@@ -148,7 +177,7 @@ def test_a_stage_with_nothing_to_train_only_runs_forward(toy):
 
 
 def test_options_that_make_no_sense_are_refused(toy):
-    with pytest.raises(UsageError, match="unknown schedule '3bw', expected one of 1f1b, gpipe, 2bw, forward"):
+    with pytest.raises(UsageError, match="unknown schedule '3bw', expected one of 1f1b, gpipe, 2bw, eager-2bw, forward"):
         schedule(toy(2), ScheduleOptions("3bw", 2))
     with pytest.raises(UsageError, match="at least one stage and one microbatch, got 2 and 0"):
         schedule(toy(2), ScheduleOptions("1f1b", 0))

@@ -1,0 +1,65 @@
+"""schedule: choose who computes which microbatch when. In: a module split into stage graphs. Out: the same with a Schedule of F, B, U.
+
+A schedule is data: for every stage the list of computations run once at the start and the list run once per batch, both written as for
+batch 1, where the m microbatches of the batch are m .. 2m-1 (ir/schedule.py). In the files beside this one, one schedule each, d is the
+number of stages, s the stage, w = d-1-s, and tf and tb the times of a forward and a backward.
+
+Backwards run in microbatch order in all of them, so that gradients are summed in the same order and results can be compared bit by bit.
+A new schedule is one file and one row of SCHEDULES. Whether order and delay fit together is not decided here but by the checker.
+Known limit: one rank per stage, and rank r runs stage r.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...ir.errors import UsageError
+from ...ir.graph import Module
+from ...ir.schedule import Schedule
+from . import delayed_2bw, eager_2bw, flush_1f1b, forward, gpipe
+from .kind import Kind
+
+SCHEDULES: dict[str, Kind] = {
+    "1f1b": flush_1f1b.KIND,
+    "gpipe": gpipe.KIND,
+    "2bw": delayed_2bw.KIND,
+    "eager-2bw": eager_2bw.KIND,
+    "forward": forward.KIND,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleOptions:
+    """`kind` is a row of SCHEDULES; `microbatches` per batch must be the number that autodiff averaged over."""
+
+    kind: str = "1f1b"
+    microbatches: int = 1
+
+
+def build_schedule(kind: str, stages: int, microbatches: int) -> Schedule:
+    """The schedule of a uniform pipeline in which every stage has forward, backward and update."""
+    row = SCHEDULES.get(kind)
+    if row is None:
+        raise UsageError(f"unknown schedule {kind!r}, expected one of {', '.join(SCHEDULES)}", where="schedule")
+    if stages < 1 or microbatches < 1:
+        raise UsageError(f"needs at least one stage and one microbatch, got {stages} and {microbatches}", where="schedule")
+    return Schedule(kind, microbatches, {s: row.order(s, stages, microbatches) for s in range(stages)})
+
+
+def schedule(module: Module, options: ScheduleOptions) -> Module:
+    """Give every rank its computations. A stage without a backward or update graph (nothing to train there) gets no such action."""
+    found = build_schedule(options.kind, max(len(module.stages), 1), options.microbatches)
+    trainable = any(module.stage_graph(s.index, "B") for s in module.stages)
+    if SCHEDULES[options.kind].trains and not trainable:
+        raise UsageError(
+            f"schedule {options.kind} trains, but no stage has a backward graph",
+            where="schedule",
+            hint="run autodiff and split first, or use kind=forward",
+        )
+    if not SCHEDULES[options.kind].trains and trainable:
+        raise UsageError(
+            f"schedule {options.kind} never runs a backward, but the module has backward graphs",
+            where="schedule",
+            hint="leave out autodiff for inference, or use kind=1f1b",
+        )
+    return module.but(schedule=found.rewrite(lambda a: (a,) if module.stage_graph(a.stage, a.kind) else ()))

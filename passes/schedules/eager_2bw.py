@@ -1,0 +1,18 @@
+"""eager-2bw: 2bw that runs twice as many forwards ahead, 2(d-1-s), so that a message may take as long as a forward and nobody waits for it.
+
+m(tf+tb) per batch also where a link takes up to tf, which costs plain 2bw 1.5 times that and more; at most 2(d-s)-1 microbatches in
+flight on stage s. Legal with two versions iff m >= 2d-2.
+"""
+
+from __future__ import annotations
+
+from ...ir.schedule import Program
+from .delayed_2bw import ahead
+from .kind import Kind
+
+
+def order(stage: int, stages: int, m: int) -> Program:
+    return ahead(stage, m, 2 * (stages - 1 - stage))
+
+
+KIND = Kind(order, 1, "2bw with twice the warm-up: hides the time of messages, needs 2d-2 microbatches per batch, at most 2d-1 in flight")

@@ -1,0 +1,18 @@
+"""1f1b, PipeDream-flush (ICML 2021): w forwards, then (F, B) pairs, then w backwards, U; the pipeline is empty between batches.
+
+(m+d-1)(tf+tb) per batch, at most min(d-s, m) microbatches in flight on stage s.
+"""
+
+from __future__ import annotations
+
+from ...ir.schedule import Action, Program
+from .kind import Kind, backwards, forwards, pairs
+
+
+def order(stage: int, stages: int, m: int) -> Program:
+    w = min(stages - 1 - stage, m)
+    batch = (*forwards(stage, m, w), *pairs(stage, m + w, m, m - w), *backwards(stage, 2 * m - w, w), Action("U", stage, 1))
+    return Program((), batch)
+
+
+KIND = Kind(order, 0, "PipeDream-flush: drained every batch, one weight version, at most d microbatches in flight")
