@@ -192,6 +192,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "grid-gpipe": grid("gpipe", 3, 4, 2),
     "grid-2bw": grid("2bw", 3, 4, 2),
     "grid-eager-2bw": grid("eager-2bw", 3, 4, 2),
+    "grid-zb-1f1b": grid("zb-1f1b", 3, 4, 2),
     "period-2bw": period("2bw", 3, 4),
     "cluster-file": lambda: docstring("penstock.ir.cluster", "[[device]]", "Pairs of devices"),
     "bundle-files": lambda: docstring("penstock.backends.bundle", "manifest.json", "`write_bundle`"),

@@ -187,7 +187,7 @@ class Module:
         return self.but(notes=self.notes + tuple(Note(origin, text) for text in texts))
 
     def stage_graph(self, stage: int, kind: str) -> Graph | None:
-        """The graph of one stage: kind is F, B or U."""
+        """The graph of one stage: kind is F, B, W or U."""
         return self.graphs.get(f"s{stage}.{kind}")
 
 

@@ -2,10 +2,11 @@
 
 What is counted, per stage:
     weights      parameters, times the versions kept              gradients, state, buffers    one copy each
-    activations  what the forward graph saves (inputs of the module among it), for each microbatch between its F and its D
+    activations  what the forward graph saves (inputs of the module among it), for each microbatch between its F and its D; where weight
+                 gradients are apart (W), what W takes of it and of B, until W
     boundary     values that came from other stages or go to them, from their receive or computation until they are consumed or sent
     workspace    temporaries inside one graph: the peak of one walk over its operations, each value living until its last use
-After F and its sends a microbatch holds exactly what F saves, after B and its sends nothing: that is the contract with the runtime.
+After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W nothing: that is the contract with the runtime.
 Known limits: fused kernels and the planner of a backend need less workspace; sends that linger and the allocator's rounding need more.
 """
 
@@ -53,7 +54,7 @@ def measure_memory(module: Module) -> dict[int, Memory]:
 
 def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     assert module.schedule is not None
-    graphs = {kind: g for kind in ("F", "B", "U") if (g := module.stage_graph(stage, kind))}
+    graphs = {kind: g for kind in ("F", "B", "W", "U") if (g := module.stage_graph(stage, kind))}
     fixed = {"weights": 0, "gradients": 0, "state": 0, "buffers": 0}
     for name in {op.var for graph in graphs.values() for op in graph.ops if "var" in op.attrs}:
         var = module.vars[name]
@@ -81,10 +82,13 @@ class _Walk:
     def __init__(self, module: Module, stage: int, graphs: dict[str, Graph], workspace: dict[str, int]) -> None:
         self.graphs, self.workspace = graphs, workspace
         self.edges = {(e.phase, e.src, e.dst): e.values for e in module.edges}
-        self.saved = {v.name for v in graphs["F"].saved} if "F" in graphs else set()
+        self.saved = {v.name for kind in ("F", "B") if kind in graphs for v in graphs[kind].saved}
+        # What stays after each computation, beside what is to be sent: what the later ones take.
+        for_weights = {v.name for v in graphs["W"].ins} if "W" in graphs else set()
+        self.kept = {"F": {v.name for v in graphs["F"].saved} if "F" in graphs else set(), "B": for_weights, "W": set[str]()}
         self.sent = {kind: {v.name for e in module.edges if (e.src, e.phase) == (stage, kind) for v in e.values} for kind in ("F", "B")}
         self.targets = {kind: sum((e.src, e.phase) == (stage, kind) for e in module.edges) for kind in ("F", "B")}
-        self.last = "B" if "B" in graphs else "F"
+        self.last = next((kind for kind in ("W", "B") if kind in graphs), "F")
         self.held: dict[int, dict[str, int]] = {}
         self.sends: dict[tuple[str, int], int] = {}
         self.now = {True: 0, False: 0}
@@ -95,19 +99,19 @@ class _Walk:
         if kind in ("RF", "RB"):
             assert action.peer is not None
             self._hold(mb, self.edges[kind[1], action.peer, action.stage])
-        elif kind in ("F", "B"):
+        elif kind in ("F", "B", "W"):
             graph = self.graphs[kind]
             self._hold(mb, graph.ins)
             self._hold(mb, graph.results)
             self.peak = max(self.peak, sum(self.now.values()) + self.workspace[kind])
-            self._keep(mb, (self.saved if kind == "F" else set()) | self.sent[kind])
-            if not drops and kind == self.last and not self.targets[kind]:
+            self._keep(mb, self.kept[kind] | self.sent.get(kind, set()))
+            if not drops and kind == self.last and not self.targets.get(kind):
                 self._keep(mb, set())
         elif kind in ("SF", "SB"):
             phase = kind[1]
             self.sends[phase, mb] = self.sends.get((phase, mb), 0) + 1
             if self.sends[phase, mb] == self.targets[phase]:
-                self._keep(mb, self.saved if phase == "F" and (drops or self.last == "B") else set())
+                self._keep(mb, self.kept[phase] if drops or self.last != phase else set())
         elif kind == "D":
             self._keep(mb, set())
         elif kind == "U":

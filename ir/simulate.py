@@ -131,38 +131,55 @@ def chain(schedule: Schedule) -> dict[tuple[str, int], list[int]]:
 
 
 def simulate(
-    schedule: Schedule, batches: int, forward_time: float = 1, backward_time: float = 2, *, first: int = 0, latency: float = 0
+    schedule: Schedule,
+    batches: int,
+    forward_time: float = 1,
+    backward_time: float = 2,
+    weight_time: float = 1,
+    *,
+    first: int = 0,
+    latency: float = 0,
 ) -> Played:
-    """Start and finish of every action of a run. VerifyError when the ranks wait for each other."""
+    """Start and finish of every action of a run. `weight_time` is the part of the backward's time that W takes on stages that have one.
+    VerifyError when the ranks wait for each other."""
     programs = schedule.expand_all(batches, first)
     wired = any(a.kind in SENDS for a in schedule.actions())
     groups = collective_groups(schedule)
     rules = message_rules(groups) if wired else value_rules(chain(schedule), groups)
-    times = {"F": forward_time, "B": backward_time}
-    played = play(programs, rules, lambda a: times.get(a.kind, 0.0), latency)
+    times = {"F": forward_time, "B": backward_time, "W": weight_time}
+    parted = {a.stage for a in schedule.actions() if a.kind == "W"}
+
+    def duration(action: Action) -> float:
+        return times.get(action.kind, 0.0) - (weight_time if action.kind == "B" and action.stage in parted else 0.0)
+
+    played = play(programs, rules, duration, latency)
     if played.stuck:
         waits = ", ".join(f"rank {r} at step {len(played.ranks[r])} ({programs[r][len(played.ranks[r])]})" for r in sorted(played.stuck))
         raise VerifyError(f"cannot finish {batches} batches: these wait for ever: {waits}", where=f"schedule {schedule.name}")
     return played
 
 
-def time_per_batch(schedule: Schedule, forward_time: float = 1, backward_time: float = 2, *, latency: float = 0, batches: int = 6) -> float:
+def time_per_batch(
+    schedule: Schedule, forward_time: float = 1, backward_time: float = 2, weight_time: float = 1, *, latency: float = 0, batches: int = 6
+) -> float:
     """What one more batch costs in a long run."""
-    short, long = (simulate(schedule, n, forward_time, backward_time, latency=latency).finish for n in (batches, 2 * batches))
+    short, long = (simulate(schedule, n, forward_time, backward_time, weight_time, latency=latency).finish for n in (batches, 2 * batches))
     return (long - short) / batches
 
 
 def most_in_flight(actions: Iterable[Action]) -> int:
-    """The most microbatches of one rank's program that have run forward and not yet backward at one time."""
+    """The most microbatches of one rank's program that have run forward and not yet backward, W included, at one time."""
+    listed = list(actions)
+    last = "W" if any(action.kind == "W" for action in listed) else "B"
     now = most = 0
-    for action in actions:
-        now += {"F": 1, "B": -1}.get(action.kind, 0)
+    for action in listed:
+        now += {"F": 1, last: -1}.get(action.kind, 0)
         most = max(most, now)
     return most
 
 
 def format_grid(schedule: Schedule, batches: int, mark: tuple[int, int] | None = None, *, first: int = 0) -> str:
-    """One row per rank, one column per unit of time, forwards one unit and backwards two; U and collectives stand after the computation
+    """One row per rank, one column per unit of time, forwards one unit and backwards two, or one and W one; U and collectives stand after the computation
     they follow. `mark` = (rank, step) puts that action of the expanded program into brackets."""
     played = simulate(schedule, batches, first=first)
     columns = round(played.finish)

@@ -31,7 +31,7 @@ from .verify_messages import check_wired
 from .verify_schedule import check_freed, check_scheduled, check_versioned
 
 Checker = Callable[[Module], Iterable[Problem]]
-STAGE_GRAPH = re.compile(r"s(\d+)\.([FBU])")
+STAGE_GRAPH = re.compile(r"s(\d+)\.([FBWU])")
 
 
 def verify(module: Module) -> None:
@@ -125,12 +125,12 @@ def _op_place(graph: Graph, i: int) -> str:
 
 
 def _families(module: Module) -> Iterator[tuple[int | None, dict[str, Graph]]]:
-    """The F, B and U graphs that belong together: those of the whole model, or those of each stage."""
+    """The F, B, W and U graphs that belong together: those of the whole model, or those of each stage."""
     whole = {kind: module.graphs[kind] for kind in "FBU" if kind in module.graphs}
     if whole:
         yield None, whole
     for stage in module.stages:
-        family = {kind: g for kind in "FBU" if (g := module.stage_graph(stage.index, kind))}
+        family = {kind: g for kind in "FBWU" if (g := module.stage_graph(stage.index, kind))}
         if family:
             yield stage.index, family
 
@@ -154,18 +154,23 @@ def _check_saved(stage: int | None, family: dict[str, Graph]) -> Iterator[Proble
     if "F" not in family:
         return
     saved = [v.name for v in family["F"].saved]
-    taken = [v.name for v in family["B"].ins] if "B" in family else []
+    taken = [v.name for kind in "BW" if kind in family for v in family[kind].ins]
     if stage is None and saved != taken:
         yield Problem("@B", f"takes {_listed(taken)}, expected what @F saves, in order: {_listed(saved)}")
     lost = [name for name in saved if name not in taken]
     if stage is not None and lost:
         yield Problem(f"@s{stage}.F", f"saves {_listed(lost)}, which @s{stage}.B never takes")
+    kept = {v.name for v in family["B"].saved} if "B" in family else set()
+    lost = sorted(kept - {v.name for v in family["W"].ins} if "W" in family else kept)
+    if lost:
+        yield Problem(f"@{family['B'].name}", f"saves {_listed(lost)}, which no weight gradient graph takes")
 
 
 def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem]:
     allowed: dict[str, dict[str, tuple[str, ...]]] = {
         "F": {"read": (PARAM, STATE, "buffer", "table")},
-        "B": {"read": (PARAM, STATE, "buffer", "table"), "accum": (GRAD,)},
+        "B": {"read": (PARAM, STATE, "buffer", "table")} | ({} if "W" in family else {"accum": (GRAD,)}),
+        "W": {"read": (PARAM, STATE, "buffer", "table"), "accum": (GRAD,)},
         "U": {"read": (PARAM, STATE, "buffer", "table"), "take": (GRAD,), "write": (PARAM, STATE)},
     }
     for kind, graph in family.items():
@@ -186,15 +191,16 @@ def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem
 
 def _check_update(module: Module, family: dict[str, Graph]) -> Iterator[Problem]:
     """Gradients of a stage are accumulated by its backward and taken by its update; a parameter with a gradient is written there."""
-    made, taken = _vars(family.get("B"), "accum"), _vars(family.get("U"), "take")
+    last = "W" if "W" in family else "B"
+    made, taken = _vars(family.get(last), "accum"), _vars(family.get("U"), "take")
     written = _vars(family.get("U"), "write")
-    backward = family["B"].name if "B" in family else "the backward graph, which is missing,"
+    backward = family[last].name if last in family else "the backward graph, which is missing,"
     update = f"@{family['U'].name}" if "U" in family else "the update graph, which is missing,"
     for name in sorted(made - taken):
         yield Problem(f"@{backward}", f"gradient @{name} is accumulated here and never taken by {update}")
     for name in sorted(taken - made):
         yield Problem(update, f"gradient @{name} is taken here and never accumulated by @{backward}")
-    used = _vars(family.get("F"), "read") | _vars(family.get("B"), "read")
+    used = {name for kind in "FBW" for name in _vars(family.get(kind), "read")}
     for name in sorted(written):
         if module.vars[name].role == PARAM and name not in used:
             yield Problem(update, f"writes @{name}, which neither forward nor backward of this stage reads")
@@ -264,7 +270,7 @@ def _check_split(module: Module) -> Iterator[Problem]:
     for name in module.graphs:
         match = STAGE_GRAPH.fullmatch(name)
         if match is None:
-            yield Problem(f"@{name}", "is on no stage; expected only s<stage>.F, .B and .U after the split")
+            yield Problem(f"@{name}", "is on no stage; expected only s<stage>.F, .B, .W and .U after the split")
         elif int(match[1]) >= len(module.stages):
             yield Problem(f"@{name}", f"there is no stage {match[1]}, only 0 .. {len(module.stages) - 1}")
     for stage in module.stages:
@@ -278,7 +284,7 @@ def _check_split(module: Module) -> Iterator[Problem]:
 def _check_providers(module: Module) -> Iterator[Problem]:
     """Each input of a stage graph comes from the user, from the same stage's forward, or from one other stage."""
     fed = {v.name for v in module.inputs}
-    for kind in "FBU":
+    for kind in "FBWU":
         makers: dict[str, list[int]] = {}
         for stage in module.stages:
             graph = module.stage_graph(stage.index, kind)
@@ -289,10 +295,12 @@ def _check_providers(module: Module) -> Iterator[Problem]:
                 yield Problem(f"%{name}", f"is returned by {' and '.join(f'@s{s}.{kind}' for s in stages)}, expected one maker")
         for stage in module.stages:
             graph, forward = module.stage_graph(stage.index, kind), module.stage_graph(stage.index, "F")
-            kept = {v.name for v in forward.saved} if forward and kind == "B" else set()
+            kept = {v.name for v in forward.saved} if forward and kind in "BW" else set()
+            if kind == "W" and (backward := module.stage_graph(stage.index, "B")):
+                kept |= {v.name for v in backward.saved}
             for value in graph.ins if graph else ():
                 if value.name not in fed and value.name not in kept and set(makers.get(value.name, ())) <= {stage.index}:
-                    tried = "not an input of the module" + (f", not saved by @s{stage.index}.F" if kind == "B" else "")
+                    tried = "not an input of the module" + (f", not saved by @s{stage.index}.F" if kind in "BW" else "")
                     what = f"takes {value!r}, which nobody provides: {tried}, not returned by @s*.{kind} of another stage"
                     yield Problem(f"@s{stage.index}.{kind}", what)
         if kind == "F":
@@ -305,7 +313,7 @@ def _check_places(module: Module) -> Iterator[Problem]:
     """Every variable is used by exactly one stage, the one it names, or names none and is replicated."""
     users: dict[str, set[int]] = {name: set() for name in module.vars}
     for stage in module.stages:
-        for kind in "FBU":
+        for kind in "FBWU":
             graph = module.stage_graph(stage.index, kind)
             for op in graph.ops if graph else ():
                 if "var" in op.attrs:
@@ -320,7 +328,7 @@ def _check_places(module: Module) -> Iterator[Problem]:
 
 def _check_owners(module: Module) -> Iterator[Problem]:
     """An operation is done by one stage, unless it depends on nothing that enters its graph: constants and state may be replicated."""
-    for kind in "FBU":
+    for kind in "FBWU":
         owners: dict[str, str] = {}
         for stage in module.stages:
             graph = module.stage_graph(stage.index, kind)

@@ -136,7 +136,8 @@ def _written(module: Module, stage: int) -> list[str]:
 
 
 def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, set[str]], tied: Mapping[int, str]) -> Iterator[Problem]:
-    """Each microbatch once forward, then once backward; update t after exactly the m backwards of batch t."""
+    """Each microbatch once forward, then once backward, then its weight gradients where they are apart; update t after exactly the m
+    gradients of batch t."""
     m, reported = run.schedule.microbatches, set()
     done: dict[tuple[str, int, int], int] = {}
     summed: dict[int, list[int]] = {stage: [] for stage in kinds}
@@ -161,7 +162,7 @@ def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, 
             yield from problem("twice", step, f"was already done at step {earlier}")
         if a.kind == "U":
             expected = list(range(a.mb * m, (a.mb + 1) * m))
-            if "B" in kinds[a.stage] and sorted(summed[a.stage]) != expected:
+            if kinds[a.stage] & {"B", "W"} and sorted(summed[a.stage]) != expected:
                 what = f"uses the gradients of microbatches {_spans(summed[a.stage])}, expected {_spans(expected)}"
                 yield from problem("update", step, what)
             summed[a.stage] = []
@@ -170,10 +171,12 @@ def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, 
                 yield from problem("tied", step, what)
         elif a.mb not in run.microbatches:
             yield from problem("outside", step, f"the run has microbatches {_spans(list(run.microbatches))}")
-        elif a.kind == "B":
-            if ("F", a.stage, a.mb) not in done:
-                yield from problem("before", step, f"microbatch {a.mb} has not run forward on stage {a.stage} yet")
-            summed[a.stage].append(a.mb)
+        elif a.kind in ("B", "W"):
+            earlier_kind, way = ("F", "forward") if a.kind == "B" else ("B", "backward")
+            if (earlier_kind, a.stage, a.mb) not in done:
+                yield from problem("before", step, f"microbatch {a.mb} has not run {way} on stage {a.stage} yet")
+            if a.kind == "W" or "W" not in kinds[a.stage]:
+                summed[a.stage].append(a.mb)
     stages = {a.stage for a in actions}
     for stage in sorted(stages):
         for kind in sorted(kinds[stage]):
@@ -240,7 +243,7 @@ def _check_pins(module: Module) -> Iterator[Problem]:
     """Forward and backward read trained parameters in the microbatch's version, updates the latest."""
     trained = {name for s in module.stages for name in _written(module, s.index)}
     for stage in module.stages:
-        for kind in ("F", "B", "U"):
+        for kind in ("F", "B", "W", "U"):
             graph = module.stage_graph(stage.index, kind)
             expected = "latest" if kind == "U" else "mb"
             for i, op in enumerate(graph.ops if graph else ()):

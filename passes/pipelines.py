@@ -16,9 +16,10 @@ from .manager import Call, Pass, parse_pipeline
 from .optimizers import OptimizerOptions, optimizer
 from .partition import PartitionOptions, partition
 from .precision import PrecisionOptions, check_precision, precision
-from .schedules import ScheduleOptions, schedule
+from .schedules import SCHEDULES, ScheduleOptions, schedule
 from .simplify import SimplifyOptions, simplify
 from .split import SplitOptions, split
+from .split_backward import SplitBackwardOptions, split_backward
 from .weight_versions import WeightVersionsOptions, weight_versions
 
 PASSES: dict[str, Pass] = {
@@ -31,6 +32,7 @@ PASSES: dict[str, Pass] = {
         Pass("optimizer", optimizer, OptimizerOptions, needs=("differentiated",)),
         Pass("partition", partition, PartitionOptions),
         Pass("split", split, SplitOptions, gives=("staged",)),
+        Pass("split-backward", split_backward, SplitBackwardOptions, needs=("staged",)),
         Pass("schedule", schedule, ScheduleOptions, needs=("staged",), gives=("scheduled",)),
         Pass("weight-versions", weight_versions, WeightVersionsOptions, needs=("scheduled",), gives=("versioned",)),
         Pass("communicate", communicate, CommunicateOptions, needs=("scheduled",), gives=("wired",)),
@@ -59,6 +61,7 @@ def training_pipeline(
             ("simplify", {}),  # gradients bring new constants and common subexpressions; merge them before costs are counted
             ("partition", partition),  # sees forward, backward and update, so that costs and memory are those of training
             ("split", {}),  # annotations become one graph per stage
+            *_split_backward(schedule),  # what a stage sends is known now, and the schedule needs to know which stages have a W
             ("schedule", {"kind": schedule, "microbatches": microbatches}),  # needs to know the stages only
             ("weight-versions", {}),  # needs to know which forwards run before which update
             ("communicate", {}),  # after versions, so that the diff of that pass shows nothing but versions
@@ -95,6 +98,10 @@ def _precision(compute: str) -> list[Entry]:
 
 def _decompose(library: str) -> list[Entry]:
     return [("decompose", {"keep": ()} if library == "none" else {})]
+
+
+def _split_backward(kind: str) -> list[Entry]:
+    return [("split-backward", {})] if kind in SCHEDULES and SCHEDULES[kind].splits else []
 
 
 def _libraries(use: str) -> list[Entry]:

@@ -79,11 +79,11 @@ class Executor:
             if edge.src == self.stage:
                 sent[edge.phase] |= {value.name for value in edge.values}
         for_backward = {value.name for kind in ("B", "W") if kind in self.graphs for value in self.graphs[kind].ins}
-        self._sent_later = {"SF": frozenset(for_backward), "SB": frozenset[str]()}
         self._after_forward = frozenset(for_backward | sent["F"])
         # With W split off, B keeps what W takes.
         for_weights = {value.name for value in self.graphs["W"].ins} if "W" in self.graphs else set()
         self._after_backward = {"B": frozenset(sent["B"] | for_weights), "W": frozenset(sent["B"])}
+        self._sent_later = {"SF": frozenset(for_backward), "SB": frozenset(for_weights)}
         self._sends = {
             kind: sum(edge.src == self.stage and edge.phase == phase for edge in self.module.edges)
             for kind, phase in (("SF", "F"), ("SB", "B"))

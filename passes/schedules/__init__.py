@@ -1,8 +1,8 @@
-"""schedule: choose who computes which microbatch when. In: a module split into stage graphs. Out: the same with a Schedule of F, B, U.
+"""schedule: choose who computes which microbatch when. In: a module split into stage graphs. Out: the same with a Schedule of F, B, W, U.
 
 A schedule is data: for every stage the list of computations run once at the start and the list run once per batch, both written as for
 batch 1, where the m microbatches of the batch are m .. 2m-1 (ir/schedule.py). In the files beside this one, one schedule each, d is the
-number of stages, s the stage, w = d-1-s, and tf and tb the times of a forward and a backward.
+number of stages, s the stage, w = d-1-s, and tf and tb the times of a forward and a backward (of which tw is that of W, where it is apart).
 
 Backwards run in microbatch order in all of them, so that gradients are summed in the same order and results can be compared bit by bit.
 A new schedule is one file and one row of SCHEDULES. Whether order and delay fit together is not decided here but by the checker.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ...ir.errors import UsageError
 from ...ir.graph import Module
 from ...ir.schedule import Schedule
-from . import delayed_2bw, eager_2bw, flush_1f1b, forward, gpipe
+from . import delayed_2bw, eager_2bw, flush_1f1b, forward, gpipe, zero_bubble
 from .kind import Kind
 
 SCHEDULES: dict[str, Kind] = {
@@ -24,6 +24,7 @@ SCHEDULES: dict[str, Kind] = {
     "gpipe": gpipe.KIND,
     "2bw": delayed_2bw.KIND,
     "eager-2bw": eager_2bw.KIND,
+    "zb-1f1b": zero_bubble.KIND,
     "forward": forward.KIND,
 }
 
@@ -47,7 +48,7 @@ def build_schedule(kind: str, stages: int, microbatches: int) -> Schedule:
 
 
 def schedule(module: Module, options: ScheduleOptions) -> Module:
-    """Give every rank its computations. A stage without a backward or update graph (nothing to train there) gets no such action."""
+    """Give every rank its computations. A stage without a backward, weight gradient or update graph gets no such action."""
     found = build_schedule(options.kind, max(len(module.stages), 1), options.microbatches)
     trainable = any(module.stage_graph(s.index, "B") for s in module.stages)
     if SCHEDULES[options.kind].trains and not trainable:
@@ -55,6 +56,13 @@ def schedule(module: Module, options: ScheduleOptions) -> Module:
             f"schedule {options.kind} trains, but no stage has a backward graph",
             where="schedule",
             hint="run autodiff and split first, or use kind=forward",
+        )
+    parted = any(module.stage_graph(s.index, "W") for s in module.stages)
+    if trainable and parted and not SCHEDULES[options.kind].splits:
+        raise UsageError(
+            f"schedule {options.kind} runs whole backwards, but the module has weight gradients apart",
+            where="schedule",
+            hint="leave out split-backward, or use kind=zb-1f1b",
         )
     if not SCHEDULES[options.kind].trains and trainable:
         raise UsageError(

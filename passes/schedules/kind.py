@@ -11,12 +11,13 @@ from ...ir.schedule import Action, Program
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A schedule: `order(stage, stages, microbatches)` gives one rank's program; `delay` says how many updates the weights of a
-    microbatch are behind (W(t+1) = W(t) - lr * g(W(t - delay)))."""
+    microbatch are behind (W(t+1) = W(t) - lr * g(W(t - delay))). With `splits` weight gradients run apart, as W, after split-backward."""
 
     order: Callable[[int, int, int], Program]
     delay: int
     doc: str
     trains: bool = True
+    splits: bool = False
 
 
 def forwards(stage: int, first: int, count: int) -> Iterator[Action]:

@@ -193,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_SCHEDULES = ("1f1b", "gpipe", "2bw", "eager-2bw")
+_SCHEDULES = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
 
 
 def _positive(text: str) -> int:

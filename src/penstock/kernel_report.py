@@ -117,7 +117,7 @@ def kernel_rows(module: Module) -> list[KernelRow]:
     rows: list[KernelRow] = []
     for stage in module.stages:
         device = _device_of(module, stage.place)
-        for kind in ("F", "B", "U"):
+        for kind in ("F", "B", "W", "U"):
             graph = module.stage_graph(stage.index, kind)
             if graph is not None:
                 per, times = ("update", 1) if kind == "U" else ("microbatch", microbatches)
@@ -286,7 +286,7 @@ def format_report(rows: Sequence[KernelRow], module: Module, width: int | None =
             _table(own, total, width),
             "",
         ]
-        for kind in ("F", "B", "U"):
+        for kind in ("F", "B", "W", "U"):
             graph = module.stage_graph(stage.index, kind)
             if graph is not None:
                 lines.append(_division_line(graph, own))

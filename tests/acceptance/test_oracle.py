@@ -210,6 +210,27 @@ def test_eager_2bw_computes_what_2bw_does_with_two_versions(tmp_path: Path) -> N
     assert np.array_equal(found["2bw"], found["eager-2bw"])
 
 
+@pytest.mark.parametrize("backend", ["numpy", "tvm"])
+def test_zb_1f1b_computes_what_1f1b_does(tmp_path: Path, backend: str) -> None:
+    """Bit for bit, in separate processes; weight gradients did run apart, each on the version of its backward."""
+    found, parameters, log = {}, {}, []
+
+    def look(job: Job) -> None:
+        parameters[schedule] = job.parameters()
+        log.extend(entry for audit in job.audit() for entry in audit.log)
+
+    for schedule in ("1f1b", "zb-1f1b"):
+        (tmp_path / schedule).mkdir()
+        case = Case(tmp_path / schedule, "gpt", 3, 4, "adamw", schedule, steps=6)
+        found[schedule] = case.run(backend=backend, audit=True, look=look)
+    assert np.array_equal(found["1f1b"], found["zb-1f1b"])
+    assert parameters["1f1b"].keys() == parameters["zb-1f1b"].keys()
+    for name, array in parameters["1f1b"].items():
+        assert np.array_equal(array, parameters["zb-1f1b"][name]), name
+    assert {entry.phase for entry in log} == {"F", "B", "W", "U"}
+    assert all(entry.version == entry.mb // 4 for entry in log if entry.phase == "W")
+
+
 @pytest.mark.parametrize(("name", "d", "m", "kind"), grid({("mlp", 2, 2, "momentum"), ("gpt", 4, 4, "adamw")}))
 def test_1f1b_is_plain_training(tmp_path: Path, name: str, d: int, m: int, kind: str) -> None:
     case = Case(tmp_path, name, d, m, kind, "1f1b")
@@ -218,7 +239,7 @@ def test_1f1b_is_plain_training(tmp_path: Path, name: str, d: int, m: int, kind:
     assert error(found, case.judge(1)) > 1e-3, "the control with delay must not agree"
 
 
-@pytest.mark.parametrize(("schedule", "delay"), [("2bw", 1), ("eager-2bw", 1), ("1f1b", 0)])
+@pytest.mark.parametrize(("schedule", "delay"), [("2bw", 1), ("eager-2bw", 1), ("1f1b", 0), ("zb-1f1b", 0)])
 def test_adamw_with_the_usual_eps_agrees_in_float64(tmp_path: Path, schedule: str, delay: int) -> None:
     case = Case(tmp_path, "mlp", 4, 8, "adamw", schedule, dtype="f64", settings={"lr": 2e-3, "eps": 1e-8})
     found = case.run()

@@ -86,6 +86,8 @@ def run(module, first, batches):
     channels, inbox, outbox, kept, sums, losses = {}, {}, {}, {}, {s: [] for s in stages}, {}
     peers = {phase: _peers(module, phase) for phase in "FB"}
     done = set()
+    apart = {s for s in stages if module.stage_graph(s, "W")}
+    waiting = {}
 
     def step(a):
         """Run one action; False when it has to wait."""
@@ -116,10 +118,20 @@ def run(module, first, batches):
                         losses[mb] = term
                 else:
                     term = _backward(s, kept[s, mb], weights, received)
-                    sums[s].append(term)
+                    if s in apart:
+                        waiting[s, mb] = term, weights
+                    else:
+                        sums[s].append(term)
             except KeyError as error:
                 raise Wrong(f"{a} lacks {error}") from error
             outbox[a.kind, s, mb] = term
+        elif a.kind == "W":
+            if a.version is None or (s, mb) not in waiting or (s, mb) not in kept:
+                raise Wrong(f"{a} without version, backward or saved values")
+            term, weights = waiting.pop((s, mb))
+            if buffers[s].get(a.version % slots[s]) != weights:
+                raise Wrong(f"{a} on other weights than the backward")
+            sums[s].append(term)
         elif a.kind == "U":
             newest[s] += 1
             latest = buffers[s].get((newest[s] - 1) % slots[s])
@@ -143,7 +155,7 @@ def run(module, first, batches):
                 moved = True
     if any(programs.values()):
         raise Wrong("deadlock")
-    if kept or inbox or any(channels.values()) or any(sums.values()) or any(n != first + batches for n in newest.values()):
+    if kept or inbox or waiting or any(channels.values()) or any(sums.values()) or any(n != first + batches for n in newest.values()):
         raise Wrong("something is left over")
     return {s: buffers[s].get(newest[s] % slots[s]) for s in stages}, losses
 

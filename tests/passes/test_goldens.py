@@ -1,6 +1,6 @@
 """Every pass on a small module, its result kept as a file to read and to compare: goldens/NN_pass.ir is what the pass made of the file
 before it. `python tests/passes/test_goldens.py` writes the files again after a change that is meant; `git diff` then shows what changed.
-goldens_bf16 holds the same for the pipeline of `--precision bf16`, from the pass on that makes the difference.
+goldens_bf16 holds the same for the pipeline of `--precision bf16`, goldens_zb for that of schedule zb-1f1b, from the pass on that makes the difference.
 """
 
 from __future__ import annotations
@@ -15,19 +15,27 @@ from penstock.passes.pipelines import PASSES, training_pipeline
 
 GOLDENS = Path(__file__).with_name("goldens")
 LOW = Path(__file__).with_name("goldens_bf16")
+ZERO = Path(__file__).with_name("goldens_zb")
 CALLS = training_pipeline({"kind": "adamw", "lr": 0.01}, {"stages": 2}, "2bw", 2)
-LOW_CALLS = training_pipeline({"kind": "adamw", "lr": 0.01}, {"stages": 2}, "2bw", 2, "bf16")
+# Folder, the pipeline, and its first pass that is not in the one above.
+OTHERS = [
+    (LOW, training_pipeline({"kind": "adamw", "lr": 0.01}, {"stages": 2}, "2bw", 2, "bf16"), "precision"),
+    (ZERO, training_pipeline({"kind": "adamw", "lr": 0.01}, {"stages": 2}, "zb-1f1b", 2), "split-backward"),
+]
 
 
 def files() -> list[Path]:
     return [GOLDENS / f"{i:02d}_{call.name}.ir" for i, call in enumerate(CALLS, 1)]
 
 
-def low_steps() -> list[tuple[Call, Path, Path]]:
-    """Call, module before it, module after it, from `precision` on."""
-    first = [call.name for call in LOW_CALLS].index("precision")
-    after = [LOW / f"{i:02d}_{call.name}.ir" for i, call in enumerate(LOW_CALLS, 1)][first:]
-    return list(zip(LOW_CALLS[first:], [files()[first - 1], *after], after, strict=False))
+def other_steps() -> list[tuple[Call, Path, Path]]:
+    """Call, module before it, module after it, of the other pipelines, from their first own pass on."""
+    found = []
+    for folder, calls, name in OTHERS:
+        first = [call.name for call in calls].index(name)
+        after = [folder / f"{i:02d}_{call.name}.ir" for i, call in enumerate(calls, 1)][first:]
+        found += zip(calls[first:], [files()[first - 1], *after], after, strict=False)
+    return found
 
 
 def run(call: Call, before: Path) -> str:
@@ -42,15 +50,15 @@ def test_pass_makes_its_golden(number: int) -> None:
     assert after.read_text(encoding="utf-8") == f"// {CALLS[number]}\n" + run(CALLS[number], before)
 
 
-@pytest.mark.parametrize("step", low_steps(), ids=lambda step: step[0].name)
-def test_pass_makes_its_golden_in_bf16(step: tuple[Call, Path, Path]) -> None:
+@pytest.mark.parametrize("step", other_steps(), ids=lambda step: f"{step[2].parent.name}-{step[0].name}")
+def test_pass_makes_its_golden_in_another_pipeline(step: tuple[Call, Path, Path]) -> None:
     call, before, after = step
     assert after.read_text(encoding="utf-8") == f"// {call}\n" + run(call, before)
 
 
 def test_there_are_no_other_goldens() -> None:
     assert sorted(GOLDENS.glob("*.ir")) == sorted([*files(), GOLDENS / "input.ir"])
-    assert sorted(LOW.glob("*.ir")) == sorted(after for _, _, after in low_steps())
+    assert sorted(path for folder, _, _ in OTHERS for path in folder.glob("*.ir")) == sorted(after for _, _, after in other_steps())
 
 
 def test_a_changed_golden_is_noticed() -> None:
@@ -68,6 +76,6 @@ if __name__ == "__main__":
     for call, after in zip(CALLS, files(), strict=True):
         after.write_text(f"// {call}\n" + run(call, before), encoding="utf-8")
         before = after
-    LOW.mkdir(exist_ok=True)
-    for call, before, after in low_steps():
+    for call, before, after in other_steps():
+        after.parent.mkdir(exist_ok=True)
         after.write_text(f"// {call}\n" + run(call, before), encoding="utf-8")

@@ -10,12 +10,14 @@ from penstock.ir.text import parse_module
 from penstock.passes.communicate import communicate
 from penstock.passes.lifetimes import COLUMNS, format_bytes, lifetimes, memory_table
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
+from penstock.passes.split_backward import split_backward
 from penstock.passes.weight_versions import weight_versions
 
 VALUE = 16  # bytes of f32[4], the type of every value in the toy
 
 
 def pipeline(module, kind, m):
+    module = split_backward(module) if SCHEDULES[kind].splits else module
     return lifetimes(communicate(weight_versions(schedule(module, ScheduleOptions(kind, m)))))
 
 

@@ -14,10 +14,12 @@ from penstock.ir.verify import check, verify
 from penstock.passes.communicate import communicate
 from penstock.passes.lifetimes import lifetimes
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
+from penstock.passes.split_backward import split_backward
 from penstock.passes.weight_versions import weight_versions
 
 
 def pipeline(module, kind, m):
+    module = split_backward(module) if SCHEDULES[kind].splits else module
     module = lifetimes(communicate(weight_versions(schedule(module, ScheduleOptions(kind, m)))))
     return module.but(facts=(*module.facts, "scheduled", "versioned", "wired", "freed"))
 
@@ -58,7 +60,7 @@ def mutations(draw, module):
 COUNTS = {"caught": 0, "harmless": 0}
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "2bw", "eager-2bw"])
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b"])
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(data=st.data())
 def test_mutants_are_caught_or_harmless(toy, brute, kind, data):
@@ -90,6 +92,8 @@ ONLY = [
     ("versioned", "2bw", 0, "0F4@1", "0F4@0"),
     ("wired", "1f1b", 0, "0SF2>1 0F3@1 0SF3>1", "0F3@1 0SF3>1 0SF2>1"),
     ("freed", "1f1b", 0, "0D2 ", ""),
+    ("scheduled", "zb-1f1b", 1, "1W2@1 1D2", "1D2"),
+    ("scheduled", "zb-1f1b", 1, "1B3@1 1SB3>0 1W2@1 1D2 1W3@1 1D3", "1W3@1 1B3@1 1SB3>0 1D3 1W2@1 1D2"),
 ]
 
 

@@ -23,6 +23,7 @@ from penstock.passes.lifetimes import lifetimes
 from penstock.passes.manager import Pass, parse_pipeline
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, build_schedule, schedule
 from penstock.passes.schedules.kind import Kind, forwards, pairs
+from penstock.passes.split_backward import split_backward
 from penstock.passes.weight_versions import weight_versions
 
 STAGES, MICROBATCHES = range(1, 7), range(1, 13)
@@ -30,6 +31,7 @@ FORWARD, BACKWARD = 1, 2
 
 
 def pipeline(module, kind, m):
+    module = split_backward(module) if SCHEDULES[kind].splits else module
     module = weight_versions(schedule(module, ScheduleOptions(kind, m)))
     facts = ("scheduled", "versioned", "wired", "freed")
     module = lifetimes(communicate(module))
@@ -38,19 +40,25 @@ def pipeline(module, kind, m):
 
 @dataclass(frozen=True)
 class Law:
-    """What the papers say of a schedule, d stages, m microbatches, stage s: time per batch, most microbatches in flight, fewest microbatches."""
+    """What the papers say of a schedule, d stages, m microbatches, stage s: time per batch (of tb, tw is the part that may run apart), most
+    microbatches in flight, fewest microbatches."""
 
-    per_batch: Callable[[int, int, int, int], int]
+    per_batch: Callable[[int, int, int, int, int], int]
     in_flight: Callable[[int, int, int], int]
     fewest: Callable[[int], int] = lambda d: 1
 
 
-def flush(d, m, tf, tb):
+def flush(d, m, tf, tb, tw):
     return (m + d - 1) * (tf + tb)
 
 
-def ideal(d, m, tf, tb):
+def ideal(d, m, tf, tb, tw):
     return m * (tf + tb)
+
+
+def zero_bubble(d, m, tf, tb, tw):
+    """ZB-H1; with fewer microbatches than stages all W but one fit into the waiting time."""
+    return m * (tf + tb) + (d - 1) * (tf + tb - 2 * tw) if m >= d else (m + d - 1) * (tf + tb - tw) + tw
 
 
 LAWS = {
@@ -58,7 +66,8 @@ LAWS = {
     "gpipe": Law(flush, lambda d, m, s: m),
     "2bw": Law(ideal, lambda d, m, s: d - s, lambda d: d - 1),
     "eager-2bw": Law(ideal, lambda d, m, s: 2 * (d - s) - 1, lambda d: 2 * d - 2),
-    "forward": Law(lambda d, m, tf, tb: m * tf, lambda d, m, s: 0),
+    "zb-1f1b": Law(zero_bubble, lambda d, m, s: min(d, m)),
+    "forward": Law(lambda d, m, tf, tb, tw: m * tf, lambda d, m, s: 0),
 }
 TRAINING = [kind for kind in SCHEDULES if kind != "forward"]
 
@@ -73,11 +82,12 @@ def test_there_is_a_law_for_every_schedule():
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(d=st.integers(1, 8), m=st.integers(1, 20), tf=st.integers(1, 4), tb=st.integers(1, 6))
-def test_time_per_batch_and_in_flight_follow_the_formulas(kind, d, m, tf, tb):
-    m = max(m, LAWS[kind].fewest(d))
+@given(d=st.integers(1, 8), m=st.integers(1, 20), tw=st.integers(1, 3), f=st.integers(0, 3), b=st.integers(0, 3))
+def test_time_per_batch_and_in_flight_follow_the_formulas(kind, d, m, tw, f, b):
+    """W takes no longer than a forward, nor than the rest of the backward: what ZB-H1 is made for."""
+    m, tf, tb = max(m, LAWS[kind].fewest(d)), tw + f, 2 * tw + b
     found = build_schedule(kind, d, m)
-    assert time_per_batch(found, tf, tb) == LAWS[kind].per_batch(d, m, tf, tb)
+    assert time_per_batch(found, tf, tb, tw) == LAWS[kind].per_batch(d, m, tf, tb, tw)
     if kind != "forward":
         assert [most_in_flight(found.expand(s, 4)) for s in range(d)] == [LAWS[kind].in_flight(d, m, s) for s in range(d)]
 
@@ -152,8 +162,19 @@ def test_the_brute_force_executor_tells_delays_apart(toy, brute):
 @pytest.mark.parametrize("kind", TRAINING)
 def test_gradients_are_summed_in_microbatch_order(kind):
     for rank, actions in build_schedule(kind, 4, 6).expand_all(3).items():
-        backwards = [a.mb for a in actions if a.kind == "B"]
-        assert backwards == list(range(18)), rank
+        for part in ("B", "W") if SCHEDULES[kind].splits else ("B",):
+            assert [a.mb for a in actions if a.kind == part] == list(range(18)), rank
+
+
+def test_zb_1f1b_leaves_a_third_of_the_bubble_of_1f1b_at_equal_times():
+    for d, m in [(2, 2), (4, 4), (4, 8), (8, 8)]:
+        whole, apart = (time_per_batch(build_schedule(kind, d, m)) - 3 * m for kind in ("1f1b", "zb-1f1b"))
+        assert (whole, apart) == (3 * (d - 1), d - 1)
+
+
+def test_a_module_whose_backwards_are_split_wants_a_schedule_that_runs_their_rest(toy):
+    with pytest.raises(UsageError, match="schedule 1f1b runs whole backwards, but the module has weight gradients apart"):
+        schedule(split_backward(toy(3)), ScheduleOptions("1f1b", 2))
 
 
 def test_2bw_warms_up_once_and_never_drains_between_batches():
@@ -177,7 +198,7 @@ def test_a_stage_with_nothing_to_train_only_runs_forward(toy):
 
 
 def test_options_that_make_no_sense_are_refused(toy):
-    with pytest.raises(UsageError, match="unknown schedule '3bw', expected one of 1f1b, gpipe, 2bw, eager-2bw, forward"):
+    with pytest.raises(UsageError, match="unknown schedule '3bw', expected one of 1f1b, gpipe, 2bw, eager-2bw, zb-1f1b, forward"):
         schedule(toy(2), ScheduleOptions("3bw", 2))
     with pytest.raises(UsageError, match="at least one stage and one microbatch, got 2 and 0"):
         schedule(toy(2), ScheduleOptions("1f1b", 0))
