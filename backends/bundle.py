@@ -42,6 +42,7 @@ import numpy as np
 from ..ir.cluster import usable_cores
 from ..ir.errors import UsageError, VerifyError
 from ..ir.graph import Module, Var, signature
+from ..ir.schedule import COMPUTE
 from ..ir.text import parse_module, print_module
 from ..ir.types import dtype_of
 from .tensor_file import write_tensors
@@ -161,7 +162,7 @@ class Bundle:
 
 def stage_vars(module: Module, stage: int) -> dict[str, Var]:
     """The variables that a stage's graphs touch, in the module's order."""
-    graphs = [g for g in (module.stage_graph(stage, kind) for kind in ("F", "B", "W", "U")) if g is not None]
+    graphs = [g for g in (module.stage_graph(stage, kind) for kind in COMPUTE) if g is not None]
     touched = {slot.var for graph in graphs for slot in signature(graph).slots}
     return {name: var for name, var in module.vars.items() if name in touched or (var.stage == stage and var.role in ("param", "buffer"))}
 

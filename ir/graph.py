@@ -220,6 +220,14 @@ def slot_of(op: Op) -> Slot | None:
     return None
 
 
+def stepped_vars(module: Module) -> set[str]:
+    """Variables that have versions: updates write them, and forward or backward read them. What nobody writes is version 0 for ever."""
+    updates = [graph for name, graph in module.graphs.items() if name == "U" or name.endswith(".U")]
+    others = [graph for name, graph in module.graphs.items() if graph not in updates]
+    written = {op.var for graph in updates for op in graph.ops if op.kind == "write"}
+    return written & {op.var for graph in others for op in graph.ops if op.kind == "read"}
+
+
 def signature(graph: Graph) -> Signature:
     """Buffers in order of first use. `take` and `accum` work on the buffer in place; `write` fills the slot it names."""
     slots = dict.fromkeys(s for s in map(slot_of, graph.ops) if s is not None)

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .errors import UsageError, VerifyError
-from .graph import GRAD, MICROBATCH, Graph, Module, Op, Value, Var, rewrite, slot_of
-from .interp_store import Arrays, DictStore, Store, VersionStore, as_value, initial_arrays, stepped_params
+from .graph import GRAD, MICROBATCH, Graph, Module, Op, Value, Var, rewrite, slot_of, stepped_vars
+from .interp_store import Arrays, DictStore, Store, VersionStore, as_value, initial_arrays
 from .numpy_ops import F64, NUMPY, PRECISIONS, TYPED, Array, apply_op
-from .schedule import RECEIVES, SENDS, Action
+from .schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, VERSIONED, Action
 
 # ---------------------------------------------------------------------------------------- graphs
 
@@ -135,10 +135,10 @@ def run_recurrence(module: Module, weights: Arrays, batches: Sequence[Arrays], d
         raise UsageError(
             f"the graphs are {', '.join(module.graphs)}; the recurrence needs F (and B and U), before `split`", where=module.name
         )
-    backward, update = module.graphs.get("B"), module.graphs.get("U")
+    backward, norm, update = (module.graphs.get(kind) for kind in "BNU")
     forward, backward = _reading_own_version(forward), backward and _reading_own_version(backward)
-    stepped = stepped_params(module)
-    held = {name: Var(var.name, var.type, var.role, versions=delay + 1) for name, var in module.vars.items()}
+    stepped = stepped_vars(module)
+    held = {name: Var(var.name, var.type, var.role, versions=delay + 1 if name in stepped else 1) for name, var in module.vars.items()}
     store = VersionStore(held, stepped, initial_arrays(module, weights, list(module.vars), precision))
     run = Run(module.outputs[0])
     for t, batch in enumerate(batches):
@@ -152,8 +152,9 @@ def run_recurrence(module: Module, weights: Arrays, batches: Sequence[Arrays], d
             if backward is not None:
                 run.log.append((-1, t * len(parts) + k, "B", version))
                 run_graph(backward, {**mb, **results}, store.at(version), precision)
-        if update is not None:
-            run_graph(update, [], store.at(made=t + 1), precision)
+        for graph in (norm, update):
+            if graph is not None:
+                run_graph(graph, [], store.at(made=t + 1), precision)
     run.buffers = {name: store.buffers(name) for name in stepped}
     _collect(run, module, store)
     return run
@@ -221,7 +222,7 @@ def run_schedule(
 
 
 class _Rank:
-    """One rank: its program, its variables, and the values it holds for each microbatch."""
+    """One rank: its program, its variables, and the values it holds for each microbatch and batch, by `Action.holder`."""
 
     def __init__(self, index: int, program: list[Action], store: VersionStore) -> None:
         self.index, self.program, self.store = index, program, store
@@ -245,11 +246,13 @@ class _Pipeline:
         self.module, self.feed, self.precision = module, feed, precision
         self.run_found = Run(module.outputs[0])
         self.wired = bool(module.edges) or any(a.kind in (*SENDS, *RECEIVES) for program in programs.values() for a in program)
+        assert module.schedule is not None
+        self.per_batch = module.schedule.microbatches
         self.channels: dict[tuple[int, int, str], deque[tuple[int, dict[str, Array]]]] = {}
-        self.stepped = stepped_params(module)
+        self.stepped = stepped_vars(module)
         self.ranks = {}
         for index, program in programs.items():
-            graphs = [g for g in (module.stage_graph(index, kind) for kind in "FBWU") if g is not None]
+            graphs = [g for g in (module.stage_graph(index, kind) for kind in COMPUTE) if g is not None]
             names = dict.fromkeys(slot.var for g in graphs for slot in map(slot_of, g.ops) if slot is not None)
             store = VersionStore(module.vars, self.stepped, initial_arrays(module, weights, list(names), precision), first)
             self.ranks[index] = _Rank(index, program, store)
@@ -284,13 +287,11 @@ class _Pipeline:
         where = f"rank {rank.index}, step {rank.step}: {action}"
         try:
             match action.kind:
-                case "F" | "B" | "W":
+                case "F" | "B" | "W" | "P" | "N" | "U":
                     return self._compute(rank, action)
-                case "U":
-                    self._update(rank, action)
-                case "SF" | "SB":
+                case "SF" | "SB" | "SP" | "SN":
                     self._send(rank, action)
-                case "RF" | "RB":
+                case "RF" | "RB" | "RP" | "RN":
                     return self._receive(rank, action)
                 case "D":
                     if rank.values.pop(action.mb, None) is None:
@@ -317,30 +318,31 @@ class _Pipeline:
 
     def _compute(self, rank: _Rank, action: Action) -> bool:
         graph = self._graph(action)
-        ins = {v.name: self._find(rank, action.mb, v.name) for v in graph.ins}
+        ins = {v.name: self._find(rank, action.holder, v.name) for v in graph.ins}
         missing = [name for name, x in ins.items() if x is None]
         if missing and not self.wired:
             return False
         if missing:
             listed = ", ".join("%" + n for n in missing)
-            raise VerifyError(f"@{graph.name} needs {listed} of microbatch {action.mb}, which this rank does not hold")
-        results = run_graph(graph, ins, rank.store.at(action.version), self.precision)
-        self.run_found.log.append((action.stage, action.mb, action.kind, action.version))
-        kept = rank.values.setdefault(action.mb, {})
+            raise VerifyError(f"@{graph.name} needs {listed} of {_unit(action)}, which this rank does not hold")
+        batch = action.batch(self.per_batch)
+        if action.kind == "U":
+            run_graph(graph, ins, rank.store.at(made=action.version, batch=batch), self.precision)
+            for name in self.stepped & rank.store.slots.keys():
+                self.run_found.buffers[name] = max(self.run_found.buffers.get(name, 0), rank.store.buffers(name))
+            if self.wired:
+                rank.values.pop(action.holder, None)
+            return True
+        results = run_graph(graph, ins, rank.store.at(action.version, batch=batch), self.precision)
+        if action.kind in VERSIONED:
+            self.run_found.log.append((action.stage, action.mb, action.kind, action.version))
+        kept = rank.values.setdefault(action.holder, {})
         kept |= {name: x for name, x in ins.items() if x is not None and action.kind == "F"}
         kept |= _by_name(graph, results)
         if action.kind == "F":
             shown = {v.name: kept[v.name] for v in graph.outs if v.name in self.module.outputs}
             self.run_found.outputs.setdefault(action.mb, {}).update(shown)
         return True
-
-    def _update(self, rank: _Rank, action: Action) -> None:
-        graph = self.module.stage_graph(action.stage, "U")
-        if graph is None:
-            return  # a stage without parameters
-        run_graph(graph, [], rank.store.at(made=action.version), self.precision)
-        for name in self.stepped & rank.store.slots.keys():
-            self.run_found.buffers[name] = max(self.run_found.buffers.get(name, 0), rank.store.buffers(name))
 
     def _channel(self, src: int, dst: int, kind: str) -> deque[tuple[int, dict[str, Array]]]:
         return self.channels.setdefault((src, dst, kind[1]), deque())
@@ -354,10 +356,10 @@ class _Pipeline:
     def _send(self, rank: _Rank, action: Action) -> None:
         assert action.peer is not None
         names = self._values_of(action.stage, action.peer, action.kind[1])
-        held = rank.values.get(action.mb, {})
+        held = rank.values.get(action.holder, {})
         missing = [f"%{n}" for n in names if n not in held]
         if missing:
-            raise VerifyError(f"{', '.join(missing)} of microbatch {action.mb} should be sent, but this rank does not hold it")
+            raise VerifyError(f"{', '.join(missing)} of {_unit(action)} should be sent, but this rank does not hold it")
         self._channel(action.stage, action.peer, action.kind).append((action.mb, {n: held[n] for n in names}))
 
     def _receive(self, rank: _Rank, action: Action) -> bool:
@@ -367,15 +369,21 @@ class _Pipeline:
             return False
         mb, values = queue.popleft()
         if mb != action.mb:
-            raise VerifyError(f"microbatch {action.mb} is expected from stage {action.peer}, the next message is of microbatch {mb}")
-        rank.values.setdefault(mb, {}).update(values)
+            raise VerifyError(
+                f"{_unit(action)} is expected from stage {action.peer}, the next message is of {_unit(action._replace(mb=mb))}"
+            )
+        rank.values.setdefault(action.holder, {}).update(values)
         return True
 
     def _wanted(self, rank: _Rank, action: Action) -> str:
         if action.kind in RECEIVES:
             return f"a message from stage {action.peer}"
         graph = self._graph(action)
-        return ", ".join(f"%{v.name}" for v in graph.ins if self._find(rank, action.mb, v.name) is None) + f" of microbatch {action.mb}"
+        return ", ".join(f"%{v.name}" for v in graph.ins if self._find(rank, action.holder, v.name) is None) + f" of {_unit(action)}"
+
+
+def _unit(action: Action) -> str:
+    return f"{'batch' if action.kind in PER_BATCH else 'microbatch'} {action.mb}"
 
 
 __all__ = [

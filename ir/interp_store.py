@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from .errors import VerifyError
-from .graph import PARAM, Module, Value, Var
+from .graph import GRAD, Module, Value, Var
 from .numpy_ops import TYPED, Array, array_dtype
 from .types import FLOATS
 
@@ -63,12 +63,6 @@ def as_value(array: object, value: Value, precision: str = TYPED) -> Array:
 # ---------------------------------------------------------------------------------------- versions
 
 
-def stepped_params(module: Module) -> set[str]:
-    """Parameters that some graph writes: those have versions. A parameter nobody writes is version 0 for ever."""
-    written = {op.var for graph in module.graphs.values() for op in graph.ops if op.kind == "write"}
-    return {name for name, var in module.vars.items() if var.role == PARAM and name in written}
-
-
 def initial_arrays(module: Module, weights: Arrays, names: Sequence[str], precision: str) -> dict[str, Array]:
     """First values of variables: those given, else zeros where the variable says so. One VerifyError lists all that is missing or unfit."""
     found, problems = {}, []
@@ -92,7 +86,8 @@ def initial_arrays(module: Module, weights: Arrays, names: Sequence[str], precis
 class VersionStore:
     """Variables of one rank. Version v of a stepped parameter lives in slot v % versions, everything else has one buffer.
 
-    `at(version, made)` fixes what a graph sees: reads of `mb` want `version`, a write makes version `made`; None means newest and newest + 1.
+    Gradients may have several buffers, too: those of batch t are summed in buffer t % versions. `at(version, made, batch)` fixes what a graph
+    sees: reads of `mb` want `version`, a write makes version `made`; None means newest and newest + 1.
     """
 
     def __init__(self, variables: Mapping[str, Var], stepped: set[str], arrays: Arrays, first: int = 0) -> None:
@@ -101,10 +96,14 @@ class VersionStore:
         self.newest = dict.fromkeys(stepped & arrays.keys(), first)
         for name, array in arrays.items():
             count = variables[name].versions if name in stepped else 1
+            if variables[name].role == GRAD:
+                self.slots[name], self.held[name] = [array, *(array.copy() for _ in range(1, variables[name].versions))], []
+                continue
             self.slots[name], self.held[name] = [None] * count, [None] * count
             self.slots[name][first % count], self.held[name][first % count] = array, first
         self._version: int | None = None
         self._made: int | None = None
+        self._batch = 0
 
     def put(self, var: str, version: int, array: Array) -> None:
         """Let a version beside the newest be alive, where there is a slot for it."""
@@ -112,8 +111,8 @@ class VersionStore:
         if self.held[var][at] != self.newest[var]:
             self.slots[var][at], self.held[var][at] = array, version
 
-    def at(self, version: int | None = None, made: int | None = None) -> VersionStore:
-        self._version, self._made = version, made
+    def at(self, version: int | None = None, made: int | None = None, batch: int = 0) -> VersionStore:
+        self._version, self._made, self._batch = version, made, batch
         return self
 
     def buffers(self, var: str) -> int:
@@ -133,7 +132,7 @@ class VersionStore:
         if var not in self.slots:
             raise VerifyError(f"@{var} is not a variable of this rank")
         slots, held = self.slots[var], self.held[var]
-        at = version % len(slots) if var in self.newest else 0
+        at = (version if var in self.newest else self._batch) % len(slots)
         found = slots[at]
         if found is None or (var in self.newest and held[at] != version):
             alive = ", ".join(str(v) for v in sorted(v for v in held if v is not None))
@@ -157,9 +156,9 @@ class VersionStore:
         self.slots[var][at], self.held[var][at] = value, made
 
     def accumulate(self, var: str, value: Array) -> None:
-        self.slots[var][0] = self._version_of(var, 0) + value
+        self.slots[var][self._batch % len(self.slots[var])] = self._version_of(var, 0) + value
 
     def take(self, var: str) -> Array:
         value = self._version_of(var, 0)
-        self.slots[var][0] = np.zeros_like(value)
+        self.slots[var][self._batch % len(self.slots[var])] = np.zeros_like(value)
         return value

@@ -4,7 +4,8 @@ What is counted, per stage:
     weights      parameters, times the versions kept              gradients, state, buffers    one copy each
     activations  what the forward graph saves (inputs of the module among it), for each microbatch between its F and its D; where weight
                  gradients are apart (W), what W takes of it and of B, until W
-    boundary     values that came from other stages or go to them, from their receive or computation until they are consumed or sent
+    boundary     values that came from other stages or go to them, from their receive or computation until they are consumed or sent;
+                 what is exchanged once per batch, until the update
     workspace    temporaries inside one graph: the peak of one walk over its operations, each value living until its last use
 After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W nothing: that is the contract with the runtime.
 Known limits: fused kernels and the planner of a backend need less workspace; sends that linger and the allocator's rounding need more.
@@ -16,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .graph import GRAD, PARAM, STATE, Graph, Module, Value
-from .schedule import Action
+from .schedule import COMPUTE, PHASES, Action
 
 BATCHES = 3
 
@@ -54,7 +55,7 @@ def measure_memory(module: Module) -> dict[int, Memory]:
 
 def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     assert module.schedule is not None
-    graphs = {kind: g for kind in ("F", "B", "W", "U") if (g := module.stage_graph(stage, kind))}
+    graphs = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
     fixed = {"weights": 0, "gradients": 0, "state": 0, "buffers": 0}
     for name in {op.var for graph in graphs.values() for op in graph.ops if "var" in op.attrs}:
         var = module.vars[name]
@@ -86,8 +87,8 @@ class _Walk:
         # What stays after each computation, beside what is to be sent: what the later ones take.
         for_weights = {v.name for v in graphs["W"].ins} if "W" in graphs else set()
         self.kept = {"F": {v.name for v in graphs["F"].saved} if "F" in graphs else set(), "B": for_weights, "W": set[str]()}
-        self.sent = {kind: {v.name for e in module.edges if (e.src, e.phase) == (stage, kind) for v in e.values} for kind in ("F", "B")}
-        self.targets = {kind: sum((e.src, e.phase) == (stage, kind) for e in module.edges) for kind in ("F", "B")}
+        self.sent = {kind: {v.name for e in module.edges if (e.src, e.phase) == (stage, kind) for v in e.values} for kind in PHASES}
+        self.targets = {kind: sum((e.src, e.phase) == (stage, kind) for e in module.edges) for kind in PHASES}
         self.last = next((kind for kind in ("W", "B") if kind in graphs), "F")
         self.held: dict[int, dict[str, int]] = {}
         self.sends: dict[tuple[str, int], int] = {}
@@ -96,9 +97,9 @@ class _Walk:
 
     def step(self, action: Action, drops: bool) -> None:
         kind, mb = action.kind, action.mb
-        if kind in ("RF", "RB"):
+        if kind in ("RF", "RB", "RP", "RN"):
             assert action.peer is not None
-            self._hold(mb, self.edges[kind[1], action.peer, action.stage])
+            self._hold(action.holder, self.edges[kind[1], action.peer, action.stage])
         elif kind in ("F", "B", "W"):
             graph = self.graphs[kind]
             self._hold(mb, graph.ins)
@@ -114,12 +115,16 @@ class _Walk:
                 self._keep(mb, self.kept[phase] if drops or self.last != phase else set())
         elif kind == "D":
             self._keep(mb, set())
+        elif kind in ("P", "N"):
+            self._hold(action.holder, self.graphs[kind].results)
+            self.peak = max(self.peak, sum(self.now.values()) + self.workspace[kind])
         elif kind == "U":
             self.peak = max(self.peak, sum(self.now.values()) + self.workspace["U"])
+            self._keep(action.holder, set())
         self.activations = max(self.activations, self.now[True])
         self.boundary = max(self.boundary, self.now[False])
         self.peak = max(self.peak, sum(self.now.values()))
-        self.in_flight = max(self.in_flight, len(self.held))
+        self.in_flight = max(self.in_flight, sum(mb >= 0 for mb in self.held))
 
     def _hold(self, mb: int, values: Iterable[Value]) -> None:
         held = self.held.setdefault(mb, {})

@@ -2,14 +2,16 @@
 
     <stage><kind><microbatch>[@version][>peer|<peer]        0F3@1   0SF3>1   1RF3<0   0U1@2   0D3
 
-Kinds: F forward, B backward (W when the weight gradient is split off), U update, SF RF SB RB send and receive of boundary values,
-AR reduction of coalesced gradients, D drop of all a microbatch still holds. For U and AR the number is the batch, not the microbatch.
-`str(action)` and `Action.parse` are exact inverses.
+Kinds: F forward, B backward (W when the weight gradient is split off), SF RF SB RB send and receive of their boundary values, D drop of all
+a microbatch still holds. Once per batch, the number being that of the batch: P hands out this stage's part of gradients that several stages
+add to, N the part of this stage in what all stages have to agree on (the norm of the gradient), U update; SP RP SN RN move what P and N
+hand out to where N and U take it; AR reduction over replicas. `str(action)` and `Action.parse` are exact inverses.
 
 Training has no fixed length, so a schedule is a *period*: for each rank a `start` list, run once, and a `batch` list, run once per
 batch. Both are written as for batch 1 (microbatches m .. 2m-1 of m per batch): weight versions are relative to the batch and clamped at
 0, and batch 1 is the first where no clamping hides them. `expand` turns the period into the concrete program of a run:
-shift everything by (t - 1) batches, and leave out actions of microbatches past the end, which is what drains the pipeline.
+shift everything by (t - 1) batches, and leave out actions of microbatches and batches that are not part of the run, which is what drains the
+pipeline. The list of one more batch is gone through at the end, because an update may stand in the list of the batch after its own.
 """
 
 from __future__ import annotations
@@ -19,11 +21,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-KINDS = ("F", "B", "W", "U", "SF", "RF", "SB", "RB", "AR", "D")
-COMPUTE = ("F", "B", "W", "U")
-SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
-PER_BATCH = ("U", "AR")
-_ACTION = re.compile(r"(\d+)(SF|RF|SB|RB|AR|F|B|W|U|D)(\d+)(?:@(\d+))?(?:([<>])(\d+))?")
+KINDS = ("F", "B", "W", "P", "N", "U", "SF", "RF", "SB", "RB", "SP", "RP", "SN", "RN", "AR", "D")
+COMPUTE = ("F", "B", "W", "P", "N", "U")
+# Computations whose results travel to other stages, and which computations take them there.
+PHASES = ("F", "B", "P", "N")
+TAKERS = {"F": ("F",), "B": ("B",), "P": ("N", "U"), "N": ("U",)}
+SENDS, RECEIVES = ("SF", "SB", "SP", "SN"), ("RF", "RB", "RP", "RN")
+PER_BATCH = ("P", "N", "U", "SP", "RP", "SN", "RN", "AR")
+# Computations that read weights in one version, or make one.
+VERSIONED = ("F", "B", "W", "U")
+_ACTION = re.compile(r"(\d+)(SF|RF|SB|RB|SP|RP|SN|RN|AR|F|B|W|P|N|U|D)(\d+)(?:@(\d+))?(?:([<>])(\d+))?")
 
 
 class Action(NamedTuple):
@@ -51,6 +58,15 @@ class Action(NamedTuple):
             if not missing and (arrow is None or arrow == expected):
                 return Action(kind, int(stage), int(mb), None if version is None else int(version), None if peer is None else int(peer))
         raise ValueError(f"bad action {text!r}, expected <stage><kind><microbatch>[@version][>peer|<peer], e.g. 0F3@1 or 1RF3<0")
+
+    def batch(self, per_batch: int) -> int:
+        """The batch it belongs to."""
+        return self.mb if self.kind in PER_BATCH else self.mb // per_batch
+
+    @property
+    def holder(self) -> int:
+        """Whose values it works with: those of a microbatch under its number, those of batch t under -1 - t."""
+        return -1 - self.mb if self.kind in PER_BATCH else self.mb
 
     def shifted(self, batches: int, per_batch: int) -> Action:
         """The same action `batches` later; versions stop at 0."""
@@ -91,13 +107,12 @@ class Schedule:
 
     def expand(self, rank: int, batches: int, first: int = 0) -> Iterator[Action]:
         """The program of `rank` for batches first .. first+batches-1, from an empty pipeline to an empty pipeline."""
-        m, end = self.microbatches, (first + batches) * self.microbatches
-        program = self.ranks[rank]
-        parts = [(program.start, first - 1)] + [(program.batch, t - 1) for t in range(first, first + batches)]
+        m, program, run = self.microbatches, self.ranks[rank], range(first, first + batches)
+        parts = [(program.start, first - 1)] + [(program.batch, t - 1) for t in range(first, first + batches + 1)]
         for actions, shift in parts:
             for action in actions:
                 moved = action.shifted(shift, m)
-                if action.kind in PER_BATCH or moved.mb < end:
+                if moved.batch(m) in run:
                     yield moved
 
     def expand_all(self, batches: int, first: int = 0) -> dict[int, list[Action]]:

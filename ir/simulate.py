@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .errors import VerifyError
-from .schedule import RECEIVES, SENDS, Action, Schedule
+from .schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action, Schedule
 
 Event = Hashable
 Programs = Mapping[int, Sequence[Action]]
@@ -65,16 +65,16 @@ def message_rules(groups: Mapping[int, frozenset[int]]) -> Rules:
     )
 
 
-def value_rules(feeds: Mapping[tuple[str, int], Sequence[int]], groups: Mapping[int, frozenset[int]]) -> Rules:
-    """Rules of a schedule without sends: `feeds[kind, stage]` are the stages whose computation of that kind it waits for."""
+def value_rules(feeds: Mapping[tuple[str, int], Sequence[tuple[str, int]]], groups: Mapping[int, frozenset[int]]) -> Rules:
+    """Rules of a schedule without sends: `feeds[kind, stage]` are the computations of other stages, by kind and stage, that it waits for."""
     collective = message_rules(groups)
 
     def needs(action: Action) -> Iterable[Event]:
-        if action.kind in ("F", "B"):
-            return [(action.kind, source, action.mb) for source in feeds.get((action.kind, action.stage), ())]
+        if action.kind in COMPUTE:
+            return [(phase, source, action.mb) for phase, source in feeds.get((action.kind, action.stage), ())]
         return collective.needs(action) if action.kind == "AR" else ()
 
-    return Rules(needs, lambda a: ((a.kind, a.stage, a.mb),) if a.kind in ("F", "B") else (), collective.meets)
+    return Rules(needs, lambda a: ((a.kind, a.stage, a.mb),) if a.kind in PHASES else (), collective.meets)
 
 
 def collective_groups(schedule: Schedule) -> dict[int, frozenset[int]]:
@@ -120,11 +120,11 @@ def play(programs: Programs, rules: Rules, duration: Callable[[Action], float], 
     return Played(lines, blocked)
 
 
-def chain(schedule: Schedule) -> dict[tuple[str, int], list[int]]:
+def chain(schedule: Schedule) -> dict[tuple[str, int], list[tuple[str, int]]]:
     """Who feeds whom when each stage talks to its neighbours only."""
     present = {(a.kind, a.stage) for a in schedule.actions()}
     return {
-        (kind, stage): [source]
+        (kind, stage): [(kind, source)]
         for kind, stage in present
         if (kind, source := stage + {"F": -1, "B": 1}.get(kind, 0)) in present - {(kind, stage)}
     }
@@ -192,7 +192,7 @@ def format_grid(schedule: Schedule, batches: int, mark: tuple[int, int] | None =
             at = round(start)
             if action.kind in ("F", "B", "W"):
                 cells[rank][at : round(finish)] = [text] + ["="] * (round(finish) - at - 1)
-            elif (action.kind in ("U", "AR") or (rank, step) == mark) and at:
+            elif (action.kind in ("P", "N", "U", "AR") or (rank, step) == mark) and at:
                 cells[rank][at - 1] += f",{text}"
     widths = [max((len(row[i]) for row in cells.values()), default=1) for i in range(columns)]
     lines = [f"rank {rank} | " + " ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for rank, row in cells.items()]

@@ -148,7 +148,7 @@ _VAR = re.compile(
 )
 _MESH = re.compile(rf"mesh @({NAME}) \(([^)]*)\) (.+)")
 _STAGE = re.compile(rf"stage (\d+) on ({NAME})")
-_EDGE = re.compile(r"edge (\d+)>(\d+) ([FB]) : (.*)")
+_EDGE = re.compile(r"edge (\d+)>(\d+) ([FBPN]) : (.*)")
 _SCHEDULE = re.compile(rf"schedule ({NAME}) microbatches (\d+) \{{")
 _RANK = re.compile(r"rank (\d+) (start|batch):(.*)")
 _NOTE = re.compile(rf"note ({NAME}): (.*)")

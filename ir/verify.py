@@ -26,12 +26,13 @@ from itertools import islice
 from .graph import GRAD, PARAM, ROLES, STATE, Graph, Module, Op, Value
 from .ops import infer_op
 from .problems import LIMIT, Problem, op_window, to_error
+from .schedule import COMPUTE, PHASES, TAKERS
 from .types import TensorType
 from .verify_messages import check_wired
 from .verify_schedule import check_freed, check_scheduled, check_versioned
 
 Checker = Callable[[Module], Iterable[Problem]]
-STAGE_GRAPH = re.compile(r"s(\d+)\.([FBWU])")
+STAGE_GRAPH = re.compile(r"s(\d+)\.([FBWPNU])")
 
 
 def verify(module: Module) -> None:
@@ -125,12 +126,12 @@ def _op_place(graph: Graph, i: int) -> str:
 
 
 def _families(module: Module) -> Iterator[tuple[int | None, dict[str, Graph]]]:
-    """The F, B, W and U graphs that belong together: those of the whole model, or those of each stage."""
-    whole = {kind: module.graphs[kind] for kind in "FBU" if kind in module.graphs}
+    """The graphs that belong together, by kind: those of the whole model, or those of each stage."""
+    whole = {kind: module.graphs[kind] for kind in COMPUTE if kind in module.graphs}
     if whole:
         yield None, whole
     for stage in module.stages:
-        family = {kind: g for kind in "FBWU" if (g := module.stage_graph(stage.index, kind))}
+        family = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage.index, kind))}
         if family:
             yield stage.index, family
 
@@ -171,6 +172,8 @@ def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem
         "F": {"read": (PARAM, STATE, "buffer", "table")},
         "B": {"read": (PARAM, STATE, "buffer", "table")} | ({} if "W" in family else {"accum": (GRAD,)}),
         "W": {"read": (PARAM, STATE, "buffer", "table"), "accum": (GRAD,)},
+        "P": {"take": (GRAD,)},
+        "N": {"read": (GRAD,), "accum": (GRAD,)},
         "U": {"read": (PARAM, STATE, "buffer", "table"), "take": (GRAD,), "write": (PARAM, STATE)},
     }
     for kind, graph in family.items():
@@ -190,9 +193,11 @@ def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem
 
 
 def _check_update(module: Module, family: dict[str, Graph]) -> Iterator[Problem]:
-    """Gradients of a stage are accumulated by its backward and taken by its update; a parameter with a gradient is written there."""
+    """Gradients of a stage are accumulated by its backward and taken by its update, or handed out for it; a parameter with a gradient is
+    written there."""
     last = "W" if "W" in family else "B"
-    made, taken = _vars(family.get(last), "accum"), _vars(family.get("U"), "take")
+    made = _vars(family.get(last), "accum") | _vars(family.get("N"), "accum")
+    taken = _vars(family.get("P"), "take") | _vars(family.get("U"), "take")
     written = _vars(family.get("U"), "write")
     backward = family[last].name if last in family else "the backward graph, which is missing,"
     update = f"@{family['U'].name}" if "U" in family else "the update graph, which is missing,"
@@ -259,8 +264,9 @@ def _check_annotations(graph: Graph, stages: int) -> Iterator[Problem]:
             yield Problem(_op_place(graph, i), f"is on stage {stage}, expected 0 .. {stages - 1}", op_window(graph, i))
             continue
         for name, place in sources.items():
-            if (graph.name != "U" and (place < stage if down else place > stage)) or (graph.name == "U" and place != stage):
-                way = "down in a backward graph" if down else "nowhere in an update graph" if graph.name == "U" else "up in a forward graph"
+            stays = graph.name in ("N", "U")
+            if (not stays and (place < stage if down else place > stage)) or (stays and place != stage):
+                way = "down in a backward graph" if down else "nowhere in an update graph" if stays else "up in a forward graph"
                 what = f"is on stage {stage}, but takes %{name} from stage {place}; values move {way}"
                 yield Problem(_op_place(graph, i), what, op_window(graph, i))
         places |= {v.name: stage for v in op.outs}
@@ -270,50 +276,96 @@ def _check_split(module: Module) -> Iterator[Problem]:
     for name in module.graphs:
         match = STAGE_GRAPH.fullmatch(name)
         if match is None:
-            yield Problem(f"@{name}", "is on no stage; expected only s<stage>.F, .B, .W and .U after the split")
+            yield Problem(f"@{name}", "is on no stage; expected only s<stage>.F, .B, .W, .P, .N and .U after the split")
         elif int(match[1]) >= len(module.stages):
             yield Problem(f"@{name}", f"there is no stage {match[1]}, only 0 .. {len(module.stages) - 1}")
     for stage in module.stages:
         if module.stage_graph(stage.index, "F") is None:
             yield Problem(f"stage {stage.index}", f"has no forward graph @s{stage.index}.F")
     yield from _check_providers(module)
+    yield from _check_shared(module)
     yield from _check_places(module)
     yield from _check_owners(module)
 
 
 def _check_providers(module: Module) -> Iterator[Problem]:
-    """Each input of a stage graph comes from the user, from the same stage's forward, or from one other stage."""
+    """Each input of a stage graph comes from the user, from the same stage's forward, or from one other stage. What is handed out once per
+    batch is for its own stage, too."""
     fed = {v.name for v in module.inputs}
-    for kind in "FBWU":
-        makers: dict[str, list[int]] = {}
+    makers: dict[str, dict[str, list[int]]] = {}
+    for phase in (*PHASES, "U"):
+        found = makers.setdefault(phase, {})
         for stage in module.stages:
-            graph = module.stage_graph(stage.index, kind)
+            graph = module.stage_graph(stage.index, phase)
             for value in graph.outs if graph else ():
-                makers.setdefault(value.name, []).append(stage.index)
-        for name, stages in makers.items():
+                found.setdefault(value.name, []).append(stage.index)
+        for name, stages in found.items():
             if len(stages) > 1:
-                yield Problem(f"%{name}", f"is returned by {' and '.join(f'@s{s}.{kind}' for s in stages)}, expected one maker")
-        for stage in module.stages:
-            graph, forward = module.stage_graph(stage.index, kind), module.stage_graph(stage.index, "F")
-            kept = {v.name for v in forward.saved} if forward and kind in "BW" else set()
-            if kind == "W" and (backward := module.stage_graph(stage.index, "B")):
-                kept |= {v.name for v in backward.saved}
+                yield Problem(f"%{name}", f"is returned by {' and '.join(f'@s{s}.{phase}' for s in stages)}, expected one maker")
+    for kind in ("F", "B", "W", "N", "U"):
+        sources = [phase for phase in PHASES if kind in TAKERS[phase]]
+        for index in (s.index for s in module.stages):
+            graph = module.stage_graph(index, kind)
+            earlier = {"B": "F", "W": "FB"}.get(kind, "")
+            kept = {v.name for k in earlier if (g := module.stage_graph(index, k)) for v in g.saved}
+            own = {index} if kind in ("F", "B") else set()
             for value in graph.ins if graph else ():
-                if value.name not in fed and value.name not in kept and set(makers.get(value.name, ())) <= {stage.index}:
-                    tried = "not an input of the module" + (f", not saved by @s{stage.index}.F" if kind in "BW" else "")
-                    what = f"takes {value!r}, which nobody provides: {tried}, not returned by @s*.{kind} of another stage"
-                    yield Problem(f"@s{stage.index}.{kind}", what)
-        if kind == "F":
-            for name in module.outputs:
-                if name not in makers and name not in fed:
-                    yield Problem(f"%{name}", "is an output of the module, but no stage returns it; was a layer dropped?")
+                given = {s for p in sources for s in makers[p].get(value.name, ())} - own
+                if value.name not in fed and value.name not in kept and not given:
+                    tried = "not an input of the module" + "".join(f", not saved by @s{index}.{k}" for k in earlier)
+                    if sources:
+                        tried += f", not returned by @s*.{' or @s*.'.join(sources)} of another stage"
+                    what = f"takes {value!r}, which nobody provides: {tried}"
+                    yield Problem(f"@s{index}.{kind}", what)
+    for name in module.outputs:
+        if name not in makers["F"] and name not in fed:
+            yield Problem(f"%{name}", "is an output of the module, but no stage returns it; was a layer dropped?")
+
+
+def _check_shared(module: Module) -> Iterator[Problem]:
+    """A parameter that several stages update is the same on all of them: each adds up the parts of its gradient from all stages, in one order."""
+    writers: dict[str, list[int]] = {}
+    added: dict[str, list[int]] = {}
+    for stage in module.stages:
+        for kind, verb, into in (("U", "write", writers), ("B", "accum", added), ("W", "accum", added)):
+            for name in sorted(_vars(module.stage_graph(stage.index, kind), verb)):
+                into.setdefault(name, []).append(stage.index)
+    for name, stages in writers.items():
+        sources = added.get(f"{name}.grad", [])
+        if module.vars[name].role != PARAM or len(stages) < 2:
+            continue
+        for home in stages:
+            update = module.stage_graph(home, "U")
+            assert update is not None
+            needed = _behind(update, name)
+            lost = [s for s in sources if not any(v.name in needed for v in _parts(module, s, f"{name}.grad"))]
+            for s in lost:
+                what = (
+                    f"updates @{name} without the part of its gradient from stage {s}; stages {stages} update it and must get the same sum"
+                )
+                yield Problem(f"@s{home}.U", what)
+
+
+def _parts(module: Module, stage: int, var: str) -> list[Value]:
+    graph = module.stage_graph(stage, "P")
+    taken = {v for op in graph.ops if op.kind == "take" and op.var == var for v in op.outs} if graph else set()
+    return [v for v in graph.outs if v in taken] if graph else []
+
+
+def _behind(update: Graph, var: str) -> set[str]:
+    """The names of all values that what is written to a variable is computed from."""
+    found = {v.name for op in update.ops if op.kind == "write" and op.var == var for v in op.ins}
+    for op in reversed(update.ops):
+        if any(v.name in found for v in op.outs):
+            found |= {v.name for v in op.ins}
+    return found
 
 
 def _check_places(module: Module) -> Iterator[Problem]:
     """Every variable is used by exactly one stage, the one it names, or names none and is replicated."""
     users: dict[str, set[int]] = {name: set() for name in module.vars}
     for stage in module.stages:
-        for kind in "FBWU":
+        for kind in COMPUTE:
             graph = module.stage_graph(stage.index, kind)
             for op in graph.ops if graph else ():
                 if "var" in op.attrs:
@@ -328,7 +380,7 @@ def _check_places(module: Module) -> Iterator[Problem]:
 
 def _check_owners(module: Module) -> Iterator[Problem]:
     """An operation is done by one stage, unless it depends on nothing that enters its graph: constants and state may be replicated."""
-    for kind in "FBWU":
+    for kind in ("F", "B", "W"):
         owners: dict[str, str] = {}
         for stage in module.stages:
             graph = module.stage_graph(stage.index, kind)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from .graph import Module, Value
 from .problems import Problem
-from .schedule import RECEIVES, SENDS, Action
+from .schedule import COMPUTE, PHASES, RECEIVES, SENDS, TAKERS, Action
 from .simulate import collective_groups, message_rules
-from .verify_schedule import Run, check_progress, over_runs, sources
+from .verify_schedule import Run, check_progress, over_runs, sources, taking
 
 
 def check_wired(module: Module) -> Iterator[Problem]:
@@ -36,12 +36,14 @@ def _check_edges(module: Module) -> Iterator[Problem]:
     for key, values in expected.items():
         place = f"edge {key[0]}>{key[1]} {key[2]}"
         if key not in edges:
-            yield Problem(place, f"there is none, but @s{key[1]}.{key[2]} takes {_values(values)} from @s{key[0]}.{key[2]}")
+            taker = taking(module, key[1], key[2], values)[0]
+            yield Problem(place, f"there is none, but @s{key[1]}.{taker} takes {_values(values)} from @s{key[0]}.{key[2]}")
         elif list(edges[key].values) != values:
             yield Problem(place, f"carries {_values(edges[key].values)}, expected {_values(values)}")
     for key, edge in edges.items():
         if key not in expected:
-            yield Problem(f"edge {key[0]}>{key[1]} {key[2]}", f"carries {_values(edge.values)}, which @s{key[1]}.{key[2]} does not take")
+            taker = " or ".join(f"@s{key[1]}.{kind}" for kind in TAKERS[key[2]])
+            yield Problem(f"edge {key[0]}>{key[1]} {key[2]}", f"carries {_values(edge.values)}, which {taker} does not take")
 
 
 def _values(values: Iterable[Value]) -> str:
@@ -49,10 +51,11 @@ def _values(values: Iterable[Value]) -> str:
 
 
 def _check_messages(module: Module, run: Run) -> Iterator[Problem]:
-    into: dict[tuple[int, str], list[int]] = {}
+    into: dict[tuple[int, str], list[tuple[int, str]]] = {}
     out: dict[tuple[int, str], list[int]] = {}
     for edge in module.edges:
-        into.setdefault((edge.dst, edge.phase), []).append(edge.src)
+        for kind in taking(module, edge.dst, edge.phase, edge.values):
+            into.setdefault((edge.dst, kind), []).append((edge.src, edge.phase))
         out.setdefault((edge.src, edge.phase), []).append(edge.dst)
     for rank, actions in run.programs.items():
         yield from _check_ends(run, rank, actions, into, out)
@@ -62,9 +65,14 @@ def _check_messages(module: Module, run: Run) -> Iterator[Problem]:
 
 
 def _check_ends(
-    run: Run, rank: int, actions: list[Action], into: Mapping[tuple[int, str], list[int]], out: Mapping[tuple[int, str], list[int]]
+    run: Run,
+    rank: int,
+    actions: list[Action],
+    into: Mapping[tuple[int, str], list[tuple[int, str]]],
+    out: Mapping[tuple[int, str], list[int]],
 ) -> Iterator[Problem]:
     """On one rank: all that a computation takes has come before it, and all that it makes is sent after it, each exactly once."""
+    arriving = {(stage, phase, peer) for (stage, _), sources in into.items() for peer, phase in sources}
     reported: set[str] = set()
     done: dict[tuple[str, int, int, int | None], int] = {}
 
@@ -79,33 +87,34 @@ def _check_ends(
             phase = a.kind[1]
             if key in done:
                 yield from problem("twice", step, f"was already done at step {done[key]}")
-            if a.peer not in (out if a.kind in SENDS else into).get((a.stage, phase), ()):
+            known = a.peer in out.get((a.stage, phase), ()) if a.kind in SENDS else (a.stage, phase, a.peer) in arriving
+            if not known:
                 yield from problem("edge", step, f"there is no {phase} edge between stages {a.stage} and {a.peer} in that direction")
             if a.kind in SENDS and (phase, a.stage, a.mb, None) not in done:
                 yield from problem("early", step, f"sends what {a.stage}{phase}{a.mb} has not computed yet")
-        elif a.kind in ("F", "B"):
-            for peer in into.get((a.stage, a.kind), ()):
-                if (f"R{a.kind}", a.stage, a.mb, peer) not in done:
+        elif a.kind in COMPUTE:
+            for peer, phase in into.get((a.stage, a.kind), ()):
+                if (f"R{phase}", a.stage, a.mb, peer) not in done:
                     yield from problem(
-                        "late", step, f"runs before its inputs from stage {peer} have arrived ({a.stage}R{a.kind}{a.mb}<{peer})"
+                        "late", step, f"runs before its inputs from stage {peer} have arrived ({a.stage}R{phase}{a.mb}<{peer})"
                     )
         done.setdefault(key, step)
     for (kind, stage, mb, _), step in done.items():
-        for peer in out.get((stage, kind), ()) if kind in ("F", "B") else ():
+        for peer in out.get((stage, kind), ()) if kind in PHASES else ():
             if (f"S{kind}", stage, mb, peer) not in done:
                 yield from problem("unsent", step, f"its results are never sent to stage {peer} ({stage}S{kind}{mb}>{peer})")
 
 
 def _check_channels(run: Run) -> Iterator[Problem]:
-    """Between two stages messages arrive in the order in which they are sent, and each one is sent and received once."""
-    sent: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
-    received: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
+    """Between two stages messages of one phase arrive in the order in which they are sent, and each one is sent and received once."""
+    sent: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
+    received: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
     for rank, actions in run.programs.items():
         for step, a in enumerate(actions):
             if a.peer is not None and a.kind in SENDS:
-                sent.setdefault((a.stage, a.peer), []).append((a.kind[1], a.mb, rank, step))
+                sent.setdefault((a.stage, a.peer, a.kind[1]), []).append((a.kind[1], a.mb, rank, step))
             elif a.peer is not None and a.kind in RECEIVES:
-                received.setdefault((a.peer, a.stage), []).append((a.kind[1], a.mb, rank, step))
+                received.setdefault((a.peer, a.stage, a.kind[1]), []).append((a.kind[1], a.mb, rank, step))
     for channel in sorted({*sent, *received}):
         left, right = sent.get(channel, []), received.get(channel, [])
         there, here = {x[:2] for x in left}, {x[:2] for x in right}

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .graph import PARAM, Module, Value
+from .graph import Module, Value, stepped_vars
 from .memory import measure_memory
 from .problems import Problem, op_window, step_window
-from .schedule import COMPUTE, SENDS, Action, Schedule
+from .schedule import COMPUTE, PER_BATCH, PHASES, SENDS, TAKERS, VERSIONED, Action, Schedule
 from .simulate import Event, Rules, collective_groups, play, value_rules
 
+# What is done once per batch, in this order.
+ORDER = ("P", "N", "U")
 RUNS = tuple((first, batches) for first in (0, 2) for batches in (1, 2, 3, 4))
 # Schedules with more actions than this per batch are checked on these runs only: beginning and end in one, and all phases apart.
 MANY_ACTIONS, FEW_RUNS = 5000, ((0, 1), (0, 3), (2, 2))
@@ -66,20 +68,26 @@ def over_runs(module: Module, checker: Callable[[Module, Run], Iterable[Problem]
 
 
 def sources(module: Module) -> dict[tuple[int, int, str], list[Value]]:
-    """What each stage's graphs take from other stages' graphs of the same kind, by (source, destination, phase), in the source's order."""
+    """What each stage's graphs take from other stages' graphs, by (source, destination, phase), in the source's order."""
     found: dict[tuple[int, int, str], list[Value]] = {}
     fed = {v.name for v in module.inputs}
-    for phase in ("F", "B"):
+    for phase in PHASES:
         graphs = {s.index: g for s in module.stages if (g := module.stage_graph(s.index, phase))}
-        for dst, graph in graphs.items():
+        for dst in (s.index for s in module.stages):
             forward = module.stage_graph(dst, "F")
             kept = {v.name for v in forward.saved} if forward and phase == "B" else set()
-            wanted = {v.name for v in graph.ins} - fed - kept
+            wanted = {v.name for kind in TAKERS[phase] if (g := module.stage_graph(dst, kind)) for v in g.ins} - fed - kept
             for src, maker in graphs.items():
                 values = [v for v in maker.outs if v.name in wanted]
                 if src != dst and values:
                     found[src, dst, phase] = values
     return found
+
+
+def taking(module: Module, stage: int, phase: str, values: Iterable[Value]) -> list[str]:
+    """The kinds of a stage's graphs that take some of the values that a phase hands out, in the order in which they run."""
+    names = {v.name for v in values}
+    return [kind for kind in TAKERS[phase] if (g := module.stage_graph(stage, kind)) and not names.isdisjoint(v.name for v in g.ins)]
 
 
 # ------------------------------------------------------------------------------------------------ scheduled
@@ -106,41 +114,32 @@ def check_scheduled(module: Module) -> Iterator[Problem]:
             yield Problem(f"schedule {schedule.name}, stage {stage}", f"runs {found}, expected exactly one")
     yield from over_runs(module, _check_order)
     if not any(a.kind in SENDS for a in schedule.actions()):
-        feeds: dict[tuple[str, int], list[int]] = {}
-        for src, dst, phase in sources(module):
-            feeds.setdefault((phase, dst), []).append(src)
+        feeds: dict[tuple[str, int], list[tuple[str, int]]] = {}
+        for (src, dst, phase), values in sources(module).items():
+            for kind in taking(module, dst, phase, values):
+                feeds.setdefault((kind, dst), []).append((phase, src))
         rules = value_rules(feeds, collective_groups(schedule))
         yield from over_runs(module, lambda _, run: check_progress(run, rules))
 
 
 def _check_order(module: Module, run: Run) -> Iterator[Problem]:
     kinds = {s.index: {k for k in COMPUTE if module.stage_graph(s.index, k)} for s in module.stages}
-    tied = _tied(module)
     for rank, actions in run.programs.items():
-        yield from _check_rank(run, rank, actions, kinds, tied)
-
-
-def _tied(module: Module) -> dict[int, str]:
-    """Stages that update a parameter which other stages update as well, with that parameter."""
-    users: dict[str, list[int]] = {}
-    for stage in module.stages:
-        for name in _written(module, stage.index):
-            users.setdefault(name, []).append(stage.index)
-    return {stage: name for name, stages in users.items() if len(stages) > 1 for stage in stages}
+        yield from _check_rank(run, rank, actions, kinds)
 
 
 def _written(module: Module, stage: int) -> list[str]:
-    """Parameters that the update of a stage makes new versions of."""
-    graph = module.stage_graph(stage, "U")
-    return [op.var for op in graph.ops if op.kind == "write" and module.vars[op.var].role == PARAM] if graph else []
+    """Variables that the update of a stage makes new versions of, of those that have versions."""
+    graph, stepped = module.stage_graph(stage, "U"), stepped_vars(module)
+    return [op.var for op in graph.ops if op.kind == "write" and op.var in stepped] if graph else []
 
 
-def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, set[str]], tied: Mapping[int, str]) -> Iterator[Problem]:
-    """Each microbatch once forward, then once backward, then its weight gradients where they are apart; update t after exactly the m
-    gradients of batch t."""
+def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, set[str]]) -> Iterator[Problem]:
+    """Each microbatch once forward, then once backward, then its weight gradients where they are apart; what is done once per batch after
+    exactly the m gradients of the batch, in order."""
     m, reported = run.schedule.microbatches, set()
     done: dict[tuple[str, int, int], int] = {}
-    summed: dict[int, list[int]] = {stage: [] for stage in kinds}
+    summed: dict[tuple[int, int], list[int]] = {}
 
     def problem(category: str, step: int, what: str) -> Iterator[Problem]:
         if category not in reported:
@@ -160,15 +159,14 @@ def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, 
         earlier = done.setdefault((a.kind, a.stage, a.mb), step)
         if earlier != step:
             yield from problem("twice", step, f"was already done at step {earlier}")
-        if a.kind == "U":
-            expected = list(range(a.mb * m, (a.mb + 1) * m))
-            if kinds[a.stage] & {"B", "W"} and sorted(summed[a.stage]) != expected:
-                what = f"uses the gradients of microbatches {_spans(summed[a.stage])}, expected {_spans(expected)}"
+        if a.kind in PER_BATCH:
+            expected, found = list(range(a.mb * m, (a.mb + 1) * m)), summed.get((a.stage, a.mb), [])
+            if kinds[a.stage] & {"B", "W"} and sorted(found) != expected:
+                what = f"uses the gradients of microbatches {_spans(found)}, expected {_spans(expected)}"
                 yield from problem("update", step, what)
-            summed[a.stage] = []
-            if a.stage in tied and ("AR", a.stage, a.mb) not in done:
-                what = f"@{tied[a.stage]} is updated on several stages, but its gradient is not reduced (AR{a.mb}) before"
-                yield from problem("tied", step, what)
+            for kind in ORDER[: ORDER.index(a.kind)]:
+                if kind in kinds[a.stage] and (kind, a.stage, a.mb) not in done:
+                    yield from problem("update", step, f"comes before {a.stage}{kind}{a.mb}, whose results it may use")
         elif a.mb not in run.microbatches:
             yield from problem("outside", step, f"the run has microbatches {_spans(list(run.microbatches))}")
         elif a.kind in ("B", "W"):
@@ -176,14 +174,14 @@ def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, 
             if (earlier_kind, a.stage, a.mb) not in done:
                 yield from problem("before", step, f"microbatch {a.mb} has not run {way} on stage {a.stage} yet")
             if a.kind == "W" or "W" not in kinds[a.stage]:
-                summed[a.stage].append(a.mb)
+                summed.setdefault((a.stage, a.mb // m), []).append(a.mb)
     stages = {a.stage for a in actions}
     for stage in sorted(stages):
         for kind in sorted(kinds[stage]):
-            numbers = range(run.first, run.first + run.batches) if kind == "U" else run.microbatches
+            numbers = range(run.first, run.first + run.batches) if kind in PER_BATCH else run.microbatches
             lost = [n for n in numbers if (kind, stage, n) not in done]
             if lost:
-                unit = "batch" if kind == "U" else "microbatch"
+                unit = "batch" if kind in PER_BATCH else "microbatch"
                 yield run.missing(rank, f"never runs @s{stage}.{kind} for {unit} {_spans(lost)}")
 
 
@@ -240,10 +238,10 @@ def check_versioned(module: Module) -> Iterator[Problem]:
 
 
 def _check_pins(module: Module) -> Iterator[Problem]:
-    """Forward and backward read trained parameters in the microbatch's version, updates the latest."""
-    trained = {name for s in module.stages for name in _written(module, s.index)}
+    """Forward and backward read what updates change in the microbatch's version, updates the latest."""
+    trained = stepped_vars(module)
     for stage in module.stages:
-        for kind in ("F", "B", "W", "U"):
+        for kind in VERSIONED:
             graph = module.stage_graph(stage.index, kind)
             expected = "latest" if kind == "U" else "mb"
             for i, op in enumerate(graph.ops if graph else ()):
@@ -259,6 +257,7 @@ def _check_versions(module: Module, run: Run) -> Iterator[Problem]:
         return  # nothing ever changes
     microbatch: dict[int, tuple[int, str]] = {}
     for rank, actions in run.programs.items():
+        yield from _check_gradients(module, run, rank, actions)
         slots: dict[int, tuple[int, str]] = {}
         for stage in {a.stage for a in actions}:
             written = [module.vars[name] for name in _written(module, stage)]
@@ -266,6 +265,31 @@ def _check_versions(module: Module, run: Run) -> Iterator[Problem]:
                 fewest = min(written, key=lambda var: var.versions)
                 slots[stage] = (fewest.versions, fewest.name)
         yield from _check_rank_versions(run, rank, actions, slots, microbatch)
+
+
+def _check_gradients(module: Module, run: Run, rank: int, actions: list[Action]) -> Iterator[Problem]:
+    """The sum of a batch's gradients is taken before its buffer gets gradients of a later batch."""
+    added: dict[int, dict[str, int]] = {}
+    takers: dict[int, dict[str, set[str]]] = {}
+    for stage in {a.stage for a in actions}:
+        graphs = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
+        added[stage] = {
+            op.var: module.vars[op.var].versions for kind in "BW" if kind in graphs for op in graphs[kind].ops if op.kind == "accum"
+        }
+        takers[stage] = {kind: {op.var for op in graph.ops if op.kind == "take"} for kind, graph in graphs.items()}
+    waiting: dict[tuple[int, str, int], int] = {}
+    for step, a in enumerate(actions):
+        if a.kind in ("B", "W"):
+            batch = a.batch(run.schedule.microbatches)
+            for name, buffers in added[a.stage].items():
+                other = waiting.setdefault((a.stage, name, batch % buffers), batch)
+                if other != batch:
+                    kept = f"{buffers} buffer{'s are' if buffers > 1 else ' is'} kept"
+                    yield run.problem(rank, step, f"adds to @{name} before the sum of batch {other} was taken from that buffer; {kept}")
+                    return
+        elif a.kind in ORDER:
+            for name in takers[a.stage].get(a.kind, ()):
+                waiting.pop((a.stage, name, a.mb % added[a.stage].get(name, 1)), None)
 
 
 def _check_rank_versions(
@@ -278,7 +302,7 @@ def _check_rank_versions(
     for step, a in enumerate(actions):
         if a.kind == "U":
             makers[a.stage, a.version] = step
-        elif a.kind in COMPUTE and a.version is not None:
+        elif a.kind in VERSIONED and a.version is not None:
             last_use[a.stage, a.version] = step
     latest = dict.fromkeys(slots, run.first)
 
@@ -288,7 +312,7 @@ def _check_rank_versions(
             yield run.problem(rank, step, what, hint)
 
     for step, a in enumerate(actions):
-        if a.kind not in COMPUTE:
+        if a.kind not in VERSIONED:
             continue
         if a.version is None:
             yield from problem("none", step, "has no version, expected @<version>")
@@ -374,7 +398,7 @@ def _check_drops(module: Module, run: Run) -> Iterator[Problem]:
         dropped: dict[tuple[int, int], int] = {}
         held: dict[tuple[int, int], int] = {}
         for step, a in enumerate(actions):
-            if a.kind in ("U", "AR"):
+            if a.kind in PER_BATCH:
                 continue
             key = (a.stage, a.mb)
             if key in dropped:

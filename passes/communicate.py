@@ -1,11 +1,11 @@
 """communicate: move values between stages. In: a scheduled module of stage graphs. Out: the same with edges and SF, RF, SB, RB actions.
 
-A graph input comes from one of three places: it is an input of the module (fed to every rank that takes it), the forward graph of the
-same stage saved it (backward graphs only), or the graph of the same kind on another stage returns it, by name. The third is what travels:
+A graph input comes from one of three places: it is an input of the module (fed to every rank that takes it), another graph of the same
+stage made it, or a graph of another stage returns it, by name: of the same kind in forward and backward, P or N for what is exchanged once per batch. The third is what travels:
 one Edge per (source, destination, phase) carries all such values in the order in which the source returns them, so a value that
 skips stages goes straight from its producer, once per destination. Anything else is an error that lists every such input.
 
-Each send stands right after the computation that makes its values, each receive right before the one that takes them; several of them in
+Each send stands right after the computation that makes its values, each receive right before the first one that takes them; several of them in
 the order of the peer's number. Both ends run the microbatches of one phase in the same order, so the order on a channel is the same on both.
 """
 
@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from ..ir.errors import UsageError, VerifyError
 from ..ir.graph import Edge, Graph, Module, Value
-from ..ir.schedule import Action
-
-PHASES = ("F", "B")
+from ..ir.schedule import PHASES, TAKERS, Action
+from ..ir.verify_schedule import taking
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +33,16 @@ def find_edges(module: Module) -> tuple[Edge, ...]:
         graphs = {s.index: g for s in module.stages if (g := module.stage_graph(s.index, phase))}
         makers = _makers(graphs, problems)
         wanted: dict[tuple[int, int], set[str]] = {}
-        for stage, graph in graphs.items():
+        takers = [(s.index, g) for s in module.stages for kind in TAKERS[phase] if (g := module.stage_graph(s.index, kind))]
+        for stage, graph in takers:
             for value in graph.ins:
                 if _is_local(module, stage, phase, value):
                     continue
                 source = makers.get(value.name)
+                if source is None and phase not in ("F", "B"):
+                    continue  # another phase hands it out
+                if source == stage and phase not in ("F", "B"):
+                    continue
                 if source is None or source == stage:
                     problems.append(f"@{graph.name} takes {value}, which is no input of the module, {_elsewhere(stage, phase)}")
                     continue
@@ -87,16 +91,16 @@ def communicate(module: Module, options: CommunicateOptions = CommunicateOptions
     edges = find_edges(module)
     if not edges:
         return module
-    arriving: dict[tuple[int, str], list[int]] = {}
+    arriving: dict[tuple[int, str], list[tuple[str, int]]] = {}
     leaving: dict[tuple[int, str], list[int]] = {}
     for edge in edges:
-        arriving.setdefault((edge.dst, edge.phase), []).append(edge.src)
+        arriving.setdefault((edge.dst, taking(module, edge.dst, edge.phase, edge.values)[0]), []).append((edge.phase, edge.src))
         leaving.setdefault((edge.src, edge.phase), []).append(edge.dst)
 
     def surround(action: Action) -> Iterator[Action]:
         at = (action.stage, action.kind)
-        for peer in sorted(arriving.get(at, ())):
-            yield Action(f"R{action.kind}", action.stage, action.mb, peer=peer)
+        for phase, peer in sorted(arriving.get(at, ())):
+            yield Action(f"R{phase}", action.stage, action.mb, peer=peer)
         yield action
         for peer in sorted(leaving.get(at, ())):
             yield Action(f"S{action.kind}", action.stage, action.mb, peer=peer)

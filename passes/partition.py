@@ -8,9 +8,9 @@ gradients back) from device s-1 to s, a dynamic programme finds the cuts that mi
 
     max over stages s of  comp(cut[s], cut[s+1], s) + comm(cut[s], s)
 
-Operation time is the roofline max(flops / rate, bytes / bandwidth). A parameter lives on the first stage that reads it. Where later stages read
-it, too (tied weights), it travels to them with every microbatch, and its gradient back, like an activation: all of a microbatch sees one version,
-and the gradients of all uses are added up once. That is counted as transfer, so that cuts keep such operations together where it costs too much.
+Operation time is the roofline max(flops / rate, bytes / bandwidth). A parameter lives on the stage that reads it. Where several stages read it
+(tied weights), each has a copy, and they exchange their parts of its gradient once per batch (passes/shared.py). That is counted as transfer,
+spread over the `microbatches` of a batch, so that cuts keep such operations together where it costs too much.
 Backward operations follow the forward operation they belong to; sums of gradients run on the lowest stage among their operands, so that
 one tensor travels instead of several; updates run where the parameter lives. Operations that depend on constants only are not annotated:
 every stage that needs them computes them.
@@ -38,11 +38,12 @@ Array = npt.NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class PartitionOptions:
     """`split_at` overrides the search: names of values or locs; each starts a new stage. `only_at` are the same kind of names: if there are
-    any, the search starts stages at them only."""
+    any, the search starts stages at them only. `microbatches` is how many make a batch."""
 
     stages: int = 0
     split_at: tuple[str, ...] = ()
     only_at: tuple[str, ...] = ()
+    microbatches: int = 1
 
 
 def partition(module: Module, options: PartitionOptions) -> Module:
@@ -55,7 +56,7 @@ def partition(module: Module, options: PartitionOptions) -> Module:
         raise UsageError("the model computes nothing from its inputs: there is no operation to put on a device")
     if len(chain) < count:
         raise UsageError(f"{count} stages need at least {count} operations, the model has {len(chain)}", hint="ask for fewer stages")
-    costs = _Costs(module, chain, devices, cluster)
+    costs = _Costs(module, chain, devices, cluster, options.microbatches)
     cuts = _given_cuts(costs, options.split_at) if options.split_at else _best_cuts(costs, count, options.only_at)
     stage_of = {id(op): s for s, (a, b) in enumerate(pairwise([*cuts, len(chain)])) for op in chain[a:b]}
     return _annotate(module.but(cluster=cluster), stage_of, devices, costs, cuts)
@@ -112,7 +113,7 @@ def seconds(op: Op, device: Device) -> float:
 class _Costs:
     """Prefix sums of operation times per device, and transfer times per cut and pair of neighbours."""
 
-    def __init__(self, module: Module, chain: Sequence[Op], devices: Sequence[Device], cluster: Cluster) -> None:
+    def __init__(self, module: Module, chain: Sequence[Op], devices: Sequence[Device], cluster: Cluster, microbatches: int) -> None:
         self.chain, self.devices = chain, devices
         index = {v: i for i, op in enumerate(chain) for v in op.outs}
         forward = forward_graph(module)
@@ -125,8 +126,10 @@ class _Costs:
                 if "of" in op.attrs:
                     work[position[str(op.attrs["of"])]].append(op)
         self.before = [np.concatenate([[0.0], np.cumsum([sum(seconds(op, d) for op in ops) for ops in work])]) for d in devices]
-        crossing = (_crossing_bytes(chain, index) + _tied_bytes(module, chain, self.params)) * (2.0 if backward is not None else 1.0)
         trips = 2.0 if backward is not None else 1.0
+        crossing = _crossing_bytes(chain, index) * trips
+        if backward is not None:
+            crossing += _tied_bytes(module, chain, self.params) * (2.0 / microbatches)
         self.transfer = [np.zeros(len(chain) + 1)]
         for a, b in pairwise(devices):
             link = cluster.link(a.name, b.name)
@@ -240,15 +243,18 @@ def _annotate(module: Module, stage_of: Mapping[int, int], devices: Sequence[Dev
     graphs = dict(module.graphs)
     readers = _reading_stages(forward, stage_of, costs.params)
     tied = {name: stages for name, stages in readers.items() if len(stages) > 1}
-    reads = {id(op): min(tied[op.var]) for op in forward.ops if op.kind == "read" and op.var in tied}
-    graphs[forward.name] = _with_stages(forward, {**stage_of, **reads})
+    graphs[forward.name] = _with_stages(forward, stage_of)
     by_name = {v.name: stage_of[id(op)] for op in forward.ops if id(op) in stage_of for v in op.outs}
     vars = _place_vars(module, readers)
     if "B" in module.graphs:
         again = {v for op in forward.ops for v in op.outs}
         graphs["B"] = _with_stages(module.graphs["B"], _backward_stages(module.graphs["B"], by_name, vars, again))
+    homes = {var.name: var.stage for var in vars.values()}
     if "U" in module.graphs:
-        graphs["U"] = _with_stages(module.graphs["U"], _update_stages(module.graphs["U"], vars))
+        graphs["U"] = _with_stages(module.graphs["U"], _update_stages(module.graphs["U"], homes))
+    if "N" in module.graphs:
+        homes |= {f"{name}.grad": min(stages) for name, stages in tied.items()}
+        graphs["N"] = _with_stages(module.graphs["N"], _update_stages(module.graphs["N"], homes))
     notes = []
     for stage, (first, last) in enumerate(pairwise([*cuts, len(costs.chain)])):
         compute, transfer = costs.of_range(stage, first, last)
@@ -258,7 +264,8 @@ def _annotate(module: Module, stage_of: Mapping[int, int], devices: Sequence[Dev
         notes.append(f"{text} per microbatch, starts at {_name(costs.chain[first])}")
     for name, where in tied.items():
         numbers = ", ".join(map(str, sorted(where)))
-        notes.append(f"@{name} is read on stages {numbers}: its {module.vars[name].type.nbytes} bytes travel with every microbatch")
+        copies = f"@{name} is read on stages {numbers}: each has a copy of its {module.vars[name].type.nbytes} bytes"
+        notes.append(copies + (", and they exchange gradients of that size once per batch" if "B" in module.graphs else ""))
     stages = tuple(Stage(i, d.name) for i, d in enumerate(devices))
     return module.but(stages=stages, vars=vars, graphs=graphs).noted("partition", *notes)
 
@@ -284,8 +291,9 @@ def _reading_stages(forward: Graph, stage_of: Mapping[int, int], params: Mapping
 
 
 def _place_vars(module: Module, readers: Mapping[str, set[int]]) -> dict[str, Var]:
-    """Parameters live where they are read first; gradients and optimiser state, named after them, live with them. The rest is replicated."""
-    home = {name: min(stages) for name, stages in readers.items()}
+    """Parameters live where they are read; gradients and optimiser state, named after them, live with them. The rest is replicated, also
+    what several stages read."""
+    home = {name: min(stages) for name, stages in readers.items() if len(stages) == 1}
     vars: dict[str, Var] = {}
     for var in module.vars.values():
         owner = var.name if var.role == PARAM else _owner(var)
@@ -299,7 +307,7 @@ def _owner(var: Var) -> str:
 
 
 def _backward_stages(backward: Graph, by_name: Mapping[str, int], vars: Mapping[str, Var], again: set[Value]) -> dict[int, int]:
-    """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the parameter's stage.
+    """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the parameter's stage if it has one.
     Forward values that are computed again are computed where they are used, so they get none."""
     anywhere = replicable(backward) | again
     made_on: dict[Value, int] = {}
@@ -309,8 +317,8 @@ def _backward_stages(backward: Graph, by_name: Mapping[str, int], vars: Mapping[
             continue
         if "of" in op.attrs:
             stage = by_name[str(op.attrs["of"])]
-        elif op.kind == "accum":
-            stage = _stage_of_var(vars[op.var])
+        elif op.kind == "accum" and (home := vars[op.var].stage) is not None:
+            stage = home
         else:
             stage = min(made_on[v] for v in op.ins if v in made_on)
         stages[id(op)] = stage
@@ -318,20 +326,15 @@ def _backward_stages(backward: Graph, by_name: Mapping[str, int], vars: Mapping[
     return stages
 
 
-def _update_stages(update: Graph, vars: Mapping[str, Var]) -> dict[int, int]:
+def _update_stages(update: Graph, homes: Mapping[str, int | None]) -> dict[int, int]:
     """Operations on a placed variable, or on values that come from one, run where it lives; the rest runs everywhere."""
     made_on: dict[Value, int] = {}
     stages: dict[int, int] = {}
     for op in update.ops:
-        home = vars[op.var].stage if OPS[op.kind].effect else None
+        home = homes[op.var] if OPS[op.kind].effect else None
         found = {made_on[v] for v in op.ins if v in made_on} | ({home} if home is not None else set())
         assert len(found) <= 1, f"update {op.kind} mixes variables of stages {sorted(found)}"
         if found:
             stages[id(op)] = found.pop()
             made_on |= dict.fromkeys(op.outs, stages[id(op)])
     return stages
-
-
-def _stage_of_var(var: Var) -> int:
-    assert var.stage is not None, f"@{var.name} has no stage"
-    return var.stage

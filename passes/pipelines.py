@@ -51,6 +51,7 @@ def training_pipeline(
     """From a model with its loss to the program of every rank. `compute` is the element type of activations; `library`, where there are GPUs,
     who computes contractions on them."""
     check_precision(compute, training=True)
+    partition = {**partition, "microbatches": microbatches}
     return _calls(
         [
             ("simplify", {}),  # first, so that nothing dead or constant is differentiated

@@ -1,8 +1,10 @@
-"""Lower `stage=` annotations: graphs F, B and U become one graph per stage, s0.F, s0.B, s0.U, s1.F, ...
+"""Lower `stage=` annotations: graphs F, B, N and U become one graph per stage, s0.F, s0.B, s0.U, s1.F, ...
 
 A value that another stage uses leaves its stage as a result and enters the other as an input under the same name; `communicate` wires
 them later. Operations without a stage are copied into every stage that uses their results. A backward operation on stage s that needs
 a forward value finds it in stage s: made there, or received there by the forward pass, and saved for the microbatch, or made again there.
+
+What stages exchange once per batch (graphs P and N) is the business of passes/shared.py.
 
 Invariant: taken together, the stage graphs hold every annotated operation exactly once, and name every value as before.
 """
@@ -13,8 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..ir.errors import VerifyError
-from ..ir.graph import Graph, Module, Op, Value
+from ..ir.graph import GRAD, Graph, Module, Op, Value
 from .partition import forward_graph
+from .shared import apart, exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +29,32 @@ def split(module: Module, options: SplitOptions) -> Module:
     """Turn the annotated graphs into one forward, backward and update graph per stage."""
     stages = [stage.index for stage in module.stages]
     forward, backward, update = forward_graph(module), module.graphs.get("B"), module.graphs.get("U")
-    graphs = {name: g for name, g in module.graphs.items() if name not in (forward.name, "B", "U")}
+    graphs = {name: g for name, g in module.graphs.items() if name not in (forward.name, "B", "N", "U")}
     saved: dict[int, tuple[Value, ...]] = {}
     backward_parts: dict[int, Graph] = {}
     owner = _owners(forward, stages)
     if backward is not None:
+        backward = apart(backward, (name for name, var in module.vars.items() if var.role == GRAD and var.stage is None))
         gradient_owner = _owners(backward, stages)
         for stage in stages:
             part, saved[stage] = _backward_part(backward, stage, gradient_owner, forward, owner)
             backward_parts[stage] = part
     wanted = {stage: _wanted(forward, stage, owner, saved.get(stage, ())) for stage in stages}
+    forward_parts = {stage: _forward_part(forward, stage, owner, wanted, saved.get(stage, ())) for stage in stages}
+    ends: dict[int, list[Graph]] = {}
+    if update is not None:
+        read = {s: _read(forward_parts[s]) | _read(backward_parts[s]) for s in stages}
+        updates = {s: _update_part(update, s, read[s]) for s in stages}
+        norms = {s: part for s in stages if (part := _norm_part(module.graphs["N"], s)).ops} if "N" in module.graphs else {}
+        ends = exchange(module, backward_parts, norms, updates)
     for stage in stages:
-        graphs[f"s{stage}.F"] = _forward_part(forward, stage, owner, wanted, saved.get(stage, ()))
-        if stage in backward_parts:
-            graphs[f"s{stage}.B"] = backward_parts[stage]
-        if update is not None:
-            graphs[f"s{stage}.U"] = _update_part(update, stage)
+        parts = [forward_parts[stage], *([backward_parts[stage]] if stage in backward_parts else []), *ends.get(stage, ())]
+        graphs |= {part.name: part for part in parts}
     return module.but(graphs=graphs)
+
+
+def _read(graph: Graph) -> set[str]:
+    return {op.var for op in graph.ops if op.kind == "read"}
 
 
 def _owners(graph: Graph, stages: list[int]) -> dict[Value, int]:
@@ -123,9 +135,17 @@ def _used_elsewhere(graph: Graph, stage: int) -> set[Value]:
     return {v for op in graph.ops if op.attrs.get("stage") not in (None, stage) for v in op.ins}
 
 
-def _update_part(update: Graph, stage: int) -> Graph:
-    """The updates of one stage. State without a stage, such as the step counter, is updated on every stage that uses it."""
+def _norm_part(norm: Graph, stage: int) -> Graph:
+    """What one stage does in N."""
+    ops, _ = _needed_ops(Graph(norm.name, (), (), tuple(op for op in norm.ops if op.outs or op.attrs.get("stage") == stage)), stage, ())
+    return Graph(f"s{stage}.N", (), (), tuple(ops))
+
+
+def _update_part(update: Graph, stage: int, read: set[str]) -> Graph:
+    """The updates of one stage. State without a stage is updated on every stage that uses it: parameters and what else forward or backward
+    `read` there, and what their updates use, such as the step counter."""
     own = [op for op in update.ops if op.attrs.get("stage") == stage]
+    own += [op for op in update.ops if op.kind == "write" and "stage" not in op.attrs and op.var in read]
     used = _closure(update, (v for op in own for v in op.ins))
     touched = {op.var for op in update.ops if op.kind == "read" and op.outs[0] in used}
     shared_writes = [op for op in update.ops if op.kind == "write" and "stage" not in op.attrs and op.var in touched]

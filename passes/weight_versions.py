@@ -1,5 +1,6 @@
 """weight-versions: say which version of the weights every computation uses. In: a scheduled module. Out: versions on F, B and U,
-`versions` on trained parameters, `version=mb` on their reads in forward and backward graphs.
+`versions` on trained parameters, `version=mb` on their reads in forward and backward graphs; and `versions` on gradients where a stage begins
+to sum those of the next batch before the update.
 
 Microbatch k of m per batch, under a schedule with delay n, uses version max(k // m - n, 0) in its forward and its backward, on every
 stage; update t makes version t + 1. So W(t+1) = W(t) - lr * g(W(t - n)), and n + 1 versions are alive; version v lives in slot
@@ -16,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..ir.errors import UsageError
-from ..ir.graph import PARAM, Graph, Module, Op, rewrite
-from ..ir.schedule import Action
+from ..ir.graph import Graph, Module, rewrite, stepped_vars
+from ..ir.schedule import PER_BATCH, Action
 from .schedules import SCHEDULES
 
 
@@ -53,12 +54,12 @@ def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersi
             return (action._replace(version=action.mb // found.microbatches - delay),)
         return (action,)
 
-    trained = {op.var for s in module.stages for op in _update(module, s.index) if op.kind == "write"}
-    trained = {name for name in trained if module.vars[name].role == PARAM}
+    trained = stepped_vars(module)
     updates = {f"s{s.index}.U" for s in module.stages}
+    kept = dict.fromkeys(trained, versions) | _gradient_buffers(module)
     result = module.but(
         schedule=found.rewrite(number),
-        vars={name: replace(var, versions=versions) if name in trained else var for name, var in module.vars.items()},
+        vars={name: replace(var, versions=kept[name]) if name in kept else var for name, var in module.vars.items()},
         graphs={name: graph if name in updates else _pin(graph, trained) for name, graph in module.graphs.items()},
     )
     if options.checked:
@@ -68,9 +69,21 @@ def weight_versions(module: Module, options: WeightVersionsOptions = WeightVersi
     return result
 
 
-def _update(module: Module, stage: int) -> tuple[Op, ...]:
-    graph = module.stage_graph(stage, "U")
-    return graph.ops if graph else ()
+def _gradient_buffers(module: Module) -> dict[str, int]:
+    """Gradients that need two buffers: between the first addition of a batch and the update of the batch before."""
+    assert module.schedule is not None
+    found: dict[str, int] = {}
+    for program in module.schedule.ranks.values():
+        taken: dict[int, set[str]] = {}
+        for action in reversed(program.batch):
+            graph = module.stage_graph(action.stage, action.kind)
+            if graph is None:
+                continue
+            if action.kind in PER_BATCH and action.mb == 0:
+                taken.setdefault(action.stage, set()).update(op.var for op in graph.ops if op.kind == "take")
+            elif action.kind in ("B", "W"):
+                found |= {op.var: 2 for op in graph.ops if op.kind == "accum" and op.var in taken.get(action.stage, ())}
+    return found
 
 
 def _pin(graph: Graph, trained: set[str]) -> Graph:

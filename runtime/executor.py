@@ -18,7 +18,7 @@ import torch
 from ..backends.interface import StageProgram
 from ..ir.errors import VerifyError
 from ..ir.graph import MICROBATCH, Graph, Module, Signature, Value, signature
-from ..ir.schedule import RECEIVES, Action
+from ..ir.schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action
 from .control import LogEntry, Output, Record, Step
 from .program import ActionStream, Feed, fed_inputs, learning_rate, loss_stage
 from .status import Status
@@ -54,7 +54,7 @@ class Executor:
         self.schedule = module.schedule
         self.log: list[LogEntry] | None = [] if audit else None
         self.events: list[tuple[str, float, float]] | None = [] if trace else None
-        found = {kind: module.stage_graph(stage, kind) for kind in ("F", "B", "W", "U")}
+        found = {kind: module.stage_graph(stage, kind) for kind in COMPUTE}
         self.graphs: dict[str, Graph] = {kind: graph for kind, graph in found.items() if graph is not None}
         self.signatures: dict[str, Signature] = {kind: signature(graph) for kind, graph in self.graphs.items()}
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
@@ -64,17 +64,17 @@ class Executor:
             "F": self.forward,
             "B": self.backward,
             "W": self.backward,
+            "P": self.agree,
+            "N": self.agree,
             "U": self.update,
-            "SF": self.send,
-            "SB": self.send,
-            "RF": self.receive,
-            "RB": self.receive,
             "D": self.drop,
+            **dict.fromkeys(SENDS, self.send),
+            **dict.fromkeys(RECEIVES, self.receive),
         }
 
     def _retention(self) -> None:
         """Which values to keep after each kind of action of a microbatch."""
-        sent: dict[str, set[str]] = {"F": set(), "B": set()}
+        sent: dict[str, set[str]] = {phase: set() for phase in PHASES}
         for edge in self.module.edges:
             if edge.src == self.stage:
                 sent[edge.phase] |= {value.name for value in edge.values}
@@ -84,10 +84,7 @@ class Executor:
         for_weights = {value.name for value in self.graphs["W"].ins} if "W" in self.graphs else set()
         self._after_backward = {"B": frozenset(sent["B"] | for_weights), "W": frozenset(sent["B"])}
         self._sent_later = {"SF": frozenset(for_backward), "SB": frozenset(for_weights)}
-        self._sends = {
-            kind: sum(edge.src == self.stage and edge.phase == phase for edge in self.module.edges)
-            for kind, phase in (("SF", "F"), ("SB", "B"))
-        }
+        self._sends = {kind: sum(edge.src == self.stage and edge.phase == kind[1] for edge in self.module.edges) for kind in ("SF", "SB")}
         forward = self.graphs.get("F")
         made = {v.name for v in forward.outs} if forward is not None else set()
         self.is_loss_stage = loss_stage(self.module) == self.stage
@@ -145,24 +142,29 @@ class Executor:
         self._note(action)
         self.store.keep_only(action.mb, self._after_backward[kind])
 
+    def agree(self, action: Action) -> None:
+        """P and N: what they hand out stays here until the update."""
+        self._call(action.kind, action, [self._value(action.holder, value) for value in self.graphs[action.kind].ins])
+
     def update(self, action: Action) -> None:
         version = self.store.version + 1 if action.version is None else action.version
         self.store.start_update(version)
-        self._call("U", action._replace(version=version), [])
+        self._call("U", action._replace(version=version), [self._value(action.holder, value) for value in self.graphs["U"].ins])
         self.store.finish_update(version)
+        self.store.keep_only(action.holder, frozenset())
         self._note(action._replace(version=version))
         if self.is_loss_stage:
             self._finish_step(action.mb)
 
     def send(self, action: Action) -> None:
         edge = self.transport.edge_of(action)
-        self.transport.send(action, {value.name: self._value(action.mb, value) for value in edge.values})
-        if self._sends[action.kind] == 1:
+        self.transport.send(action, {value.name: self._value(action.holder, value) for value in edge.values})
+        if self._sends.get(action.kind) == 1:
             self.store.keep_only(action.mb, self._sent_later[action.kind])
 
     def receive(self, action: Action) -> None:
         for name, tensor in self.transport.receive(action).items():
-            self.store.put(action.mb, name, tensor)
+            self.store.put(action.holder, name, tensor)
 
     def drop(self, action: Action) -> None:
         self.store.keep_only(action.mb, frozenset())
@@ -171,18 +173,21 @@ class Executor:
 
     def _call(self, kind: str, action: Action, ins: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         graph = self.graphs[kind]
-        buffers = [self.store.buffer(slot, action.version) for slot in self.signatures[kind].slots]
+        batch = action.batch(self.schedule.microbatches)
+        buffers = [self.store.buffer(slot, action.version, batch) for slot in self.signatures[kind].slots]
         results = dict(zip((v.name for v in graph.results), self.program.call(graph.name, [*ins, *buffers]), strict=True))
         if kind != "U":
             for name, tensor in results.items():
-                self.store.put(action.mb, name, tensor)
+                self.store.put(action.holder, name, tensor)
         return results
 
     def _value(self, mb: int, value: Value) -> torch.Tensor:
+        """A value of a microbatch, or of a batch: `Action.holder` says under which number."""
         tensor = self.store.get(mb, value.name)
         if tensor is None:
             if value.name not in self.fed and value.name != MICROBATCH:
-                raise VerifyError(f"%{value.name} of microbatch {mb} is not there", where=f"stage {self.stage}")
+                owner = f"microbatch {mb}" if mb >= 0 else f"batch {-1 - mb}"
+                raise VerifyError(f"%{value.name} of {owner} is not there", where=f"stage {self.stage}")
             array = np.array(mb) if value.name == MICROBATCH else self.feed.microbatch(mb, value.name)
             tensor = fill(allocate(value.type, self.store.device), array)
             self.store.put(mb, value.name, tensor)

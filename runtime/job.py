@@ -53,8 +53,8 @@ from .options import RunOptions, become_rank, in_group, seed_problems, timeout_p
 from .program import fed_inputs, loss_stage, microbatch_size
 from .trace import write_trace
 
-# Batches handed to the workers and not finished yet. Under 2bw a batch finishes only once the next one is there; one more keeps the pipe full.
-_BATCHES_AHEAD = 3
+# Batches handed to the workers and not finished yet. Under 2bw a batch may finish only once the two after it are there; one more keeps the pipe full.
+_BATCHES_AHEAD = 4
 _NO_MORE: Mapping[str, np.ndarray] = {}
 
 TrainingBatch = Mapping[str, np.ndarray]

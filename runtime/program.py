@@ -1,7 +1,7 @@
 """A rank's program as a stream of actions with look-ahead, for a number of batches that may not be known yet.
 
 The stream gives what `Schedule.expand` gives, lazily: an action is let through once it is known that its batch exists and dropped once it is
-known that it does not, which is what drains the pipeline. A feed says which batches exist. Beside each action stands the weight version that
+known that it does not, which is what drains the pipeline; the list after that of the last batch may still hold what belongs to it. A feed says which batches exist. Beside each action stands the weight version that
 has no reader after it: the last action of the batch list that reads the oldest version of that list, in every batch.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..ir.graph import Module
-from ..ir.schedule import PER_BATCH, Action, Program, Schedule
+from ..ir.schedule import Action, Program, Schedule
 
 
 class Feed(Protocol):
@@ -56,7 +56,7 @@ class ActionStream:
 
     def __init__(self, schedule: Schedule, rank: int, first: int, feed: Feed) -> None:
         self._per_batch = schedule.microbatches
-        self._feed = feed
+        self._first, self._feed = first, feed
         self._raw = self._unroll(schedule.ranks[rank], first)
         self._ahead: deque[Upcoming] = deque()
         self._next = next(self._raw, None)
@@ -85,19 +85,19 @@ class ActionStream:
     def _advance(self, number: int, *, wait: bool) -> None:
         while len(self._ahead) < number and self._next is not None:
             part, upcoming = self._next
-            batch = upcoming.action.mb if upcoming.action.kind in PER_BATCH else upcoming.action.mb // self._per_batch
-            known = [self._feed.exists(part), self._feed.exists(batch)]
-            if None in known and known[0] is not False:
-                if not wait:
-                    return
-                self._feed.wait(part)
-                self._feed.wait(batch)
-                continue
-            if not known[0]:
+            batch = upcoming.action.batch(self._per_batch)
+            if batch >= self._first:
+                known = self._feed.exists(batch)
+                if known is None:
+                    if not wait:
+                        return
+                    self._feed.wait(batch)
+                    continue
+                if known:
+                    self._ahead.append(upcoming)
+            if part > self._first and self._feed.exists(part - 1) is False:
                 self._next = None
                 return
-            if known[1]:
-                self._ahead.append(upcoming)
             self._next = next(self._raw, None)
 
 

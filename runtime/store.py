@@ -5,7 +5,7 @@ n is 1. A version is *live* from the update that makes it until it is *retired*,
 is live in any case. An update may only write over a retired version: otherwise it is refused, naming the variable and the versions present
 (or, with `grow`, given one more buffer, which is counted: the control of the claim that n buffers are enough).
 
-Gradients, optimiser state and buffers have one copy. Parameters that no update writes are the same in all versions. All tensors start at a
+Gradients have as many copies as their variable says, and those of batch t are summed in copy t mod n; optimiser state and buffers have one. Parameters that no update writes are the same in all versions. All tensors start at a
 multiple of 64 bytes, which is what torch's allocator gives. They are in the memory of the stage's device.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..ir.errors import VerifyError
-from ..ir.graph import PARAM, Slot, Var
+from ..ir.graph import GRAD, Slot, Var
 from ..ir.types import TensorType
 
 TORCH_DTYPES = {
@@ -129,20 +129,23 @@ class Versions:
 
 
 class Store:
-    """All state of one rank. `written` are the parameters that the stage's update makes new versions of."""
+    """All state of one rank. `stepped` are the variables that have versions."""
 
     def __init__(
-        self, variables: Mapping[str, Var], written: Iterable[str], *, version: int = 0, grow: bool = False, device: torch.device = CPU
+        self, variables: Mapping[str, Var], stepped: Iterable[str], *, version: int = 0, grow: bool = False, device: torch.device = CPU
     ) -> None:
-        written = set(written)
+        stepped = set(stepped)
         self.variables = dict(variables)
         self.grow = grow
         self.version = version
         self.device = device
         self.versioned: dict[str, Versions] = {}
         self.single: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, list[torch.Tensor]] = {}
         for name, var in variables.items():
-            if var.role == PARAM and name in written:
+            if var.role == GRAD:
+                self.gradients[name] = [allocate(var.type, device).zero_() for _ in range(var.versions)]
+            elif name in stepped:
                 # Untouched memory costs nothing, so that a second buffer exists only from the first update on.
                 buffers = [allocate(var.type, device) for _ in range(var.versions)]
                 self.versioned[name] = Versions(var, buffers, {version % var.versions: version}, device, newest=version, most_live=1)
@@ -178,8 +181,12 @@ class Store:
         versions.most_live = max(versions.most_live, len(versions.live()))
         return versions.buffers[buffer]
 
-    def buffer(self, slot: Slot, version: int | None) -> torch.Tensor:
-        """The tensor for one slot of a graph's signature. `version` is that of the action; for an update, the version it makes."""
+    def buffer(self, slot: Slot, version: int | None, batch: int = 0) -> torch.Tensor:
+        """The tensor for one slot of a graph's signature. `version` is that of the action; for an update, the version it makes. `batch` is the
+        one whose gradients are meant."""
+        if slot.var in self.gradients:
+            buffers = self.gradients[slot.var]
+            return buffers[batch % len(buffers)]
         versions = self.versioned.get(slot.var)
         if versions is None:
             return self.single[slot.var]

@@ -3,9 +3,9 @@
 A channel is (source stage, destination stage, phase); a message is the values of that channel's edge for one microbatch. Every value travels
 on its own, straight from and into its tensor, with the tag
 
-    16 + 2 · ((microbatch mod 4096) · width + index in the edge) + (0 for F, 1 for B)
+    16 + 4 · ((number mod 4096) · width + index in the edge) + phase
 
-where width is the largest number of values on an edge. Gloo matches by (source, tag) and keeps equal tags in order, so that two channels
+where the number is that of the microbatch, or of the batch in phases P and N, phase is 0 to 3 for F, B, P, N and width the largest number of values on an edge. Gloo matches by (source, tag) and keeps equal tags in order, so that two channels
 cannot be mixed up and a message cannot be taken for that of another microbatch; 4096 keeps the number of tags bounded. Nothing is packed:
 one value per message costs no copy, and edges of many values are rare.
 
@@ -38,7 +38,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 
 from ..ir.errors import PeerLost, VerifyError
 from ..ir.graph import Edge
-from ..ir.schedule import Action
+from ..ir.schedule import PHASES, SENDS, Action
 from ..ir.types import TensorType
 from .status import describe
 from .store import CPU, allocate
@@ -49,8 +49,6 @@ _FIRST_TAG = 16
 _MICROBATCHES = 4096
 # Two messages per channel may be under way before their action: one that arrives while its predecessor is worked on, one to follow.
 _POSTED = 2
-
-_PHASES = {"SF": "F", "RF": "F", "SB": "B", "RB": "B"}
 
 
 # ------------------------------------------------------------------------------------------------ the group
@@ -209,10 +207,10 @@ class Transport:
     def edge_of(self, action: Action) -> Edge:
         """The edge whose values a send or receive moves."""
         assert action.peer is not None
-        ends = (action.stage, action.peer) if action.kind in ("SF", "SB") else (action.peer, action.stage)
-        edge = self._edges.get((*ends, _PHASES[action.kind]))
+        ends = (action.stage, action.peer) if action.kind in SENDS else (action.peer, action.stage)
+        edge = self._edges.get((*ends, action.kind[1]))
         if edge is None:
-            raise VerifyError(f"no edge from stage {ends[0]} to stage {ends[1]} in phase {_PHASES[action.kind]}", where=f"action {action}")
+            raise VerifyError(f"no edge from stage {ends[0]} to stage {ends[1]} in phase {action.kind[1]}", where=f"action {action}")
         return edge
 
     def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -299,7 +297,7 @@ class Transport:
             raise self._lost(action, error) from error
 
     def _tag(self, edge: Edge, mb: int, index: int) -> int:
-        return _FIRST_TAG + 2 * (mb % _MICROBATCHES * self._width + index) + (edge.phase == "B")
+        return _FIRST_TAG + len(PHASES) * (mb % _MICROBATCHES * self._width + index) + PHASES.index(edge.phase)
 
     def _lost(self, action: Action, error: RuntimeError) -> PeerLost:
         assert action.peer is not None

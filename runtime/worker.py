@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from ..backends.bundle import Bundle, open_bundle, stage_vars
 from ..backends.interface import backend_of
 from ..ir.errors import PeerLost, PenstockError, VerifyError
-from ..ir.graph import GRAD, PARAM, Module
+from ..ir.graph import GRAD, PARAM, Module, stepped_vars
 from . import checkpoint
 from .control import (
     Arrays,
@@ -154,25 +154,22 @@ class Worker:
 
     def _load_store(self, device: torch.device) -> Store:
         variables = stage_vars(self.module, self.stage)
-        update = self.module.stage_graph(self.stage, "U")
-        written = {op.var for op in update.ops if op.kind == "write"} if update is not None else set()
+        stepped = stepped_vars(self.module)
         if self.setup.resume is not None:
-            return self._resume(variables, written, Path(self.setup.resume), device)
-        store = Store(variables, written, grow=not self.setup.retire, device=device)
+            return self._resume(variables, stepped, Path(self.setup.resume), device)
+        store = Store(variables, stepped, grow=not self.setup.retire, device=device)
         wanted = {name: store.newest(name) for name, var in variables.items() if var.init == "file"}
         _read_tensors(self.bundle.weights_file(self.stage), wanted)
         for name, var in variables.items():
-            if var.init != "file":
+            if var.init != "file" and var.role != GRAD:
                 store.newest(name).zero_()
         return store
 
-    def _resume(self, variables: dict, written: set[str], place: Path, device: torch.device) -> Store:  # type: ignore[type-arg]
+    def _resume(self, variables: dict, stepped: set[str], place: Path, device: torch.device) -> Store:  # type: ignore[type-arg]
         index = checkpoint.read_index(place)
         checkpoint.check_resume(index, self.module, None, str(place))
-        store = Store(variables, written, version=index.step, grow=not self.setup.retire, device=device)
+        store = Store(variables, stepped, version=index.step, grow=not self.setup.retire, device=device)
         names = {name for name, var in variables.items() if var.role != GRAD}
-        for name in variables.keys() - names:
-            store.newest(name).zero_()
         for file, tensors in checkpoint.files_for(index, names, index.step).items():
             _read_tensors(checkpoint.check_file(place, index, file), {name: store.newest(name) for name in tensors})
         for version in sorted({file.version for file in index.files.values()} - {index.step}):

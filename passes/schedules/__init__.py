@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ...ir.errors import UsageError
 from ...ir.graph import Module
 from ...ir.schedule import Schedule
+from ..late_updates import update_late
 from . import delayed_2bw, eager_2bw, flush_1f1b, forward, gpipe, zero_bubble
 from .kind import Kind
 
@@ -70,4 +71,5 @@ def schedule(module: Module, options: ScheduleOptions) -> Module:
             where="schedule",
             hint="leave out autodiff for inference, or use kind=1f1b",
         )
-    return module.but(schedule=found.rewrite(lambda a: (a,) if module.stage_graph(a.stage, a.kind) else ()))
+    found = found.rewrite(lambda a: (a,) if module.stage_graph(a.stage, a.kind) else ())
+    return module.but(schedule=update_late(module, found, SCHEDULES[options.kind].delay))

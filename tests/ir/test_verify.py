@@ -266,7 +266,7 @@ def test_variables_live_on_the_stage_that_uses_them(toy):
 def test_stages_and_their_graphs(toy):
     module = toy(2)
     assert "stages: found stages [1], expected 0, 1, 2, ..." in message(module.but(stages=module.stages[1:]))
-    assert "@main: is on no stage; expected only s<stage>.F, .B, .W and .U" in message(module.with_graph(Graph("main", (), (), ())))
+    assert "@main: is on no stage; expected only s<stage>.F, .B, .W, .P, .N and .U" in message(module.with_graph(Graph("main", (), (), ())))
     assert "@s5.F: there is no stage 5, only 0 .. 1" in message(module.with_graph(Graph("s5.F", (), (), ())))
     graphs = {n: g for n, g in module.graphs.items() if n != "s1.F"}
     assert "stage 1: has no forward graph @s1.F" in message(module.but(graphs=graphs))

@@ -1,0 +1,42 @@
+"""Where stages have to agree on something before an update, run it as late as is legal, so that nobody waits for the others.
+
+In: the schedule of F, B (and W) and U that a generator made. Out: P and N of a stage right behind the last backward of a batch, and, under a
+schedule with a delay, U right before the first forward that reads the version it makes; by then what the other stages hand out has arrived
+long ago. With a delay of one batch that is within the batch after (ir/schedule.py). Without a delay U comes right behind, as before.
+
+An update that waits needs the gradients of its batch kept apart from those of the next; weight-versions sees to that. Modules without P and N
+are left alone, and so are stages whose update takes nothing from others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..ir.graph import Module
+from ..ir.schedule import Action, Program, Schedule
+
+
+def update_late(module: Module, found: Schedule, delay: int) -> Schedule:
+    """The schedule with P and N of the stages that have them, and with updates as late as these need."""
+    kinds = {s.index: [k for k in ("P", "N") if module.stage_graph(s.index, k)] for s in module.stages}
+    waiting = {s.index for s in module.stages if (update := module.stage_graph(s.index, "U")) and update.ins} if delay else set()
+    ranks = {rank: _agreeing(program, found.microbatches, delay, kinds, waiting) for rank, program in found.ranks.items()}
+    return Schedule(found.name, found.microbatches, ranks)
+
+
+def _agreeing(program: Program, m: int, delay: int, kinds: Mapping[int, list[str]], waiting: set[int]) -> Program:
+    """One rank's lists, which are written for batch 1: P and N where U stood, and U of stages that wait where its version is needed."""
+    batch: list[Action] = []
+    updates: list[Action] = []
+    for action in program.batch:
+        if action.kind == "U":
+            batch += [Action(kind, action.stage, action.mb) for kind in kinds[action.stage]]
+        (updates if action.kind == "U" and action.stage in waiting else batch).append(action)
+    for update in updates:
+        # Of the forwards in this list one is the first of its batch. What it reads was made by the update of the batch 1 + delay before.
+        at, first = next((i, a) for i, a in enumerate(batch) if (a.kind, a.stage) == ("F", update.stage) and a.mb % m == 0)
+        number = first.mb // m - 1 - delay
+        # The beginning of this list is the end of the one before, where all numbers are larger by one. Where forwards run so far ahead that
+        # the version cannot exist yet, the update stays where it was, and the checker says why that is wrong.
+        batch.insert(*((at, update._replace(mb=0)) if number == 0 else (len(batch), update._replace(mb=min(number, 0) + 1))))
+    return Program(program.start, tuple(batch))
