@@ -38,7 +38,8 @@ class DataSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 class Setup(Record, frozen=True):
     """The first message. `resume` is one checkpoint directory; `audit` asks for the version log; `retire` is off only in tests that show
-    what retirement is for: buffers then grow and are counted."""
+    what retirement is for: buffers then grow and are counted. `pace` (seconds by kind of computation, runtime/pace.py) and `latency` (seconds
+    from a send until its message arrives) are for measuring schedules."""
 
     bundle: str
     timeout: float
@@ -47,6 +48,8 @@ class Setup(Record, frozen=True):
     audit: bool = False
     retire: bool = True
     trace: bool = False
+    pace: dict[str, float] = {}
+    latency: float = 0.0
 
 
 class Join(Record, frozen=True):

@@ -20,6 +20,7 @@ from ..ir.errors import VerifyError
 from ..ir.graph import MICROBATCH, Graph, Module, Signature, Value, signature
 from ..ir.schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action
 from .control import LogEntry, Output, Record, Step
+from .pace import Pace
 from .program import ActionStream, Feed, fed_inputs, learning_rate, loss_stage
 from .status import Status
 from .store import Store, allocate, as_array, fill
@@ -32,7 +33,7 @@ Report = Callable[[Record, Mapping[str, np.ndarray]], None]
 
 
 class Executor:
-    """Runs one stage on one rank. `retire` and `audit` as in control.Setup."""
+    """Runs one stage on one rank. `retire`, `audit` and `pace` as in control.Setup."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Executor:
         retire: bool = True,
         audit: bool = False,
         trace: bool = False,
+        pace: Mapping[str, float] | None = None,
     ) -> None:
         assert module.schedule is not None
         self.module, self.stage, self.program, self.store, self.transport = module, stage, program, store, transport
@@ -59,6 +61,7 @@ class Executor:
         self.signatures: dict[str, Signature] = {kind: signature(graph) for kind, graph in self.graphs.items()}
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
         self.rate = learning_rate(module)
+        self.pace = Pace(pace or {}, self.graphs)
         self._retention()
         self._handlers: dict[str, Callable[[Action], None]] = {
             "F": self.forward,
@@ -114,6 +117,7 @@ class Executor:
             self.status.show(action)
             started = time.monotonic()
             self._handlers[action.kind](action)
+            self.pace.keep(action, started)
             if self.events is not None:
                 self.events.append((str(action), started, time.monotonic()))
             if upcoming.retires is not None and self.retire:

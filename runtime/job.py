@@ -50,6 +50,7 @@ from .data import batch_shape, check_batch, check_data
 from .launch import Workers
 from .metrics import Metrics
 from .options import RunOptions, become_rank, in_group, seed_problems, timeout_problems
+from .pace import pace_problems
 from .program import fed_inputs, loss_stage, microbatch_size
 from .trace import write_trace
 
@@ -73,8 +74,11 @@ class Job:
         audit: bool = False,
         retire: bool = True,
         trace: bool = False,
+        pace: Mapping[str, float] | None = None,
+        latency: float = 0.0,
     ) -> None:
-        if problems := timeout_problems(timeout) + ([] if data is None else seed_problems(data.seed)):
+        problems = timeout_problems(timeout) + ([] if data is None else seed_problems(data.seed))
+        if problems := problems + list(pace_problems(pace or {}, latency, timeout)):
             raise UsageError("; ".join(problems))
         self.bundle = bundle
         self.module: Module = bundle.module
@@ -100,7 +104,10 @@ class Job:
         self._busy = self._closed = False
         self.peak_bytes = [0] * bundle.world_size
         self.traces: list[list[tuple[str, float, float]]] = [[] for _ in range(bundle.world_size)]
-        self.workers = Workers(bundle, Setup(str(bundle.path), timeout, data, None if place is None else str(place), audit, retire, trace))
+        setup = Setup(
+            str(bundle.path), timeout, data, None if place is None else str(place), audit, retire, trace, dict(pace or {}), latency
+        )
+        self.workers = Workers(bundle, setup)
 
     # -------------------------------------------------------------------------------------------- training
 
@@ -382,10 +389,15 @@ def open(
     seed: int = 0,
     resume: str | os.PathLike[str] | None = None,
     audit: bool = False,
+    pace: Mapping[str, float] | None = None,
+    latency: float = 0.0,
 ) -> Job:
-    """Check a bundle and start its workers on this machine. `timeout` bounds every wait of one rank for another."""
+    """Check a bundle and start its workers on this machine. `timeout` bounds every wait of one rank for another.
+
+    `pace` and `latency` are for measuring schedules apart from kernels and networks: seconds that a computation of each kind takes at least
+    (F, B with W included, W, U), and seconds from a send until its message arrives. They do not change what is computed."""
     spec = None if data is None else _data_spec(data, shuffle, seed)
-    return Job(open_bundle(path), timeout=timeout, data=spec, resume=resume, audit=audit)
+    return Job(open_bundle(path), timeout=timeout, data=spec, resume=resume, audit=audit, pace=pace, latency=latency)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ A stage on a GPU sends from pinned host memory: the copy is made on torch's curr
 goes to pinned memory, too, and is copied to the GPU when its action comes. So every edge works for every pair of devices; two GPUs of one host
 do not talk directly.
 
+For measurements a transport can have a latency: sends are then started that much later, by a thread per channel, in order, any number of
+them under way at once; computations do not wait for it.
+
 Data between hosts is plain text: gloo's encryption is not part of the torch wheel.
 """
 
@@ -27,6 +30,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -166,13 +170,16 @@ class _Posted:
     works: list[dist.Work]
 
 
+_Works = list[tuple[dist.Work, torch.Tensor]]
+
+
 class _Sender(threading.Thread):
     """Holds the tensors of one channel's sends until the peer has them, in order."""
 
     def __init__(self, timeout: timedelta, failed: list[tuple[Action, RuntimeError]]) -> None:
         super().__init__(name="sender", daemon=True)
         self._timeout, self._failed = timeout, failed
-        self.queue: queue.SimpleQueue[tuple[Action, list[tuple[dist.Work, torch.Tensor]]] | threading.Event] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[Action, _Works] | threading.Event] = queue.SimpleQueue()
         self.start()
 
     def run(self) -> None:
@@ -191,17 +198,51 @@ class _Sender(threading.Thread):
             del item, works
 
 
-class Transport:
-    """The channels of one rank. `rank_of` maps a stage to its rank."""
+class _Link(threading.Thread):
+    """Starts the sends of one channel some time after they were handed over, in order, and gives them to the channel's sender."""
 
-    def __init__(self, rank: int, edges: Sequence[Edge], rank_of: Mapping[int, int], timeout: float, device: torch.device = CPU) -> None:
-        self.device = device
+    def __init__(self, latency: float, sender: _Sender, failed: list[tuple[Action, RuntimeError]]) -> None:
+        super().__init__(name="link", daemon=True)
+        self._latency, self._sender, self._failed = latency, sender, failed
+        self.queue: queue.SimpleQueue[tuple[float, Action, Callable[[], _Works]] | threading.Event] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            item = self.queue.get()
+            if isinstance(item, threading.Event):
+                self._sender.queue.put(item)
+                continue
+            handed, action, start = item
+            time.sleep(max(0.0, handed + self._latency - time.monotonic()))
+            try:
+                self._sender.queue.put((action, start()))
+            except RuntimeError as error:
+                self._failed.append((action, error))
+            # As in the sender: hold no tensors while there is nothing to do.
+            del item, start
+
+
+class Transport:
+    """The channels of one rank. `rank_of` maps a stage to its rank; `latency` is for measurements."""
+
+    def __init__(
+        self,
+        rank: int,
+        edges: Sequence[Edge],
+        rank_of: Mapping[int, int],
+        timeout: float,
+        device: torch.device = CPU,
+        latency: float = 0.0,
+    ) -> None:
+        self.device, self._latency = device, latency
         self.rank, self.rank_of, self.seconds = rank, dict(rank_of), timeout
         self._timeout = time_span(timeout)
         self._edges = {(edge.src, edge.dst, edge.phase): edge for edge in edges}
         self._width = max((len(edge.values) for edge in edges), default=1)
         self._posted: dict[tuple[int, int, str], dict[int, _Posted]] = {}
         self._senders: dict[tuple[int, int, str], _Sender] = {}
+        self._links: dict[tuple[int, int, str], _Link] = {}
         self._failed: list[tuple[Action, RuntimeError]] = []
 
     def edge_of(self, action: Action) -> Edge:
@@ -216,15 +257,20 @@ class Transport:
     def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
         """Start a send; it goes on in the background."""
         self.check()
-        edge, works = self.edge_of(action), []
-        for index, value in enumerate(edge.values):
-            tensor = self._on_host(tensors[value.name].contiguous())
-            if tensor.numel():
-                works.append((self._start(dist.isend, tensor, action, self._tag(edge, action.mb, index)), tensor))
+        edge = self.edge_of(action)
         key = (edge.src, edge.dst, edge.phase)
         if key not in self._senders:
             self._senders[key] = _Sender(self._timeout, self._failed)
-        self._senders[key].queue.put((action, works))
+            if self._latency:
+                self._links[key] = _Link(self._latency, self._senders[key], self._failed)
+        values = [self._on_host(tensors[value.name].contiguous()) for value in edge.values]
+        if self._latency:
+            self._links[key].queue.put((time.monotonic(), action, lambda: self._start_send(action, edge, values)))
+            return
+        try:
+            self._senders[key].queue.put((action, self._start_send(action, edge, values)))
+        except RuntimeError as error:
+            raise self._lost(action, error) from error
 
     def post(self, action: Action) -> bool:
         """Post a receive ahead of its action, unless its channel has enough of them under way."""
@@ -268,8 +314,8 @@ class Transport:
     def flush(self) -> None:
         """Wait until the peers have everything that was sent."""
         done = [threading.Event() for _ in self._senders]
-        for sender, event in zip(self._senders.values(), done, strict=True):
-            sender.queue.put(event)
+        for key, event in zip(self._senders, done, strict=True):
+            (self._links[key] if self._latency else self._senders[key]).queue.put(event)
         for event in done:
             event.wait()  # bounded: each wait of the sender's thread is
         self.check()
@@ -280,21 +326,21 @@ class Transport:
             action, error = self._failed[0]
             raise self._lost(action, error) from error
 
+    def _start_send(self, action: Action, edge: Edge, tensors: Sequence[torch.Tensor]) -> _Works:
+        peer = self.rank_of[edge.dst]
+        tags = (self._tag(edge, action.mb, index) for index in range(len(tensors)))
+        return [(dist.isend(x, peer, tag=tag), x) for x, tag in zip(tensors, tags, strict=True) if x.numel()]  # type: ignore[misc]
+
     def _post(self, action: Action, edge: Edge, posted: dict[int, _Posted]) -> None:
         tensors = {value.name: self._host_tensor(value.type) for value in edge.values}
-        works = [
-            self._start(dist.irecv, tensor, action, self._tag(edge, action.mb, index))
-            for index, tensor in enumerate(tensors.values())
-            if tensor.numel()
-        ]
-        posted[action.mb] = _Posted(tensors, works)
-
-    def _start(self, verb, tensor: torch.Tensor, action: Action, tag: int) -> dist.Work:  # type: ignore[no-untyped-def]
-        assert action.peer is not None
-        try:
-            return verb(tensor, self.rank_of[action.peer], tag=tag)  # type: ignore[no-any-return]
-        except RuntimeError as error:
-            raise self._lost(action, error) from error
+        peer, works = self.rank_of[edge.src], []
+        for index, tensor in enumerate(tensors.values()):
+            if tensor.numel():
+                try:
+                    works.append(dist.irecv(tensor, peer, tag=self._tag(edge, action.mb, index)))
+                except RuntimeError as error:
+                    raise self._lost(action, error) from error
+        posted[action.mb] = _Posted(tensors, works)  # type: ignore[arg-type]
 
     def _tag(self, edge: Edge, mb: int, index: int) -> int:
         return _FIRST_TAG + len(PHASES) * (mb % _MICROBATCHES * self._width + index) + PHASES.index(edge.phase)

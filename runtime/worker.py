@@ -98,7 +98,7 @@ class Worker:
         )
         self.store = self._load_store(program.device)
         ranks = {r.stage: r.rank for r in bundle.manifest.ranks}
-        self.transport = Transport(rank, self.module.edges, ranks, setup.timeout, program.device)
+        self.transport = Transport(rank, self.module.edges, ranks, setup.timeout, program.device, setup.latency)
         self.executor = Executor(
             self.module,
             self.stage,
@@ -110,6 +110,7 @@ class Worker:
             retire=setup.retire,
             audit=setup.audit,
             trace=setup.trace,
+            pace=setup.pace,
         )
         status.show(None)
 

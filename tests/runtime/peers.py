@@ -38,9 +38,13 @@ def same(found, expected):
     return found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
 
 
-def exchange(rank, group):
+def slow_exchange(rank, group):
+    exchange(rank, group, latency=0.05)
+
+
+def exchange(rank, group, latency=0.0):
     """Both phases at once, receives posted early and taken late, in orders that would mix up without tags."""
-    transport = Transport(rank, EDGES, {0: 0, 1: 1}, 10)
+    transport = Transport(rank, EDGES, {0: 0, 1: 1}, 10, latency=latency)
     microbatches = [0, 1, 2, 4095, 4096, 4097, 8192]
     if rank == 0:
         for mb in microbatches:
@@ -146,7 +150,7 @@ def main(scenario, rank, port):
     os._exit(0)
 
 
-SCENARIOS = {f.__name__: f for f in (exchange, raw_tags, agree, silent, deaf, gone, absent)}
+SCENARIOS = {f.__name__: f for f in (exchange, slow_exchange, raw_tags, agree, silent, deaf, gone, absent)}
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
