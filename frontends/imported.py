@@ -15,9 +15,6 @@ from .hints import Hints
 if TYPE_CHECKING:
     from .onnx.structure import Structure
 
-# The origin of the note of a module that is trained without its running statistics.
-STALE = "statistics"
-
 
 @dataclass(frozen=True)
 class State:
@@ -32,7 +29,7 @@ class Imported:
     """A model as read: `weights` holds the elements of each variable by its name and is read-only; `source_hash` is taken over all that was
     read; `report` says what was folded, frozen and left out; `names` gives the source's name of everything that had to be spelled otherwise;
     `bound` holds the elements of inputs that were bound to values; `structure` is an ONNX file without the elements of the variables;
-    `state` is the state dict of a torch module; `stale` are buffers in it that training should move, and does not; `hints` is where the model says its nodes should run."""
+    `state` is the state dict of a torch module; `hints` is where the model says its nodes should run."""
 
     module: Module
     weights: dict[str, np.ndarray]
@@ -42,7 +39,6 @@ class Imported:
     bound: Mapping[str, object] = field(default_factory=dict)
     structure: Structure | None = None
     state: State | None = None
-    stale: tuple[str, ...] = ()
     hints: Hints = field(default_factory=Hints)
 
 
@@ -51,14 +47,6 @@ def counted(variables: Collection[Var]) -> str:
     roles = {PARAM: "parameters", BUFFER: "buffers"}
     sizes = {role: [v.type.size for v in variables if v.role == role] for role in roles}
     return ", ".join(f"{len(sizes[role])} {what} with {sum(sizes[role])} elements" for role, what in roles.items())
-
-
-def told_stale(names: Sequence[str]) -> str:
-    """What follows from buffers that forward changes and training here does not."""
-    return (
-        f"running statistics that training does not move: {some(names)}. They stay as they are, and are not those of trained weights: evaluate in "
-        "training mode, or recompute them from data after loading"
-    )
 
 
 def told_renames(names: Mapping[str, str]) -> list[str]:

@@ -219,7 +219,7 @@ def attach_loss(module: Module, training: Training, renamed: Mapping[str, str] |
         main, labels, op = _added_loss(main, training.loss)
         loss, inputs, ops = op.outs[0], (*main.ins, labels), [*main.ops, op]
     live = [op.with_attrs(seed=training.seed) if op.kind == "random_key" else op for op in live_ops(ops, (loss,))]
-    read = {op.var for op in live if op.kind == "read"}
+    read = {op.var for op in live if op.kind in ("read", "write")}
     graph = Graph("main", inputs, (loss,), tuple(live))
     variables = {name: var for name, var in module.vars.items() if name in read}
     halves = [f"@{name}" for name, var in variables.items() if var.role == PARAM and var.type.dtype == "f16"]

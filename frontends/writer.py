@@ -59,6 +59,8 @@ class Program:
     drawn: int = 0
     # Constants of integers, also reshaped, cut or cast: where they are indices they must lie inside.
     indices: dict[Value, np.ndarray] = field(default_factory=dict)
+    # Variables that every microbatch changes, and what they become.
+    moved: dict[str, Value] = field(default_factory=dict)
 
     def type_of(self, array: np.ndarray) -> TensorType:
         try:
@@ -129,9 +131,10 @@ class Program:
 
     def module(self, name: str, inputs: Sequence[Value], outputs: Iterable[tuple[str, Value]]) -> Module:
         """The program as a module of one graph `main`, without what no output depends on. Each output gets the name that stands beside it."""
+        self.ops = _with_writes(self.ops, self.moved)
         outs = self._bind(inputs, outputs)
         ops = live_ops(self.ops, outs)
-        used = {op.var: self.vars[op.var] for op in ops if op.kind == "read"}
+        used = {op.var: self.vars[op.var] for op in ops if op.kind in ("read", "write")}
         if self.counter is not None and any(self.counter in op.ins for op in ops):
             inputs = (*inputs, self.counter)
         main = Graph("main", tuple(inputs), tuple(outs), tuple(ops))
@@ -163,6 +166,41 @@ class Program:
         ops = [Op(op.kind, substitute(op.ins, renamed), substitute(op.outs, renamed), op.attrs, op.loc) for op in self.ops]
         self.ops = [*ops, *passed]
         return outs
+
+
+def _with_writes(ops: Sequence[Op], moved: Mapping[str, Value]) -> list[Op]:
+    """The operations with writes of what variables become. Each is read as late and written as early as can be, so that stages may begin in
+    many places without coming between the two, and is read before it is written."""
+    waiting = {op.outs[0]: op for op in ops if op.kind == "read" and op.var in moved}
+    old = {op.var: value for value, op in waiting.items()}
+    becomes: dict[Value, list[str]] = {}
+    for name, value in moved.items():
+        becomes.setdefault(value, []).append(name)
+    done: list[Op] = []
+
+    def place(op: Op) -> None:
+        for value in op.ins:
+            if value in waiting:
+                place(waiting.pop(value))
+        done.append(op)
+        for value in op.outs:
+            write(value, op.loc)
+
+    def write(value: Value, loc: str) -> None:
+        for name in becomes.pop(value, ()):
+            if name in old and old[name] in waiting:
+                place(waiting.pop(old[name]))
+            done.append(Op("write", (value,), (), {"var": name}, loc))
+
+    made = {value for op in ops for value in op.outs}
+    for value in [value for value in becomes if value not in made]:
+        write(value, "")
+    for op in ops:
+        if op.kind != "read" or op.var not in moved:
+            place(op)
+    while waiting:
+        place(waiting.pop(next(iter(waiting))))
+    return done
 
 
 class Writer:
@@ -204,6 +242,10 @@ class Writer:
         self._program.drawn += 1
         return self.emit("random_key", self._program.microbatch(), number=self._program.drawn - 1)
 
+    def move(self, variable: str, value: Value) -> None:
+        """What a variable becomes with every microbatch."""
+        self._program.moved[variable] = value
+
     def require_inside(self, indices: Value, size: int) -> None:
         """Refuse indices, where they are known, outside of a dimension of that size; negative ones count from the end. Kernels do not look."""
         known = self._program.indices.get(indices)
@@ -233,12 +275,14 @@ class Writer:
                 self._program.weights.pop(op.var, None)
             for value in op.outs:
                 self._program.indices.pop(value, None)
+        self._program.moved = {name: value for name, value in self._program.moved.items() if not any(value in op.outs for op in gone)}
         del self._program.ops[self._first :]
         return {op.outs[0] for op in gone}
 
     def rename(self, table: Mapping[Value, Value]) -> None:
         """Give values that were written here other names."""
         if table:
+            self._program.moved = {name: table.get(value, value) for name, value in self._program.moved.items()}
             self._program.ops[self._first :] = [
                 Op(op.kind, tuple(table.get(v, v) for v in op.ins), tuple(table.get(v, v) for v in op.outs), op.attrs, op.loc)
                 for op in self.written()

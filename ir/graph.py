@@ -220,11 +220,16 @@ def slot_of(op: Op) -> Slot | None:
     return None
 
 
+def written_vars(graph: Graph) -> set[str]:
+    """The variables that a graph makes new values of. In a forward graph these are buffers that move with every microbatch."""
+    return {op.var for op in graph.ops if op.kind == "write"}
+
+
 def stepped_vars(module: Module) -> set[str]:
     """Variables that have versions: updates write them, and forward or backward read them. What nobody writes is version 0 for ever."""
     updates = [graph for name, graph in module.graphs.items() if name == "U" or name.endswith(".U")]
     others = [graph for name, graph in module.graphs.items() if graph not in updates]
-    written = {op.var for graph in updates for op in graph.ops if op.kind == "write"}
+    written = {name for graph in updates for name in written_vars(graph)}
     return written & {op.var for graph in others for op in graph.ops if op.kind == "read"}
 
 

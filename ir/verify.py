@@ -6,7 +6,7 @@ the rest would be consequences. Graph facts are checked in this file, schedule f
 ir/verify_messages.py.
 
     typed           single assignment, operand and result types by the op table, equal names in different graphs have equal types
-    differentiated  backward takes what forward saves; forward only reads, backward accumulates gradients, update takes and writes
+    differentiated  backward takes what forward saves; forward reads, and writes buffers it alone touches; backward accumulates gradients, update takes and writes
     staged          every operation and every variable on exactly one stage, or replicated; every graph input has one provider
     fused           operations that share a kernel can run as one
     scheduled       who computes what when: complete, each microbatch once, updates between batches, no deadlock
@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from .graph import GRAD, PARAM, ROLES, STATE, Graph, Module, Op, Value
+from .graph import BUFFER, GRAD, PARAM, ROLES, STATE, TABLE, Graph, Module, Op, Value, written_vars
 from .ops import infer_op
 from .problems import LIMIT, Problem, op_window, to_error
 from .schedule import COMPUTE, PHASES, TAKERS
@@ -169,13 +169,14 @@ def _check_saved(stage: int | None, family: dict[str, Graph]) -> Iterator[Proble
 
 def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem]:
     allowed: dict[str, dict[str, tuple[str, ...]]] = {
-        "F": {"read": (PARAM, STATE, "buffer", "table")},
-        "B": {"read": (PARAM, STATE, "buffer", "table")} | ({} if "W" in family else {"accum": (GRAD,)}),
-        "W": {"read": (PARAM, STATE, "buffer", "table"), "accum": (GRAD,)},
+        "F": {"read": (PARAM, STATE, BUFFER, TABLE), "write": (BUFFER,)},
+        "B": {"read": (PARAM, STATE, BUFFER, TABLE)} | ({} if "W" in family else {"accum": (GRAD,)}),
+        "W": {"read": (PARAM, STATE, BUFFER, TABLE), "accum": (GRAD,)},
         "P": {"take": (GRAD,)},
         "N": {"read": (GRAD,), "accum": (GRAD,)},
-        "U": {"read": (PARAM, STATE, "buffer", "table"), "take": (GRAD,), "write": (PARAM, STATE)},
+        "U": {"read": (PARAM, STATE, BUFFER, TABLE), "take": (GRAD,), "write": (PARAM, STATE)},
     }
+    moving = _vars(family.get("F"), "write")
     for kind, graph in family.items():
         done: dict[str, str] = {}
         for i, op in enumerate(graph.ops):
@@ -188,6 +189,9 @@ def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem
                 yield Problem(_op_place(graph, i), f"@{op.var} is a {role}, expected {' or '.join(roles)}", op_window(graph, i))
             elif op.kind in ("read", "write", "take") and op.var in done:
                 yield Problem(_op_place(graph, i), f"@{op.var} was already changed by {done[op.var]} above", op_window(graph, i))
+            elif kind != "F" and op.var in moving:
+                what = f"{op.kind}s @{op.var}, which forward changes with every microbatch; expected forward alone to touch it"
+                yield Problem(_op_place(graph, i), what, op_window(graph, i))
             if op.kind in ("write", "take"):
                 done[op.var] = op.kind
 
@@ -364,6 +368,7 @@ def _behind(update: Graph, var: str) -> set[str]:
 def _check_places(module: Module) -> Iterator[Problem]:
     """Every variable is used by exactly one stage, the one it names, or names none and is replicated."""
     users: dict[str, set[int]] = {name: set() for name in module.vars}
+    moving = {name: s.index for s in module.stages if (graph := module.stage_graph(s.index, "F")) for name in written_vars(graph)}
     for stage in module.stages:
         for kind in COMPUTE:
             graph = module.stage_graph(stage.index, kind)
@@ -376,6 +381,9 @@ def _check_places(module: Module) -> Iterator[Problem]:
         elif var.stage is not None and users[name] != {var.stage}:
             where = " and ".join(f"stage {s}" for s in sorted(users[name]))
             yield Problem(f"@{name}", f"is on stage {var.stage}, but used by {where}", hint="a variable without a stage is replicated")
+        elif name in moving and len(users[name]) > 1:
+            where = " and ".join(f"stage {s}" for s in sorted(users[name]))
+            yield Problem(f"@{name}", f"is changed by the forward of stage {moving[name]}, but used by {where}; expected one stage")
 
 
 def _check_owners(module: Module) -> Iterator[Problem]:

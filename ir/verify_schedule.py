@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .graph import Module, Value, stepped_vars
+from .graph import Module, Value, stepped_vars, written_vars
 from .memory import measure_memory
 from .problems import Problem, op_window, step_window
 from .schedule import COMPUTE, PER_BATCH, PHASES, SENDS, TAKERS, VERSIONED, Action, Schedule
@@ -124,8 +124,22 @@ def check_scheduled(module: Module) -> Iterator[Problem]:
 
 def _check_order(module: Module, run: Run) -> Iterator[Problem]:
     kinds = {s.index: {k for k in COMPUTE if module.stage_graph(s.index, k)} for s in module.stages}
+    moving = {s.index: min(names) for s in module.stages if (graph := module.stage_graph(s.index, "F")) and (names := written_vars(graph))}
     for rank, actions in run.programs.items():
         yield from _check_rank(run, rank, actions, kinds)
+        yield from _check_forward_order(run, rank, actions, moving)
+
+
+def _check_forward_order(run: Run, rank: int, actions: list[Action], moving: Mapping[int, str]) -> Iterator[Problem]:
+    """Forwards that change a variable run in the order of microbatches, so that its values depend on no schedule. `moving` has one of each stage."""
+    last: dict[int, int] = {}
+    for step, a in enumerate(actions):
+        if a.kind == "F" and a.stage in moving:
+            if a.mb < last.get(a.stage, a.mb):
+                what = f"comes after microbatch {last[a.stage]}; @{moving[a.stage]}, which every forward changes, needs them in order"
+                yield run.problem(rank, step, what)
+                return
+            last[a.stage] = a.mb
 
 
 def _written(module: Module, stage: int) -> list[str]:

@@ -18,6 +18,9 @@ that F read), and layout changes, which cost nothing where they are read:
     operation is repeated;
   * a result that is only turned (result of attention, say) is saved as it is turned in the end, which is how a kernel stores it, and turned back in B.
 
+Buffers that main writes (running statistics) stay in F: they move once per microbatch, no gradient passes through what they become, and what
+depends on them is saved, because they have moved on when B runs.
+
 Known limits: first derivatives only; one loss; a parameter is read, never written, by main. Integers and booleans carry no gradient.
 A float path from a parameter to the loss through floor, sign or argmax is an error, as is an operation without a rule.
 """
@@ -28,7 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..ir.errors import UnsupportedModel, UsageError
-from ..ir.graph import GRAD, PARAM, Attr, Graph, Module, Namer, Op, Value, Var
+from ..ir.graph import GRAD, PARAM, Attr, Graph, Module, Namer, Op, Value, Var, written_vars
 from ..ir.ops import OPS, infer_op, ints, make
 from ..ir.types import FLOATS
 from .vjp import FLAT, STOPS, VJP, sum_to
@@ -83,10 +86,11 @@ def _loss_of(module: Module, main: Graph) -> Value:
 
 
 def depends_on_state_only(graph: Graph) -> set[Value]:
-    """Values that depend on constants and variables, but on no input."""
+    """Values that depend on constants and variables, but on no input and on nothing that the graph itself changes."""
     found: set[Value] = set()
+    moving = written_vars(graph)
     for op in graph.ops:
-        if op.kind == "read" or (not OPS[op.kind].effect and found.issuperset(op.ins)):
+        if (op.kind == "read" and op.var not in moving) or (not OPS[op.kind].effect and found.issuperset(op.ins)):
             found.update(op.outs)
     return found
 

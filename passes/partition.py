@@ -13,7 +13,8 @@ Operation time is the roofline max(flops / rate, bytes / bandwidth). A parameter
 spread over the `microbatches` of a batch, so that cuts keep such operations together where it costs too much.
 Backward operations follow the forward operation they belong to; sums of gradients run on the lowest stage among their operands, so that
 one tensor travels instead of several; updates run where the parameter lives. Operations that depend on constants only are not annotated:
-every stage that needs them computes them.
+every stage that needs them computes them. A variable that F changes (a running statistic) is on one stage: no cut lies between the operations that
+read it and the one that writes it.
 
 Known limits: contiguous in the order of the graph, no memory term (the verifier compares predicted peaks with the devices), no replicas.
 """
@@ -29,7 +30,7 @@ import numpy.typing as npt
 
 from ..ir.cluster import Cluster, Device
 from ..ir.errors import UsageError
-from ..ir.graph import GRAD, PARAM, STATE, Graph, Module, Op, Stage, Value, Var
+from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Module, Op, Stage, Value, Var, written_vars
 from ..ir.ops import OPS, cost_of
 
 Array = npt.NDArray[np.float64]
@@ -79,10 +80,10 @@ def forward_graph(module: Module) -> Graph:
 
 
 def chain_of(module: Module) -> list[Op]:
-    """The operations that stages are cut from: all of the forward graph that depend on an input."""
+    """The operations that stages are cut from: all of the forward graph that depend on an input, or on a variable that it changes."""
     forward = forward_graph(module)
     anywhere = replicable(forward)
-    return [op for op in forward.ops if not anywhere.issuperset(op.outs)]
+    return [op for op in forward.ops if op.kind == "write" or not anywhere.issuperset(op.outs)]
 
 
 def positions_of(chain: Sequence[Op]) -> dict[str, int]:
@@ -91,12 +92,14 @@ def positions_of(chain: Sequence[Op]) -> dict[str, int]:
 
 
 def replicable(graph: Graph) -> set[Value]:
-    """Values that depend on constants and buffers only, and the reads themselves: every stage that wants them computes them."""
+    """Values that depend on constants and buffers only, and the reads themselves: every stage that wants them computes them. Not what the graph
+    changes, of which there is one, on one stage."""
     found: set[Value] = set()
+    moving = written_vars(graph)
     for op in graph.ops:
         row = OPS[op.kind]
         constant = not row.effect and found.issuperset(op.ins)
-        if constant or op.kind == "read":
+        if constant or (op.kind == "read" and op.var not in moving):
             found.update(op.outs)
     return found
 
@@ -158,7 +161,7 @@ def _params_used(module: Module, graph: Graph, anywhere: set[Value]) -> dict[Val
     """For values that any stage can compute: the parameters they are computed from, such as the transpose of a weight."""
     found: dict[Value, frozenset[str]] = {}
     for op in graph.ops:
-        if anywhere.issuperset(op.outs):
+        if op.outs and anywhere.issuperset(op.outs):
             used = [found[v] for v in op.ins]
             if op.kind == "read" and module.vars[op.var].role == PARAM:
                 used.append(frozenset((op.var,)))
@@ -190,6 +193,8 @@ def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str]) -> list[int]:
     if only_at:
         position = _known_positions(costs.chain, only_at)
         allowed[[position[name] for name in only_at]] = True
+    for first, last in _spans(costs.chain).values():
+        allowed[first + 1 : last + 1] = False
     best = costs.before[0].copy()
     best[0] = np.inf
     choices: list[npt.NDArray[np.int64]] = []
@@ -210,13 +215,26 @@ def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str]) -> list[int]:
     return [0, *reversed(cuts[1:])]
 
 
+def _spans(chain: Sequence[Op]) -> dict[str, tuple[int, int]]:
+    """The first and the last operation that touch each variable that the forward graph changes: no stage may start between the two."""
+    found: dict[str, tuple[int, int]] = {}
+    moving = {op.var for op in chain if op.kind == "write"}
+    for i, op in enumerate(chain):
+        if OPS[op.kind].effect and op.var in moving:
+            found[op.var] = (found.get(op.var, (i, i))[0], i)
+    return found
+
+
 def _given_cuts(costs: _Costs, split_at: Sequence[str]) -> list[int]:
     position = _known_positions(costs.chain, split_at)
-    problems, starts = [], {0: "the first operation of the model"}
+    problems, starts, spans = [], {0: "the first operation of the model"}, _spans(costs.chain)
     for name in split_at:
         cut = position[name]
         if cut in starts:
             problems.append(f"{name!r} names the same operation as {starts[cut]}")
+        apart = [variable for variable, (first, last) in spans.items() if first < cut <= last]
+        if apart:
+            problems.append(f"before {name!r} @{apart[0]} is read, and behind it written: it can be on one stage only")
         starts.setdefault(cut, repr(name))
     if problems:
         raise UsageError("cannot split there:" + "".join(f"\n  - {p}" for p in problems))
@@ -245,7 +263,8 @@ def _annotate(module: Module, stage_of: Mapping[int, int], devices: Sequence[Dev
     tied = {name: stages for name, stages in readers.items() if len(stages) > 1}
     graphs[forward.name] = _with_stages(forward, stage_of)
     by_name = {v.name: stage_of[id(op)] for op in forward.ops if id(op) in stage_of for v in op.outs}
-    vars = _place_vars(module, readers)
+    moving = {op.var: {stage_of[id(op)]} for op in forward.ops if op.kind == "write"}
+    vars = _place_vars(module, readers | moving)
     if "B" in module.graphs:
         again = {v for op in forward.ops for v in op.outs}
         graphs["B"] = _with_stages(module.graphs["B"], _backward_stages(module.graphs["B"], by_name, vars, again))
@@ -271,7 +290,7 @@ def _annotate(module: Module, stage_of: Mapping[int, int], devices: Sequence[Dev
 
 
 def _name(op: Op) -> str:
-    return op.loc or f"%{op.outs[0].name}"
+    return op.loc or (f"%{op.outs[0].name}" if op.outs else f"@{op.var}")
 
 
 def _with_stages(graph: Graph, stage_of: Mapping[int, int]) -> Graph:
@@ -291,12 +310,12 @@ def _reading_stages(forward: Graph, stage_of: Mapping[int, int], params: Mapping
 
 
 def _place_vars(module: Module, readers: Mapping[str, set[int]]) -> dict[str, Var]:
-    """Parameters live where they are read; gradients and optimiser state, named after them, live with them. The rest is replicated, also
-    what several stages read."""
+    """Parameters live where they are read, and what the forward graph changes where it does; gradients and optimiser state, named after them, live
+    with them. The rest is replicated, also what several stages read."""
     home = {name: min(stages) for name, stages in readers.items() if len(stages) == 1}
     vars: dict[str, Var] = {}
     for var in module.vars.values():
-        owner = var.name if var.role == PARAM else _owner(var)
+        owner = var.name if var.role in (PARAM, BUFFER) else _owner(var)
         vars[var.name] = replace(var, stage=home[owner]) if owner in home else var
     return vars
 

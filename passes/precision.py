@@ -77,6 +77,18 @@ def precision(module: Module, options: PrecisionOptions) -> Module:
     return module.with_graph(graph).noted("precision", note)
 
 
+def _written_only(graph: Graph) -> set[Value]:
+    """Values of which nothing but variables is made: what running statistics become, which adds up over many steps."""
+    others = {*graph.outs, *graph.saved}
+    found: set[Value] = set()
+    for op in reversed(graph.ops):
+        if op.outs and others.isdisjoint(op.outs):
+            found.update(op.outs)
+        elif op.outs:
+            others.update(op.ins)
+    return found
+
+
 class _Lowering:
     """One walk over the graph. Of each f32 value there is a wide form, a low one, or both; `rounded` are those whose own form is low."""
 
@@ -91,6 +103,7 @@ class _Lowering:
         self.active: set[Value] = set(graph.ins)
         self.outs = set(graph.outs)
         self.makers = graph.producers()
+        self.kept = _written_only(graph)
         self.lowered = 0
 
     def run(self) -> Graph:
@@ -105,8 +118,9 @@ class _Lowering:
 
     def _place(self, op: Op) -> None:
         floats = [v for v in op.ins if v.type.dtype == _WIDE]
-        if not floats or OPS[op.kind].effect:
-            self.ops.append(op)
+        if OPS[op.kind].effect or not floats or self.kept.issuperset(op.outs):
+            ins = tuple(self._wide(v, op.loc) if v.type.dtype == _WIDE else v for v in op.ins)
+            self.ops.append(op if ins == op.ins else Op(op.kind, ins, op.outs, op.attrs, op.loc))
         elif (op.kind in _PRODUCTS and (op.kind != "matmul" or not self.active.isdisjoint(op.ins))) or self._follows(op, floats):
             self._emit_low(op)
         else:

@@ -18,6 +18,7 @@ import torch
 from ..backends.interface import StageProgram
 from ..ir.errors import VerifyError
 from ..ir.graph import MICROBATCH, Graph, Module, Signature, Value, signature
+from ..ir.ops import OPS
 from ..ir.schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action
 from .control import LogEntry, Output, Record, Step
 from .pace import Pace
@@ -95,6 +96,7 @@ class Executor:
         self._losses: dict[int, list[float]] = {}
         kinds = {action.kind for action in self.schedule.ranks[self.stage].batch}
         self._updates, self._drops = "U" in kinds, "D" in kinds
+        self._changes = any(OPS[op.kind].effect and op.kind != "read" for graph in self.graphs.values() for op in graph.ops)
         self._held = False
         self._last_kind = next(kind for kind in ("W", "B", "F") if kind in kinds)
 
@@ -103,7 +105,7 @@ class Executor:
     def run(self, first: int, feed: Feed) -> None:
         """Work through the batches of a feed, from an empty pipeline to an empty pipeline."""
         self.feed = feed
-        if not self._held and not self._updates:
+        if not self._held and not self._changes:
             # Variables keep their values as long as the job runs.
             for kind, graph in self.graphs.items():
                 self.program.hold(graph.name, [self.store.buffer(slot, None) for slot in self.signatures[kind].slots])

@@ -42,3 +42,9 @@ def batch_statistics(w: Writer, x: Value) -> tuple[Value, Value, Value]:
     mean = w.emit("mean", x, axes=axes)
     centred = w.emit("sub", x, per_channel(w, x, mean))
     return mean, w.emit("mean", w.emit("mul", centred, centred), axes=axes), centred
+
+
+def moved(w: Writer, running: Value, new: Value, momentum: float) -> Value:
+    """A running statistic with `momentum` of the newest batch in it, in its own element type."""
+    new = new if new.type == running.type else w.emit("cast", new, dtype=running.type.dtype)
+    return new if momentum == 1.0 else w.emit("add", w.emit("mul", running, 1.0 - momentum), w.emit("mul", new, momentum))

@@ -9,7 +9,7 @@ from penstock.ir.graph import Value
 
 from ..formulas.elementwise import power, root
 from ..formulas.layout import axis_of, expand, reshape
-from ..formulas.norms import grouped_norm, rms_norm, scaled
+from ..formulas.norms import batch_statistics, grouped_norm, moved, per_channel, rms_norm, scaled
 from ..formulas.products import product, scaled_sum
 from ..formulas.windows import Window, reach, transposed_sizes, window
 from .node import Node, Result, Rule
@@ -128,12 +128,30 @@ def _rms_norm(n: Node) -> Result:
     return n.emit("mul", y, n.value(1))
 
 
-def _batch_norm(n: Node) -> Result:
+def _batch_norm(n: Node) -> Result | list[Result]:
+    if n.int_attr("training_mode"):
+        return _batch_norm_training(n)
     n.ignore("momentum")  # of the running statistics, which do not run here
-    n.require(not n.int_attr("training_mode"), "training_mode is on; export the model for inference")
     n.only_first_output()
     statistics = n.statistic(3), n.statistic(4)
     return n.emit("batch_norm", n.value(0), n.value(1), n.value(2), *statistics, eps=n.float_attr("epsilon", 1e-5))
+
+
+def _batch_norm_training(n: Node) -> list[Result]:
+    """With the statistics of the batch; the running ones become, in training, what results 1 and 2 are. Here ONNX's variance is the biased one."""
+    x, scale, bias = n.value(0), n.value(1), n.value(2)
+    mean, variance, centred = batch_statistics(n, x)
+    rstd = n.emit("rsqrt", n.emit("add", variance, n.float_attr("epsilon", 1e-5)))
+    y = scaled(n, n.emit("mul", centred, per_channel(n, x, rstd)), scale, bias)
+    momentum = 1.0 - n.float_attr("momentum", 0.9)  # the share of the old there, of the new here
+    results: list[Result] = [y]
+    for i, new in ((3, mean), (4, variance)):
+        running, variable = n.moving_statistic(i)
+        found = moved(n, running, new, momentum)
+        if variable is not None:
+            n.move(variable, found)
+        results.append(found)
+    return results
 
 
 def _instance_norm(n: Node) -> Result:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 
-from penstock.ir.graph import PARAM, Value
+from penstock.ir.graph import BUFFER, PARAM, Value
 from penstock.ir.types import TensorType
 
 from ..names import legal
@@ -49,6 +49,15 @@ class Builder(Program):
                 self._values[tensor.name] = self.constant(name, tensor.array, tensor.name)
             self._standing.add(self._values[tensor.name])
         return self._values[tensor.name]
+
+    def moving(self, tensor: Known | Weight) -> tuple[Value, str]:
+        """A stored tensor as a buffer that forward changes: a variable however small it is."""
+        if tensor.name in self._values:
+            raise Refused(f"{tensor.name} is used elsewhere, too, and would have to be moved in training")
+        array = self.source.array(tensor.tensor) if isinstance(tensor, Weight) else tensor.array
+        value = self._values[tensor.name] = self.variable(self.names[tensor.name], self.type_of(array), BUFFER, array)
+        self._standing.add(value)
+        return value, value.name
 
     def stands_for_tensor(self, value: Value) -> bool:
         """Whether a value stands for a known tensor or a weight: then it keeps its name."""
@@ -187,6 +196,13 @@ class Node(Writer):
             self.scope.replace(self.proto.input[i], tensor)
             self.operands[i] = tensor
         return self._builder.value_of(tensor) if isinstance(tensor, Known) else self.value(i)
+
+    def moving_statistic(self, i: int) -> tuple[Value, str | None]:
+        """A statistic that this node moves, and its variable; None where it is computed, or given to the model."""
+        tensor = self.tensor(i)
+        if not isinstance(tensor, Weight | Known):
+            return self.value(i), None
+        return self._builder.moving(tensor)
 
     def add_operand(self, i: int, array: np.ndarray) -> None:
         """Give operand i, which the node as written does not have."""

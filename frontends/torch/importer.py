@@ -8,7 +8,7 @@ Variables have their names of the state dict, the first of them where several ar
 by torch. Parameters and buffers that no output depends on are left out.
 
 Sizes are numbers. Arguments of forward that are numbers, strings or None have the values of the examples; outputs that are None are left out.
-Buffers that forward changes (running statistics in training) are not changed here: that is a warning, and refused where outputs depend on one.
+Buffers that forward changes (running statistics in training) are variables that main reads and then writes (frontends/moving.py).
 
 All calls that cannot be imported are listed by one UnsupportedModel.
 """
@@ -30,7 +30,7 @@ from penstock.ir.graph import BUFFER, Value, Var
 from penstock.ir.text import print_module
 from penstock.ir.types import TensorType
 
-from ..imported import Imported, State, counted, some, told_renames, told_stale
+from ..imported import Imported, State, counted, some, told_renames
 from ..names import Names, legal
 from ..writer import Lost, Refused
 from .arrays import array_of, has_dtype, our_dtype
@@ -98,9 +98,11 @@ class _Importer:
         self.stopped: list[str] = []
         self.tied: list[str] = []
         self.dropped: list[str] = []
-        self.stale: list[str] = []
         self.stored: dict[str, list[str]] = {}
-        self.moving = {str(s.target) for s in signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION}
+        # Buffers that forward changes, and the values that read them.
+        self.moving: dict[str, Value | Lost] = {
+            str(s.target): Lost(None) for s in signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION
+        }
 
     def _is_input(self, name: str) -> bool:
         return name in self.specs and self.specs[name].kind == InputKind.USER_INPUT
@@ -146,9 +148,9 @@ class _Importer:
             if len(same) > 1 and same[0] not in self.tied:
                 self.tied.append(same[0])
             self.builder.env[node] = seen[key]
-            if target in self.moving:  # never computed with at import: whether an output depends on it shows in the end
-                self.builder.env[node] = self.builder.variable(names[target], type_of(tensor), BUFFER, array_of(tensor))
-                self.moving.add(names[target])
+            if target in self.moving:  # never computed with at import
+                self.moving[target] = self.builder.variable(seen[key].name, type_of(tensor), BUFFER, array_of(tensor))
+                self.builder.env[node] = self.moving[target]
         self._overlaps(list(seen.values()))
         if frozen is not None and not hits:
             raise UsageError(f"frozen {frozen.pattern!r} matches no name of the state dict", where=self.where)
@@ -193,10 +195,6 @@ class _Importer:
             raise complain(self.where, self.problems)
         module = self.builder.module(self.where, self.inputs, self._spell(named))
         variables = module.vars
-        state = [name for name in variables if name in self.moving]
-        if state:
-            text = "forward changes this buffer and its outputs depend on it: state from call to call is not supported"
-            raise complain(self.where, [f"{name}: {text}" for name in state])
         weights = {name: self.builder.weights[name] for name in variables}
         digest = hashlib.sha256(print_module(module).encode())
         for array in weights.values():
@@ -209,7 +207,6 @@ class _Importer:
             tuple(self._report(variables, module.outputs, names)),
             names,
             state=self._state(variables),
-            stale=tuple(self.stale),
         )
 
     def _state(self, variables: Mapping[str, Var]) -> State:
@@ -230,7 +227,7 @@ class _Importer:
             if spec.kind == OutputKind.USER_OUTPUT:
                 results.append(found)
             elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION):
-                self._changed(spec.kind, str(spec.target))
+                self._changed(spec.kind, str(spec.target), found)
         tree = pytree.tree_unflatten(list(range(len(results))), self.program.call_spec.out_spec)
         paths = {index: _path(path) for path, index in pytree.tree_flatten_with_path(tree)[0]}
         named = []
@@ -256,17 +253,21 @@ class _Importer:
             self.problems.append(f"output {name}: {error}")
             return None
 
-    def _changed(self, kind: OutputKind, target: str) -> None:
-        """A buffer or an input that forward changes."""
+    def _changed(self, kind: OutputKind, target: str, found: Any) -> None:
+        """A buffer or an input that forward changes, and what it becomes."""
         if kind == OutputKind.USER_INPUT_MUTATION:
             self.dropped.append(f"{target} (changed in place)")
             return
         if kind == OutputKind.PARAMETER_MUTATION:
             self.problems.append(f"{target}: forward changes a parameter, which is not supported")
             return
-        tensor = self.state.get(target)
-        floating = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
-        (self.stale if floating else self.dropped).append(target)
+        old = self.moving.get(target)
+        if isinstance(found, Known | Weight):
+            found = self._as_value(f"{target}.new", found)
+        if isinstance(found, Absent):
+            self.problems.append(f"{target}: {found.reason}")
+        elif isinstance(old, Value) and isinstance(found, Value) and found != old:
+            self.builder.moved[old.name] = found
 
     def _spell(self, named: Sequence[tuple[str, Value]]) -> list[tuple[str, Value]]:
         """The outputs by names that nothing else has: their paths where these are free."""
@@ -289,12 +290,12 @@ class _Importer:
             ("frozen by name", self.matched),
             ("parameters that do not require a gradient, taken as constants", self.stopped),
             ("parameters that no output depends on, left out", list(dict.fromkeys(unused))),
+            ("changed by forward, in training once per microbatch", [name for name in variables if name in self.builder.moved]),
             ("changed by forward, not changed here", self.dropped),
         )
         values = [*(v.name for v in self.inputs), *outputs, *variables]
         spelled = told_renames({name: names[name] for name in values if name in names})
-        warning = [f"warning: {told_stale(self.stale)}"] if self.stale else []
-        return [counted(variables.values()), *warning, *spelled, *(f"{what}: {some(listed)}" for what, listed in said if listed)]
+        return [counted(variables.values()), *spelled, *(f"{what}: {some(listed)}" for what, listed in said if listed)]
 
 
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)

@@ -1,6 +1,6 @@
 """ATen operations on rows and channels as a whole: softmax and normalisation.
 
-Batch norm in training takes the statistics of the batch. The running ones, which only inference reads, are not kept up to date: see importer.py.
+Batch norm in training takes the statistics of the batch; what the running ones, which only inference reads, become is a result of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
 from ..formulas.layout import axis_of, reshape
-from ..formulas.norms import batch_statistics, grouped_norm, per_channel, rms_norm, scaled
+from ..formulas.norms import batch_statistics, grouped_norm, moved, per_channel, rms_norm, scaled
 from .node import Absent, Node, Result, Rule
 
 
@@ -93,11 +93,8 @@ def _batch_norm(n: Node) -> Result:
     x, momentum = n.value("input"), float(n.arg("momentum"))
     count = x.type.size // x.type.dims[1]
     unbiased = n.emit("mul", variance, count / max(1, count - 1))
-    moved = [
-        n.emit("add", n.emit("mul", n.value(name, x.type.dtype), 1.0 - momentum), n.emit("mul", new, momentum))
-        for name, new in (("running_mean", mean), ("running_var", unbiased))
-    ]
-    return y, mean, rstd, *moved
+    statistics = (("running_mean", mean), ("running_var", unbiased))
+    return y, mean, rstd, *(moved(n, n.value(name), new, momentum) for name, new in statistics)
 
 
 RULES: dict[str, Rule] = {

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from penstock.ir.errors import UnsupportedModel, UsageError
 
+from .cumulative import cumulative_averages
 from .memory import place
 from .table import WHOLE, name_of
 
@@ -47,7 +48,8 @@ def exported(source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     except TypeError as error:
         raise UsageError(f"the example arguments do not fit forward: {error}", where=where) from error
     try:
-        program = torch.export.export(source, tuple(args), dict(kwargs or {}), strict=False)
+        with cumulative_averages(source):
+            program = torch.export.export(source, tuple(args), dict(kwargs or {}), strict=False)
     except Exception as error:  # torch.export raises what it meets: errors of its own, of the model's code, and of tensors
         hint = _HINT if _depends_on_data(error) else ""
         raise UnsupportedModel(f"torch.export cannot export it: {_reason(error)}", where=where, hint=hint) from error

@@ -117,7 +117,7 @@ def plan(
     """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device. `precision` is f32, bf16 or, for
     inference, f16; if it is not given, training settings say it. `cuda_libraries` says who computes contractions on GPUs: torch, which calls
     the vendor's libraries, or none. `hints` is whether placement hints of the model are followed, where it has some and `split_at` is not given."""
-    from penstock.frontends.imported import STALE, told_stale
+    from penstock.frontends.moving import at_rest
     from penstock.frontends.training import attach_loss
     from penstock.passes.manager import Call, run_passes
     from penstock.passes.pipelines import PASSES, inference_pipeline, training_pipeline
@@ -127,6 +127,7 @@ def plan(
     cuts: dict[str, Attr] = {"stages": stages, "split_at": tuple(split_at)}
     module = model.module.but(cluster=cluster)
     if training is None:
+        module = at_rest(module, pure=model.imported.structure is not None)
         calls = inference_pipeline(cuts, microbatches, precision or "f32", library)
     else:
         module = attach_loss(module, training, model.imported.names)
@@ -149,8 +150,6 @@ def plan(
 
     done = run_passes(module, calls, PASSES, dump=dump, progress=progress, before=look)
     done = done.noted("placement", *notes)
-    if training is not None and model.imported.stale:
-        done = done.noted(STALE, told_stale(model.imported.stale))
     return Plan(model, done, seen[0], tuple(made), training)
 
 

@@ -229,8 +229,6 @@ def export_command(arguments: Namespace) -> None:
     done = export(arguments.source, onnx=arguments.onnx, safetensors=arguments.safetensors, checkpoint=arguments.checkpoint)
     age = "as compiled" if done.step is None else f"after {done.step} steps"
     say(f"wrote {', '.join(map(str, done.files))}: {done.tensors} tensors {age}")
-    for warning in done.warnings:
-        say(f"warning: {warning}")
 
 
 def demo_command(arguments: Namespace) -> int:

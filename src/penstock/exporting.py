@@ -27,7 +27,6 @@ import numpy as np
 
 from penstock.backends.bundle import REST, Bundle, Origin, open_bundle, stored_vars
 from penstock.backends.tensor_file import map_tensors, write_tensors
-from penstock.frontends.imported import STALE
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import PARAM, Module
 
@@ -37,13 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exported:
-    """The files that were written, the number of tensors whose elements were filled in, the step of the checkpoint they are from, and what to know
-    before they are used."""
+    """The files that were written, the number of tensors whose elements were filled in, and the step of the checkpoint they are from."""
 
     files: tuple[Path, ...]
     tensors: int
     step: int | None
-    warnings: tuple[str, ...] = ()
 
 
 def keep_source(imported: Imported, module: Module, folder: Path) -> Origin:
@@ -93,8 +90,7 @@ def export(
         files += write_model(bundle.source_structure, own, outs["--onnx"])
     if safetensors is not None:
         files.append(_write_safetensors(outs["--safetensors"], own, bundle))
-    stale = tuple(note.text for note in bundle.module.notes if note.origin == STALE and step is not None)
-    return Exported(tuple(files), len(names), step, stale)
+    return Exported(tuple(files), len(names), step)
 
 
 def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:

@@ -1,7 +1,7 @@
 """Run ONNX's node tests against Penstock.
 
     python tests/conformance/run.py                                 all 1884 through the interpreter, and a summary
-    python tests/conformance/run.py --through tvm --set plain       the 1206 through compiled modules
+    python tests/conformance/run.py --through tvm --set plain       the 1208 through compiled modules
     python tests/conformance/run.py --only 'test_(conv|gemm)'       those whose name matches
     python tests/conformance/run.py --update                        write the list of what does not pass anew
 

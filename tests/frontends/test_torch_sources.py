@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.frontends.moving import at_rest
 from penstock.frontends.torch import import_torch
 from penstock.ir.errors import UnsupportedModel, UsageError
+from penstock.ir.graph import written_vars
 
 from .torch_cases import compare, judge
 from .torch_modules import GPT, Conv, tokens
@@ -94,7 +96,7 @@ def test_everything_unsupported_is_listed_at_once() -> None:
     assert "/" + "tests" not in text
 
 
-def test_state_that_outputs_depend_on_is_refused() -> None:
+def test_state_that_outputs_depend_on_is_refused_without_training() -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,8 +106,10 @@ def test_state_that_outputs_depend_on_is_refused() -> None:
             self.count += 1
             return x * self.count
 
-    with pytest.raises(UnsupportedModel, match="count: forward changes this buffer"):
-        import_torch(Counter(), (torch.randn(3),))
+    module = import_torch(Counter(), (torch.randn(3),)).module
+    assert written_vars(module.graphs["main"]) == {"count"}
+    with pytest.raises(UnsupportedModel, match="outputs depend on @count, which forward changes"):
+        at_rest(module)
 
 
 def test_what_torch_cannot_export_is_an_error_of_ours() -> None:
@@ -177,4 +181,4 @@ def test_buffers_that_are_one_tensor_and_change() -> None:
     with pytest.raises(UnsupportedModel, match="buffers a, b are one tensor: ") as error:
         import_torch(Twice(False), (torch.ones(4),))
     assert "clone" in error.value.hint
-    assert import_torch(Twice(True), (torch.ones(4),)).stale == ("a",)
+    assert written_vars(import_torch(Twice(True), (torch.ones(4),)).module.graphs["main"]) == {"a"}

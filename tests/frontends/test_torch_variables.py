@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from penstock.frontends.torch import import_torch
 from penstock.ir.errors import UnsupportedModel, UsageError
+from penstock.ir.graph import written_vars
+from penstock.ir.interp import DictStore, run_graph
 
 from .torch_cases import compare, run
 from .torch_modules import GPT, tokens
@@ -129,14 +131,56 @@ def test_unused_parameters_are_left_out() -> None:
     assert "parameters that no output depends on, left out: other.weight, other.bias" in imported.report
 
 
-def test_running_statistics_in_training_are_reported() -> None:
+def test_running_statistics_in_training_are_variables_that_move() -> None:
     imported = import_torch(nn.BatchNorm1d(3), (torch.randn(4, 3),))
-    assert imported.stale == ("running_mean", "running_var")
-    start = "warning: running statistics that training does not move: running_mean, running_var. They stay as they are"
-    assert any(line.startswith(start) for line in imported.report)
-    assert "changed by forward, not changed here: num_batches_tracked" in imported.report
-    assert not import_torch(nn.BatchNorm1d(3).eval(), (torch.randn(4, 3),)).stale
-    assert set(imported.module.vars) == {"weight", "bias"}
+    names = ["num_batches_tracked", "running_mean", "running_var"]
+    assert sorted(written_vars(imported.module.graphs["main"])) == names
+    assert f"changed by forward, in training once per microbatch: {', '.join(names)}" in imported.report
+    assert {imported.module.vars[name].role for name in names} == {"buffer"}
+    assert imported.state is not None
+    assert set(names) <= imported.state.names.keys()
+    stored = import_torch(nn.BatchNorm1d(3).eval(), (torch.randn(4, 3),)).module
+    assert not written_vars(stored.graphs["main"])
+    assert set(stored.vars) == {"weight", "bias"}
+
+
+def test_plain_averages_leave_the_module_as_it_was() -> None:
+    """Their forward is another one while torch exports it."""
+    layer = nn.BatchNorm1d(3, momentum=None)
+    imported = compare(layer, (torch.randn(4, 3),))
+    assert "forward" not in vars(layer)
+    assert len(written_vars(imported.module.graphs["main"])) == 3
+    with pytest.raises(UnsupportedModel):
+        import_torch(nn.Sequential(layer, nn.BatchNorm2d(3)), (torch.randn(4, 3),))
+    assert "forward" not in vars(layer)
+
+
+def test_a_buffer_may_become_any_value() -> None:
+    """An input as it is, a constant, or another buffer: each is what it was before the call while the call reads it."""
+
+    class Moving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for i, name in enumerate("abcd"):
+                self.register_buffer(name, torch.full((3,), float(i)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + self.a + self.b
+            swapped = self.a.clone()
+            self.a.copy_(self.b)
+            self.b.copy_(swapped)
+            self.c.copy_(x)
+            self.d.fill_(7.0)
+            return y
+
+    x = torch.randn(3)
+    imported = import_torch(Moving(), (x,))
+    store = DictStore(imported.weights)
+    (y,) = run_graph(imported.module.graphs["main"], [x.numpy()], store)
+    np.testing.assert_array_equal(y, x.numpy() + 1)
+    expected = {"a": [1.0] * 3, "b": [0.0] * 3, "c": x.numpy(), "d": [7.0] * 3}
+    for name, array in expected.items():
+        np.testing.assert_array_equal(store.arrays[name], array, err_msg=name)
 
 
 # ---------------------------------------------------------------------------------------- inputs and outputs
