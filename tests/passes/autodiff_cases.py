@@ -14,6 +14,7 @@ from penstock.ir.verify import check
 from penstock.passes.autodiff import AutodiffOptions, autodiff
 
 RNG = np.random.default_rng(11)
+THE_OP = "/the/op"
 
 
 def normal(*shape):
@@ -32,7 +33,7 @@ def of_one_op(kind, arrays, attrs, outs=1, frozen=(), read=None):
     values = [Value(f"x{i}", TensorType(dtype_of(x.dtype), x.shape)) for i, x in enumerate(arrays)]
     is_param = [x.dtype == np.float64 and i not in frozen for i, x in enumerate(arrays)]
     ops = [Op("read", (), (v,), {"var": v.name}) for v, p in zip(values, is_param, strict=True) if p]
-    ops.append(make(kind, values, [f"y{i}" for i in range(outs)], "/the/op", **attrs))
+    ops.append(make(kind, values, [f"y{i}" for i in range(outs)], THE_OP, **attrs))
     ins = [v for v, p in zip(values, is_param, strict=True) if not p]
     total = None
     for y in [v for v in ops[-1].outs[:read] if v.type.dtype != "i64"]:
