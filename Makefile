@@ -9,6 +9,7 @@
 #   make bench        the benchmark on a small model         make bench-full   the benchmark at GPT-2-small size
 #   make bench-kernels  single kernels against torch
 #   make bench-models   training and inference of whole models on one thread, against torch and onnxruntime
+#   make bench-schedules  time per batch of the schedules with computations of a given length (five minutes)
 #   make docs         write the generated parts of the documentation anew
 #   make clean        remove the environment and what the other targets left
 
@@ -24,7 +25,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # One thread per process unless a program asks for more: stages set their threads themselves, and tests run side by side with them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-slow test-models conformance lint format docs bench bench-full bench-kernels bench-models clean environment
+.PHONY: demo test test-slow test-models conformance lint format docs bench bench-full bench-kernels bench-models bench-schedules clean environment
 .DEFAULT_GOAL := test
 
 environment: $(VENV)/ready
@@ -76,6 +77,9 @@ bench-kernels: $(VENV)/ready
 
 bench-models: $(VENV)/ready
 	$(BIN)/python benchmarks/models.py --json benchmarks/models.json
+
+bench-schedules: $(VENV)/ready
+	$(BIN)/python benchmarks/schedules.py
 
 bench-full: $(VENV)/ready
 	$(BIN)/python benchmarks/train_gpt.py --json benchmarks/train_gpt.json

@@ -1,0 +1,152 @@
+"""What schedules promise, measured in the real runtime with computations of a given length: time per batch against the formula.
+
+    python benchmarks/schedules.py                                      all rows: five minutes
+    python benchmarks/schedules.py --only 4x6 --json schedules.json     d x m
+
+Every row trains a tiny model on d stages, one worker process each, with m microbatches per batch: real messages over gloo, real stores,
+real programs; only the computations are paced (runtime/pace.py): a forward takes 20 ms, a whole backward 40 ms, of which weight gradients take 20 ms
+where they are apart. The workers sleep most of the time, so that eight of them fit on one or two cores. Rows with latency have links on
+which a message takes as long as a forward.
+
+The schedules of a row take turns, a few batches each, round after round; a batch's time is that from the end of the one before to its own
+on the last stage, the row's the median. `formula` is that of docs/schedules.md, played by the simulator with the same times and latency; `over` is how much more
+was measured: what the runtime itself costs, and what sharing the cores costs. Live versions are counted by the workers' stores: a
+schedule that needs another number than its delay + 1 makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import penstock as ps
+from penstock.ir.simulate import time_per_batch
+from penstock.models import write_mlp
+from penstock.passes.schedules import SCHEDULES, build_schedule
+from penstock.runtime.job import Job
+
+
+class Row(NamedTuple):
+    """`latency` in forwards; the first schedule is what the others are compared with."""
+
+    stages: int
+    microbatches: int
+    latency: float
+    schedules: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.stages}x{self.microbatches}" + (f"+{self.latency:g}" if self.latency else "")
+
+
+FLUSH = ("1f1b", "zb-1f1b", "2bw")
+ROWS = (Row(2, 2, 0, FLUSH), Row(4, 4, 0, FLUSH), Row(4, 8, 0, FLUSH), Row(8, 8, 0, FLUSH), Row(4, 6, 1, ("2bw", "eager-2bw")))
+
+
+def open_job(row: Row, schedule: str, folder: Path, pace: dict[str, float]) -> Job:
+    """The workers of one schedule: one product per stage, so that every stage has weights and sends something both ways."""
+    path = write_mlp(folder / "model.onnx", (4,) * (row.stages + 1), None, seed=1)
+    model = ps.from_onnx(path, dims={"batch": 1})
+    products = [op.outs[0].name for op in model.module.graphs["main"].ops if op.kind == "matmul"]
+    training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.01), microbatches=row.microbatches)
+    plan = ps.plan(model, ps.Cluster.local(row.stages), training, schedule=schedule, split_at=products[1:])
+    bundle = ps.compile(plan, folder / "bundle", backend="numpy")
+    return ps.open(bundle, data="synthetic", pace=pace, latency=row.latency * pace["F"], audit=True)
+
+
+def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[str, Any]]:
+    pace = {"F": forward, "B": 2 * forward, "W": forward}
+    times: dict[str, list[float]] = {name: [] for name in row.schedules}
+    live: dict[str, int] = {}
+    with ExitStack() as stack:
+        jobs = {}
+        for name in row.schedules:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
+            jobs[name] = stack.enter_context(open_job(row, name, folder, pace))
+        for number in range(rounds):
+            for name, job in jobs.items():
+                ends = [step.at for step in job.steps_from_data(batches)]
+                times[name] += [b - a for a, b in pairwise(ends)]
+            said = ", ".join(f"{name} {statistics.median(times[name]) * 1e3:.0f} ms" for name in jobs)
+            print(f"{row.name}: round {number + 1} of {rounds}: {said}", file=sys.stderr)
+        for name, job in jobs.items():
+            live[name] = max(n for audit in job.audit() for n in audit.live_versions.values())
+    found: list[dict[str, Any]] = []
+    for name in row.schedules:
+        schedule = build_schedule(name, row.stages, row.microbatches)
+        expected = time_per_batch(schedule, forward, 2 * forward, forward, latency=row.latency * forward)
+        found.append(
+            {
+                "stages": row.stages,
+                "microbatches": row.microbatches,
+                "latency": row.latency,
+                "schedule": name,
+                "seconds": statistics.median(times[name]),
+                "formula": expected,
+                "ideal": row.microbatches * 3 * forward,
+                "live": live[name],
+                "versions": SCHEDULES[name].delay + 1,
+                "times": times[name],
+            }
+        )
+    for line in found:
+        line["speed"] = found[0]["seconds"] / line["seconds"]
+        line["promised"] = found[0]["formula"] / line["formula"]
+    return found
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    head = "| d | m | link | schedule | per batch | formula | over | of m(tf+tb) | speed | promised | off | live versions |"
+    rows = [head, "| --- " * 12 + "|"]
+    for x in lines:
+        first = x["promised"] == 1 and x["speed"] == 1
+        ratio = " |  | " if first else f"{x['speed']:.3f} | {x['promised']:.3f} | {x['speed'] / x['promised'] - 1:+.1%}"
+        cells = (
+            x["stages"],
+            x["microbatches"],
+            f"{x['latency']:g} tf".removeprefix("1 ") if x["latency"] else "0",
+            x["schedule"],
+            f"{x['seconds'] * 1e3:.1f} ms",
+            f"{x['formula'] * 1e3:.0f} ms",
+            f"{x['seconds'] / x['formula'] - 1:+.1%}",
+            f"{x['seconds'] / x['ideal']:.3f}",
+            ratio,
+            x["live"],
+        )
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--forward", type=float, default=0.02, metavar="SECONDS", help="how long a forward takes (default: 0.02)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each schedule (default: 3)")
+    parser.add_argument("--batches", type=int, default=9, metavar="N", help="batches per turn (default: 9)")
+    parser.add_argument("--only", nargs="+", metavar="DxM", help=f"rows, of {' '.join(row.name for row in ROWS)}")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    rows = [row for row in ROWS if not arguments.only or row.name in arguments.only]
+    if not rows:
+        parser.error(f"no such row, there are {' '.join(row.name for row in ROWS)}")
+    begin = time.perf_counter()
+    lines = [line for row in rows for line in measure(row, arguments.forward, arguments.rounds, arguments.batches)]
+    print(table(lines))
+    print(f"took {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"forward": arguments.forward, "lines": lines}, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(line["live"] != line["versions"] for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
