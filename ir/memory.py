@@ -6,25 +6,37 @@ What is counted, per stage:
                  gradients are apart (W), what W takes of it and of B, until W
     boundary     values that came from other stages or go to them, from their receive or computation until they are consumed or sent;
                  what is exchanged once per batch, until the update
-    workspace    temporaries inside one graph: the peak of one walk over its operations, each value living until its last use
+    workspace    temporaries inside one graph (storage.py), and blocks that nobody uses at the moment
 After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W nothing: that is the contract with the runtime.
-Known limits: fused kernels and the planner of a backend need less workspace; sends that linger and the allocator's rounding need more.
+
+Results and temporaries of compiled graphs come from an allocator that keeps a freed block for the next one of exactly that size. So what it
+holds is, for each size, the most blocks of that size at once; the walk counts them. Memory of received values and of inputs is used again in the same
+way. Receives are posted ahead, and have their memory from then on.
+Known limits: sends that linger, scratch memory inside kernels and rounding to pages need more. The interpreter and its libraries are not
+counted: a worker measures them before it loads its variables.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .graph import GRAD, PARAM, STATE, Graph, Module, Value
-from .schedule import COMPUTE, PHASES, Action
+from .schedule import COMPUTE, PHASES, RECEIVES, Action
+from .storage import planned_blocks
 
 BATCHES = 3
+# The runtime posts the receives among the next so many actions (a batch action with its sends, receives and drop is at most five of them), and
+# at most so many of one channel: one that arrives while its predecessor is worked on, one to follow.
+LOOK_AHEAD = 10
+POSTED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one stage; `peak` is the largest sum at one moment, `in_flight` the most microbatches that hold activations."""
+    """Bytes of one stage; `peak` is the largest sum at one moment, `in_flight` the most microbatches that hold activations. `workspace` is what
+    is held at that moment beside values of microbatches and variables."""
 
     stage: int
     weights: int
@@ -60,28 +72,49 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     for name in {op.var for graph in graphs.values() for op in graph.ops if "var" in op.attrs}:
         var = module.vars[name]
         fixed[{PARAM: "weights", GRAD: "gradients", STATE: "state"}.get(var.role, "buffers")] += var.type.nbytes * var.versions
-    workspace = {kind: measure_workspace(graph) for kind, graph in graphs.items()}
-    walk = _Walk(module, stage, graphs, workspace)
+    walk = _Walk(module, stage, graphs)
     drops = any(a.kind == "D" for a in (*module.schedule.ranks[rank].start, *module.schedule.ranks[rank].batch))
-    for action in module.schedule.expand(rank, BATCHES):
+    actions = list(module.schedule.expand(rank, BATCHES))
+    others = [action for action in actions if action.kind != "D"]
+    done = 0
+    for action in actions:
+        for later in others[done : done + 1 + LOOK_AHEAD]:
+            walk.post(later)
         walk.step(action, drops)
-    peak = sum(fixed.values()) + walk.peak
+        done += action.kind != "D"
     return Memory(
         stage,
         **fixed,
         activations=walk.activations,
         boundary=walk.boundary,
-        workspace=max(workspace.values(), default=0),
-        peak=peak,
+        workspace=walk.workspace,
+        peak=sum(fixed.values()) + walk.peak,
         in_flight=walk.in_flight,
     )
+
+
+class _Pool:
+    """Blocks by size: those in use, and how many there were at most, which is how many there are."""
+
+    def __init__(self) -> None:
+        self.used: Counter[int] = Counter()
+        self.most: Counter[int] = Counter()
+        self.bytes = 0
+
+    def change(self, size: int, sign: int) -> None:
+        """Take a block (1), or give it back (-1)."""
+        self.used[size] += sign
+        if self.used[size] > self.most[size]:
+            self.most[size] += 1
+            self.bytes += size
 
 
 class _Walk:
     """Follows one rank's program and counts what lives: per microbatch, values that are saved and values that are passing through."""
 
-    def __init__(self, module: Module, stage: int, graphs: dict[str, Graph], workspace: dict[str, int]) -> None:
-        self.graphs, self.workspace = graphs, workspace
+    def __init__(self, module: Module, stage: int, graphs: dict[str, Graph]) -> None:
+        self.graphs = graphs
+        self.blocks = {kind: planned_blocks(graph) for kind, graph in graphs.items()}
         self.edges = {(e.phase, e.src, e.dst): e.values for e in module.edges}
         self.saved = {v.name for kind in ("F", "B") if kind in graphs for v in graphs[kind].saved}
         # What stays after each computation, beside what is to be sent: what the later ones take.
@@ -93,18 +126,44 @@ class _Walk:
         self.held: dict[int, dict[str, int]] = {}
         self.sends: dict[tuple[str, int], int] = {}
         self.now = {True: 0, False: 0}
-        self.activations = self.boundary = self.peak = self.in_flight = 0
+        # Memory of results and temporaries, of inputs of the module, and of received values; and which of these a value is in.
+        self.pools = {"made": _Pool(), "fed": _Pool(), "received": _Pool()}
+        self.pool_of = dict.fromkeys((v.name for v in module.inputs), "fed")
+        self.pool_of |= dict.fromkeys((v.name for graph in graphs.values() for v in graph.results), "made")
+        self.posted: dict[tuple[str, int], set[int]] = {}
+        self.coming = 0  # bytes of messages that may come before their action
+        self.activations = self.boundary = self.workspace = self.peak = self.in_flight = 0
+
+    def post(self, action: Action) -> None:
+        """A receive that lies ahead: from now on there is memory for it, unless its channel has enough."""
+        if action.kind not in RECEIVES:
+            return
+        assert action.peer is not None
+        posted = self.posted.setdefault((action.kind, action.peer), set())
+        if action.mb not in posted and len(posted) < POSTED:
+            posted.add(action.mb)
+            self._message(action, 1)
+
+    def _message(self, action: Action, sign: int) -> None:
+        """Memory of a message is there, or is that of values of its microbatch from now on."""
+        assert action.peer is not None
+        for value in self.edges[action.kind[1], action.peer, action.stage]:
+            self.coming += sign * value.type.nbytes
+            self.pools["received"].change(value.type.nbytes, sign)
 
     def step(self, action: Action, drops: bool) -> None:
         kind, mb = action.kind, action.mb
-        if kind in ("RF", "RB", "RP", "RN"):
+        if kind in RECEIVES:
             assert action.peer is not None
+            if mb in self.posted.get((kind, action.peer), ()):
+                self.posted[kind, action.peer].remove(mb)
+                self._message(action, -1)
             self._hold(action.holder, self.edges[kind[1], action.peer, action.stage])
         elif kind in ("F", "B", "W"):
             graph = self.graphs[kind]
             self._hold(mb, graph.ins)
             self._hold(mb, graph.results)
-            self.peak = max(self.peak, sum(self.now.values()) + self.workspace[kind])
+            self._call(kind)
             self._keep(mb, self.kept[kind] | self.sent.get(kind, set()))
             if not drops and kind == self.last and not self.targets.get(kind):
                 self._keep(mb, set())
@@ -117,42 +176,41 @@ class _Walk:
             self._keep(mb, set())
         elif kind in ("P", "N"):
             self._hold(action.holder, self.graphs[kind].results)
-            self.peak = max(self.peak, sum(self.now.values()) + self.workspace[kind])
+            self._call(kind)
         elif kind == "U":
-            self.peak = max(self.peak, sum(self.now.values()) + self.workspace["U"])
+            self._call("U")
             self._keep(action.holder, set())
         self.activations = max(self.activations, self.now[True])
-        self.boundary = max(self.boundary, self.now[False])
-        self.peak = max(self.peak, sum(self.now.values()))
+        self.boundary = max(self.boundary, self.now[False] + self.coming)
         self.in_flight = max(self.in_flight, sum(mb >= 0 for mb in self.held))
+        self._note()
+
+    def _call(self, kind: str) -> None:
+        """One call of a graph: its temporaries come and go."""
+        for sign in (1, -1):
+            for size in self.blocks[kind]:
+                self.pools["made"].change(size, sign)
+        self._note()
+
+    def _note(self) -> None:
+        total = sum(pool.bytes for pool in self.pools.values())
+        if total > self.peak:
+            self.peak, self.workspace = total, total - sum(self.now.values()) - self.coming
 
     def _hold(self, mb: int, values: Iterable[Value]) -> None:
         held = self.held.setdefault(mb, {})
         for value in values:
             if value.name not in held:
                 held[value.name] = value.type.nbytes
-                self.now[value.name in self.saved] += value.type.nbytes
+                self._count(value.name, value.type.nbytes, 1)
 
     def _keep(self, mb: int, names: set[str]) -> None:
         held = self.held.get(mb, {})
         for name in [n for n in held if n not in names]:
-            self.now[name in self.saved] -= held.pop(name)
+            self._count(name, held.pop(name), -1)
         if not held:
             self.held.pop(mb, None)
 
-
-def measure_workspace(graph: Graph) -> int:
-    """Peak bytes of temporaries when every operation runs on its own. Variables, inputs and results have buffers elsewhere."""
-    outside = {v.name for v in (*graph.ins, *graph.results)}
-    for op in graph.ops:
-        if op.kind in ("read", "take"):
-            outside |= {v.name for v in op.outs}
-        elif op.kind == "write":
-            outside |= {v.name for v in op.ins}
-    last = {v.name: i for i, op in enumerate(graph.ops) for v in (*op.ins, *op.outs)}
-    now = most = 0
-    for i, op in enumerate(graph.ops):
-        now += sum(v.type.nbytes for v in op.outs if v.name not in outside)
-        most = max(most, now)
-        now -= sum(v.type.nbytes for v in {*op.ins, *op.outs} if v.name not in outside and last[v.name] == i)
-    return most
+    def _count(self, name: str, size: int, sign: int) -> None:
+        self.now[name in self.saved] += sign * size
+        self.pools[self.pool_of.get(name, "received")].change(size, sign)

@@ -66,9 +66,9 @@ def training_pipeline(
             ("schedule", {"kind": schedule, "microbatches": microbatches}),  # needs to know the stages only
             ("weight-versions", {}),  # needs to know which forwards run before which update
             ("communicate", {}),  # after versions, so that the diff of that pass shows nothing but versions
-            ("lifetimes", {}),  # after sends and receives: they hold values too
             *_libraries(library),  # before kernels are chosen: what a library computes is a kernel of its own
-            ("fuse", {}),  # last: kernels are chosen in graphs that no longer change
+            ("fuse", {}),  # kernels are chosen in graphs that no longer change
+            ("lifetimes", {}),  # last: sends and receives hold values, and what kernels are made of has no memory
         ]
     )
 
@@ -86,9 +86,9 @@ def inference_pipeline(partition: dict[str, Attr], microbatches: int, compute: s
             ("schedule", {"kind": "forward", "microbatches": microbatches}),  # forwards in order
             ("weight-versions", {}),  # one version; the verifier wants it said
             ("communicate", {}),  # activations between stages
-            ("lifetimes", {}),  # a microbatch is dropped once it is sent on
             *_libraries(library),  # before kernels are chosen: what a library computes is a kernel of its own
-            ("fuse", {}),  # last: kernels are chosen in graphs that no longer change
+            ("fuse", {}),  # kernels are chosen in graphs that no longer change
+            ("lifetimes", {}),  # last: a microbatch is dropped once it is sent on, and what kernels are made of has no memory
         ]
     )
 

@@ -124,9 +124,11 @@ class Output(Record, frozen=True):
 
 
 class Done(Record, frozen=True):
-    """A Run, Save or Stop is finished. `peak_bytes` is the largest resident size of the process so far."""
+    """A Run, Save or Stop is finished. `peak_bytes` is the largest resident size of the process so far, `base_bytes` its size before it had any
+    variable: the interpreter, torch, the back end's libraries and the stage's code."""
 
     peak_bytes: int = 0
+    base_bytes: int = 0
 
 
 class Parameters(Record, frozen=True):

@@ -18,17 +18,15 @@ import torch
 from ..backends.interface import StageProgram
 from ..ir.errors import VerifyError
 from ..ir.graph import MICROBATCH, Graph, Module, Signature, Value, signature
+from ..ir.memory import LOOK_AHEAD
 from ..ir.ops import OPS
 from ..ir.schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action
 from .control import LogEntry, Output, Record, Step
 from .pace import Pace
 from .program import ActionStream, Feed, fed_inputs, learning_rate, loss_stage
 from .status import Status
-from .store import Store, allocate, as_array, fill
+from .store import Recycled, Store, as_array, fill
 from .transport import Transport
-
-# How many actions to look ahead for receives: a batch action with its sends, receives and drop is at most five of them.
-_LOOK_AHEAD = 10
 
 Report = Callable[[Record, Mapping[str, np.ndarray]], None]
 
@@ -61,6 +59,7 @@ class Executor:
         self.graphs: dict[str, Graph] = {kind: graph for kind, graph in found.items() if graph is not None}
         self.signatures: dict[str, Signature] = {kind: signature(graph) for kind, graph in self.graphs.items()}
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
+        self._buffers = Recycled(store.device)
         self.rate = learning_rate(module)
         self.pace = Pace(pace or {}, self.graphs)
         self._retention()
@@ -113,7 +112,7 @@ class Executor:
         stream = ActionStream(self.schedule, self.stage, first, feed)
         while (upcoming := stream.pop()) is not None:
             action = upcoming.action
-            for later in stream.peek(_LOOK_AHEAD):
+            for later in stream.peek(LOOK_AHEAD):
                 if later.kind in RECEIVES:
                     self.transport.post(later)
             self.status.show(action)
@@ -195,7 +194,7 @@ class Executor:
                 owner = f"microbatch {mb}" if mb >= 0 else f"batch {-1 - mb}"
                 raise VerifyError(f"%{value.name} of {owner} is not there", where=f"stage {self.stage}")
             array = np.array(mb) if value.name == MICROBATCH else self.feed.microbatch(mb, value.name)
-            tensor = fill(allocate(value.type, self.store.device), array)
+            tensor = fill(self._buffers.tensor(value.type), array)
             self.store.put(mb, value.name, tensor)
         return tensor
 

@@ -103,6 +103,7 @@ class Job:
         self._fed = [fed_inputs(self.module, entry.stage) for entry in bundle.manifest.ranks]
         self._busy = self._closed = False
         self.peak_bytes = [0] * bundle.world_size
+        self.base_bytes = [0] * bundle.world_size
         self.traces: list[list[tuple[str, float, float]]] = [[] for _ in range(bundle.world_size)]
         setup = Setup(
             str(bundle.path), timeout, data, None if place is None else str(place), audit, retire, trace, dict(pace or {}), latency
@@ -285,6 +286,10 @@ class Job:
         finally:
             self._busy = False
 
+    def note_memory(self, rank: int, done: Done) -> None:
+        self.peak_bytes[rank] = max(self.peak_bytes[rank], done.peak_bytes)
+        self.base_bytes[rank] = done.base_bytes
+
     def _until_done(self) -> Iterator[tuple[int, Message, Arrays]]:
         """Messages until every worker is done with its command."""
         waiting = set(range(self.bundle.world_size))
@@ -292,7 +297,7 @@ class Job:
             rank, message, arrays = self.workers.receive()
             if isinstance(message, Done):
                 waiting.discard(rank)
-                self.peak_bytes[rank] = max(self.peak_bytes[rank], message.peak_bytes)
+                self.note_memory(rank, message)
             elif isinstance(message, Trace):
                 self.traces[rank] += message.events
             else:
@@ -361,9 +366,9 @@ class _Finished:
         job = self._job
         rank, message, arrays = job.workers.receive()
         match message:
-            case Done(peak):
+            case Done():
                 waiting.discard(rank)
-                job.peak_bytes[rank] = max(job.peak_bytes[rank], peak)
+                job.note_memory(rank, message)
                 return None
             case Trace(events):
                 job.traces[rank] += events

@@ -42,17 +42,15 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 
 from ..ir.errors import PeerLost, VerifyError
 from ..ir.graph import Edge
+from ..ir.memory import POSTED
 from ..ir.schedule import PHASES, SENDS, Action
-from ..ir.types import TensorType
 from .status import describe
-from .store import CPU, allocate
+from .store import CPU, Recycled
 
 Result = TypeVar("Result")
 
 _FIRST_TAG = 16
 _MICROBATCHES = 4096
-# Two messages per channel may be under way before their action: one that arrives while its predecessor is worked on, one to follow.
-_POSTED = 2
 
 
 # ------------------------------------------------------------------------------------------------ the group
@@ -190,11 +188,13 @@ class _Sender(threading.Thread):
                 continue
             action, works = item
             try:
-                for work, _ in works:
-                    work.wait(self._timeout)
+                # No variable of a loop, which would keep the last tensor while the queue is empty.
+                while works:
+                    works[0][0].wait(self._timeout)
+                    del works[0]
             except RuntimeError as error:
                 self._failed.append((action, error))
-            # The loop's variables would keep the last tensors alive while the queue is empty.
+            # Nor these, after an error.
             del item, works
 
 
@@ -240,6 +240,8 @@ class Transport:
         self._timeout = time_span(timeout)
         self._edges = {(edge.src, edge.dst, edge.phase): edge for edge in edges}
         self._width = max((len(edge.values) for edge in edges), default=1)
+        # Where gloo may write.
+        self._buffers = Recycled(pinned=device != CPU)
         self._posted: dict[tuple[int, int, str], dict[int, _Posted]] = {}
         self._senders: dict[tuple[int, int, str], _Sender] = {}
         self._links: dict[tuple[int, int, str], _Link] = {}
@@ -278,7 +280,7 @@ class Transport:
         posted = self._posted.setdefault((edge.src, edge.dst, edge.phase), {})
         if action.mb in posted:
             return True
-        if len(posted) >= _POSTED:
+        if len(posted) >= POSTED:
             return False
         self._post(action, edge, posted)
         return True
@@ -307,10 +309,6 @@ class Transport:
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
-    def _host_tensor(self, type: TensorType) -> torch.Tensor:
-        """Where gloo may write."""
-        return allocate(type) if self.device == CPU else allocate(type).pin_memory()
-
     def flush(self) -> None:
         """Wait until the peers have everything that was sent."""
         done = [threading.Event() for _ in self._senders]
@@ -332,7 +330,7 @@ class Transport:
         return [(dist.isend(x, peer, tag=tag), x) for x, tag in zip(tensors, tags, strict=True) if x.numel()]  # type: ignore[misc]
 
     def _post(self, action: Action, edge: Edge, posted: dict[int, _Posted]) -> None:
-        tensors = {value.name: self._host_tensor(value.type) for value in edge.values}
+        tensors = {value.name: self._buffers.tensor(value.type) for value in edge.values}
         peer, works = self.rank_of[edge.src], []
         for index, tensor in enumerate(tensors.values()):
             if tensor.numel():

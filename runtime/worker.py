@@ -96,6 +96,7 @@ class Worker:
         program = backend_of(bundle.manifest.backend).load_stage(
             self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads
         )
+        self.base = resident_bytes()
         self.store = self._load_store(program.device)
         ranks = {r.stage: r.rank for r in bundle.manifest.ranks}
         self.transport = Transport(rank, self.module.edges, ranks, setup.timeout, program.device, setup.latency)
@@ -123,10 +124,10 @@ class Worker:
                 if self.executor.events is not None:
                     self.reply(Trace(tuple(self.executor.events)), {})
                     self.executor.events.clear()
-                self.reply(Done(peak_bytes()), {})
+                self.reply(Done(peak_bytes(), self.base), {})
             case Save(directory, step):
                 self._save(Path(directory), step)
-                self.reply(Done(peak_bytes()), {})
+                self.reply(Done(peak_bytes(), self.base), {})
             case FetchParameters():
                 self.reply(
                     Parameters(),
@@ -145,7 +146,7 @@ class Worker:
                 )
             case Stop():
                 self.group.leave()
-                self.reply(Done(peak_bytes()), {})
+                self.reply(Done(peak_bytes(), self.base), {})
                 return False
             case _:
                 raise VerifyError(f"command {type(command).__name__} is out of place", where=f"rank {self.rank}")
@@ -227,11 +228,20 @@ def _read_tensors(path: Path, into: Mapping[str, torch.Tensor]) -> None:
 
 def peak_bytes() -> int:
     """The largest resident size of this process; 0 where the system does not say. getrusage would count the parent's before exec."""
+    return _status_bytes("VmHWM")
+
+
+def resident_bytes() -> int:
+    """The resident size of this process now; 0 where the system does not say."""
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(name: str) -> int:
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:")), 0)
 
 
 class PipeFeed:

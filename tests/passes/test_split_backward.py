@@ -9,7 +9,8 @@ import penstock as ps
 from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Graph, Module
 from penstock.ir.interp import TYPED, run_schedule
-from penstock.ir.memory import measure_memory, measure_workspace
+from penstock.ir.memory import measure_memory
+from penstock.ir.storage import planned_blocks
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify import check, verify
 from penstock.models import write_gpt
@@ -151,7 +152,8 @@ def test_memory_counts_what_w_takes_until_w(plans: dict[str, ps.Plan]) -> None:
     saved = {v.name: v.type.nbytes for v in (*forward.saved, *backward.saved)}
     waiting = sum(size for name, size in taken.items() if name in saved)
     assert (memory.activations, memory.in_flight) == (3 * waiting, 3)
-    # The worst moment is the third backward: it holds all it takes, keeps and sends, while two wait.
+    # At the third backward: it holds all it takes, keeps and sends, while two wait. Blocks of other sizes may be held beside that.
     sent = sum(v.type.nbytes for v in backward.outs)
-    assert memory.peak == memory.fixed + 2 * waiting + sum(saved.values()) + sent + measure_workspace(backward)
+    least = memory.fixed + 2 * waiting + sum(saved.values()) + sent + sum(planned_blocks(backward))
+    assert least <= memory.peak < 1.3 * least
     assert memory.activations > measure_memory(plans["1f1b"].module)[2].activations

@@ -1,0 +1,124 @@
+"""The blocks of memory that one call of a compiled graph takes for its temporaries. In: a graph, fused or not. Out: their sizes in bytes.
+
+Values live from the kernel that makes them to the last one that reads them; inside a kernel, and for operations computed where they are read, nothing is
+stored. Kernels run in the order the back end runs them in: as early as the last of their operations allows. Variables, inputs and results
+have memory elsewhere. A block is used again for a later value of the same element type: the smallest free one that is large enough and at most
+FAR times too large, else the largest smaller one, which grows. That is what TVM's planner does (StaticPlanBlockMemory), and blocks are held
+until the call ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .graph import Graph, Op, Value
+
+FAR = 16
+INLINE = "inline"
+
+
+@dataclass(slots=True)
+class _Block:
+    bytes: int
+
+
+def planned_blocks(graph: Graph) -> list[int]:
+    """Bytes of every block."""
+    kernels, makers = _kernels(graph)
+    outside = {*graph.ins, *graph.results, *(v for op in graph.ops if op.kind in ("read", "take") for v in op.outs)}
+    reads = [_reads(kernel, makers) for kernel in kernels]
+    order = _order(graph, kernels, reads)
+    last = {v: i for i, k in enumerate(order) for v in reads[k]}
+    free: dict[str, list[_Block]] = {}
+    home: dict[Value, _Block] = {}
+    blocks: list[_Block] = []
+    for i, k in enumerate(order):
+        for op in kernels[k]:
+            for value in op.outs:
+                if value not in outside and last.get(value, -1) > i:
+                    home[value] = _reused(free.setdefault(value.type.dtype, []), value.type.nbytes) or _added(blocks, value.type.nbytes)
+        for value in reads[k]:
+            if value in home and last[value] == i:
+                spare = free[value.type.dtype]
+                block = home.pop(value)
+                spare.insert(bisect_left(spare, block.bytes, key=lambda b: b.bytes), block)
+    return [block.bytes for block in blocks]
+
+
+def _added(blocks: list[_Block], size: int) -> _Block:
+    blocks.append(_Block(size))
+    return blocks[-1]
+
+
+def _reused(spare: list[_Block], size: int) -> _Block | None:
+    at = bisect_left(spare, size, key=lambda b: b.bytes)
+    if at < len(spare) and spare[at].bytes <= size * FAR:
+        return spare.pop(at)
+    if at and spare[at - 1].bytes >= size // FAR:
+        block = spare.pop(at - 1)
+        block.bytes = size
+        return block
+    return None
+
+
+def _kernels(graph: Graph) -> tuple[list[list[Op]], dict[Value, Op]]:
+    """Operations by kernel, and the makers of values that are computed where they are read."""
+    results = set(graph.results)
+    inline: dict[Value, Op] = {}
+    members: dict[object, list[Op]] = {}
+    for i, op in enumerate(graph.ops):
+        kernel = op.attrs.get("kernel")
+        scalar = op.kind == "const" and not isinstance(op.attrs["value"], tuple)
+        if op.kind == "read":
+            continue
+        if op.outs and op.outs[0] not in results and (scalar or op.kind == "iota" or str(kernel).startswith(INLINE)):
+            inline[op.outs[0]] = op
+        elif op.kind != "const":
+            members.setdefault(kernel if kernel is not None else i, []).append(op)
+    return list(members.values()), inline
+
+
+def _reads(kernel: Sequence[Op], inline: dict[Value, Op]) -> set[Value]:
+    """What a kernel loads from memory, looking through what is computed where it is read."""
+    own = {v for op in kernel for v in op.outs}
+    found: set[Value] = set()
+    seen: set[Value] = set()
+    waiting = [v for op in kernel for v in op.ins]
+    while waiting:
+        value = waiting.pop()
+        if value in seen or value in own:
+            continue
+        seen.add(value)
+        if value in inline:
+            waiting += inline[value].ins
+        else:
+            found.add(value)
+    return found
+
+
+def _order(graph: Graph, kernels: Sequence[Sequence[Op]], reads: Sequence[set[Value]]) -> list[int]:
+    """Kernels in the order they run."""
+    position = {id(op): i for i, op in enumerate(graph.ops)}
+    maker = {v: k for k, kernel in enumerate(kernels) for op in kernel for v in op.outs}
+    needs = [{maker[v] for v in read if v in maker} - {k} for k, read in enumerate(reads)]
+    users: list[list[int]] = [[] for _ in kernels]
+    for k, sources in enumerate(needs):
+        for source in sources:
+            users[source].append(k)
+    return list(_ready(needs, users, [(position[id(kernel[-1])], position[id(kernel[0])]) for kernel in kernels]))
+
+
+def _ready(needs: Sequence[set[int]], users: Sequence[Sequence[int]], keys: Sequence[tuple[int, int]]) -> Iterator[int]:
+    waiting = [len(sources) for sources in needs]
+    ready = [(keys[k], k) for k, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    while ready:
+        _, k = heapq.heappop(ready)
+        yield k
+        for user in users[k]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, (keys[user], user))
