@@ -36,14 +36,24 @@ def apart(backward: Graph, shared: Iterable[str]) -> Graph:
         ops.append(Op(like.kind, ins, (out,), {**like.attrs, "stage": stage}, like.loc))
         return out
 
+    def widened(part: Value, stage: int, total: Value, loc: str) -> Value:
+        """An operand of a sum that was repeated along dimensions of the other one, or of 1, in the shape of the sum."""
+        if part.type.dims == total.type.dims:
+            return part
+        out = Value(namer.fresh(f"{total.name}.s{stage}"), total.type)
+        ops.append(Op("broadcast", (part,), (out,), {"shape": total.type.dims, "stage": stage}, loc))
+        return out
+
     def parts(value: Value) -> dict[int, Value]:
-        """What the stages contribute to a value; one part where it is not a sum over stages."""
+        """What the stages contribute to a value, each of its type; one part where it is not a sum over stages."""
         op = makers[value]
         if "of" not in op.attrs and op.kind == "add":
             left, right = map(parts, op.ins)
             if len({*left, *right}) > 1:
                 return {
-                    stage: made(value, stage, op, left[stage], right[stage]) if stage in left and stage in right else (left | right)[stage]
+                    stage: made(value, stage, op, left[stage], right[stage])
+                    if stage in left and stage in right
+                    else widened((left | right)[stage], stage, value, op.loc)
                     for stage in sorted({*left, *right})
                 }
         elif "of" not in op.attrs and op.kind in _LINEAR:
