@@ -9,7 +9,7 @@
 #   make bench        the benchmark on a small model         make bench-full   the benchmark at GPT-2-small size
 #   make bench-kernels  single kernels against torch
 #   make bench-models   training and inference of whole models on one thread, against torch and onnxruntime
-#   make bench-schedules  time per batch of the schedules with computations of a given length (five minutes)
+#   make bench-schedules  time per batch of the schedules with computations of a given length (eight minutes)
 #   make docs         write the generated parts of the documentation anew
 #   make clean        remove the environment and what the other targets left
 

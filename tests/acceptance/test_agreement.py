@@ -10,6 +10,7 @@ import torch
 
 import penstock as ps
 from penstock.ir.interp import run_recurrence
+from penstock.passes.schedules import SCHEDULES
 from penstock.runtime.control import FetchParameters
 
 STEPS = 12
@@ -40,7 +41,14 @@ def batches(m: int) -> list[dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize(
     ("d", "m", "schedule", "precision"),
-    [(2, 2, "1f1b", "f32"), (2, 3, "2bw", "f32"), (4, 3, "2bw", "f32"), (4, 6, "eager-2bw", "f32"), (2, 2, "2bw", "bf16")],
+    [
+        (2, 2, "1f1b", "f32"),
+        (2, 3, "2bw", "f32"),
+        (4, 3, "2bw", "f32"),
+        (4, 6, "eager-2bw", "f32"),
+        (2, 2, "2bw", "bf16"),
+        (4, 5, "zb-1f1b", "f32"),
+    ],
 )
 def test_copies_of_a_tied_parameter_stay_equal(tmp_path: Path, d: int, m: int, schedule: str, precision: str) -> None:
     model = ps.from_torch(Tied(2 * d), (torch.zeros(ROWS, LENGTH, dtype=torch.long),))
@@ -55,7 +63,7 @@ def test_copies_of_a_tied_parameter_stay_equal(tmp_path: Path, d: int, m: int, s
         copies = [arrays["wte.weight"] for _, arrays in job._ask(FetchParameters()) if "wte.weight" in arrays]
     assert len(copies) == 2
     np.testing.assert_array_equal(*copies)
-    delay = 0 if schedule == "1f1b" else 1
+    delay = SCHEDULES[schedule].delay
     weights = plan.model.imported.weights
     expected = run_recurrence(plan.reference, weights, data, delay=delay).losses
     np.testing.assert_allclose(found, expected, rtol=1e-5 if precision == "f32" else 2e-2)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.ir.errors import VerifyError
-from penstock.ir.graph import Graph, Module
-from penstock.ir.interp import TYPED, run_schedule
+from penstock.ir.graph import Graph, Module, Stage
+from penstock.ir.interp import TYPED, DictStore, run_graph, run_schedule
 from penstock.ir.memory import measure_memory
 from penstock.ir.storage import planned_blocks
 from penstock.ir.text import parse_module, print_module
@@ -157,3 +159,43 @@ def test_memory_counts_what_w_takes_until_w(plans: dict[str, ps.Plan]) -> None:
     least = memory.fixed + 2 * waiting + sum(saved.values()) + sent + sum(planned_blocks(backward))
     assert least <= memory.peak < 1.3 * least
     assert memory.activations > measure_memory(plans["1f1b"].module)[2].activations
+
+
+@pytest.fixture(scope="module")
+def backward_of_gpt(plans: dict[str, ps.Plan]) -> tuple[Graph, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The backward graph of the whole model, what it takes, and all variables."""
+    plan = plans["1f1b"]
+    weights = plan.model.imported.weights
+    variables = {n: weights[n] if v.init == "file" else np.zeros(v.type.dims, np.float32) for n, v in plan.reference.vars.items()}
+    forward, backward = plan.reference.graphs["F"], plan.reference.graphs["B"]
+    fed = {name: array[:2] for name, array in batches(1)[0].items()}
+    results = run_graph(forward, fed, DictStore(variables))
+    return backward, fed | {v.name: x for v, x in zip(forward.results, results, strict=True)}, variables
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_backward_graph_is_the_same_in_two_parts(backward_of_gpt, data: st.DataObject) -> None:
+    """Whatever is sent, and whatever came from other stages: results and gradients are those of the whole, bit for bit."""
+    backward, values, variables = backward_of_gpt
+    made = sorted((v for op in backward.ops for v in op.outs), key=lambda v: v.name)
+    outs = tuple(data.draw(st.lists(st.sampled_from(made), min_size=1, max_size=3, unique=True)))
+    received = set(data.draw(st.lists(st.sampled_from(backward.ins), max_size=3, unique=True)))
+    whole = Graph("s0.B", backward.ins, outs, backward.ops)
+    forward = Graph("s0.F", (), (), (), tuple(v for v in backward.ins if v not in received))
+    module = Module("m", stages=(Stage(0, "cpu:0"),), graphs={"s0.F": forward, "s0.B": whole})
+    parts = split_backward(module).graphs
+    b, w = parts["s0.B"], parts["s0.W"]
+    assert received <= set(b.ins)
+    assert set(w.ins) <= {*b.saved, *forward.saved}
+    stores = DictStore(variables), DictStore(variables)
+    expected = run_graph(whole, {v.name: values[v.name] for v in whole.ins}, stores[0])
+    found = run_graph(b, {v.name: values[v.name] for v in b.ins}, stores[1])
+    kept = values | {v.name: x for v, x in zip(b.results, found, strict=True)}
+    run_graph(w, {v.name: kept[v.name] for v in w.ins}, stores[1])
+    for x, y in zip(expected, found, strict=False):
+        assert np.array_equal(x, y)
+    for name, array in stores[0].arrays.items():
+        assert np.array_equal(array, stores[1].arrays[name]), name
+        # A control that gradients were summed at all.
+        assert not name.endswith(".grad") or array.any()
