@@ -19,7 +19,7 @@ from penstock.backends.interface import StageProgram
 from penstock.ir.graph import Graph, Module, Op, Value, Var, signature
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
-from penstock.passes.optimizers import OptimizerOptions, optimizer
+from penstock.passes.optimizers import STEP, UPDATES, OptimizerOptions, optimizer
 
 RATE, DECAY = 1e-3, 0.01
 LAYERS, POSITIONS = 12, 1024
@@ -33,9 +33,11 @@ class AdamW:
 
     def __init__(self, zero: bool) -> None:
         self.zero = zero
-        self.graph = self._graph()
+        module = self._module()
+        self.graph = self._graph(module)
         self.tensors = {name: [torch.empty(shape) for shape in GPT2_SMALL] for name in ("", ".grad", ".adam_m", ".adam_v")}
-        self.step = torch.zeros((), dtype=torch.int64)
+        self.counters = {name: torch.zeros((), dtype=torch.int64) for name in (STEP, UPDATES)}
+        self.scalars = {**self.counters, **{name: x.reshape(module.vars[name].type.dims) for name, x in _tables(module)}}
         self.params = [torch.nn.Parameter(w) for w in self.tensors[""]]
         for param, grad in zip(self.params, self.tensors[".grad"], strict=True):
             param.grad = grad
@@ -44,15 +46,18 @@ class AdamW:
             moments = {"exp_avg": self.tensors[".adam_m"][i], "exp_avg_sq": self.tensors[".adam_v"][i]}
             self.torch.state[param] = {"step": torch.zeros(()), **moments}
         sig = signature(self.graph)
-        self.args = [self.step if s.var == "step" else self._tensor(s.var) for s in sig.slots]
+        self.args = [self.scalars[s.var] if s.var in self.scalars else self._tensor(s.var) for s in sig.slots]
 
-    def _graph(self) -> Graph:
+    def _module(self) -> Module:
         variables = {}
         for i, shape in enumerate(GPT2_SMALL):
             variables[f"w{i}"] = Var(f"w{i}", TensorType("f32", shape), "param")
             variables[f"w{i}.grad"] = Var(f"w{i}.grad", TensorType("f32", shape), "grad", init="zeros")
         options = OptimizerOptions(kind="adamw", lr=RATE, weight_decay=DECAY)
-        ops = optimizer(Module("adamw", vars=variables), options).graphs["U"].ops
+        return optimizer(Module("adamw", vars=variables), options)
+
+    def _graph(self, module: Module) -> Graph:
+        ops = module.graphs["U"].ops
         if not self.zero:
             ops = tuple(Op("read", (), op.outs, op.attrs) if op.kind == "take" else op for op in ops)
         return effects(ops, {})
@@ -66,7 +71,8 @@ class AdamW:
         return drawn.square_().mul_(1e-2) if kind == ".adam_v" else drawn.mul_(0.1)
 
     def reset(self) -> None:
-        self.step.zero_()
+        for counter in self.counters.values():
+            counter.zero_()
         for state in self.torch.state.values():
             state["step"].zero_()
         for kind, tensors in self.tensors.items():
@@ -102,6 +108,11 @@ class AdamW:
             yield v
             if self.zero:
                 yield torch.zeros_like(g)
+
+
+def _tables(module: Module) -> Iterator[tuple[str, Tensor]]:
+    """The learning rate."""
+    return ((name, torch.tensor(var.init, dtype=torch.float64)) for name, var in module.vars.items() if isinstance(var.init, tuple))
 
 
 def _adamw(zero: bool) -> Work:

@@ -12,119 +12,57 @@ A training file is TOML; an unknown key, a missing one or a wrong value is an er
     microbatches = 4
     precision = "bf16"
     [optimizer]
+    kind = "muon"
+    lr = 0.02
+    [rate]
+    kind = "cosine"
+    steps = 1000
+    warmup = 100
+    [[group]]
+    name = "embed"
     kind = "adamw"
-    lr = 3e-4
+
+Optimisers, schedules of the learning rate and groups of parameters with their settings stand in ir/optimizers.py and ir/rates.py.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from math import isfinite
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 from penstock.ir.errors import UsageError
-from penstock.ir.graph import PARAM, Attr, Graph, Module, Namer, Op, Value, substitute
+from penstock.ir.graph import BUFFER, PARAM, Attr, Graph, Module, Namer, Op, Value, Var, substitute
 from penstock.ir.liveness import live_ops
 from penstock.ir.ops import make
+from penstock.ir.optimizers import OPTIMIZERS, SGD, AdamW, Group, Momentum, Optimizer, load_group, load_optimizer, optimizer_of, sort_into
+from penstock.ir.rates import Constant, Rate, rate_of
 from penstock.ir.renames import accepted, shown
+from penstock.ir.settings import pick
 from penstock.ir.types import FLOATS, TensorType
 
 LABELS = "labels"
 LOSSES = ("cross_entropy", "mse", "output:NAME")
 TRAINING_PRECISIONS = ("f32", "bf16")
+_PLAIN, _STEADY = SGD(), Constant()
 
 # ---------------------------------------------------------------------------------------- settings
-
-
-# Allowed values by the name of a setting; all optimisers mean the same by the same name.
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "lr": ("0 or more", lambda x: x >= 0),
-    "weight_decay": ("0 or more", lambda x: x >= 0),
-    "eps": ("above 0", lambda x: x > 0),
-    "beta": ("at least 0 and below 1", lambda x: 0 <= x < 1),
-    "beta1": ("at least 0 and below 1", lambda x: 0 <= x < 1),
-    "beta2": ("at least 0 and below 1", lambda x: 0 <= x < 1),
-}
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What all optimisers share: settings are the dataclass fields, `kind` is the name on the command line."""
-
-    kind: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        wrong = []
-        for name, value in asdict(self).items():
-            said, holds = _RANGES.get(name, ("", lambda x: True))
-            if not (isfinite(value) and holds(value)):
-                wrong.append(f"{name} must be {said}, got {value!r}")
-        if wrong:
-            raise UsageError("; ".join(wrong), where=f"optimizer {self.kind}")
-
-    def pass_options(self) -> dict[str, Attr]:
-        """Options of the pass `optimizer`."""
-        return {"kind": self.kind, **asdict(self)}
-
-
-@dataclass(frozen=True)
-class SGD(_Settings):
-    """w - lr * (g + weight_decay * w)"""
-
-    kind: ClassVar[str] = "sgd"
-    lr: float = 0.01
-    weight_decay: float = 0.0
-
-
-@dataclass(frozen=True)
-class Momentum(_Settings):
-    """m = beta * m + g + weight_decay * w; w - lr * m, or with nesterov w - lr * (g + beta * m)"""
-
-    kind: ClassVar[str] = "momentum"
-    lr: float = 0.01
-    beta: float = 0.9
-    nesterov: bool = False
-    weight_decay: float = 0.0
-
-
-@dataclass(frozen=True)
-class AdamW(_Settings):
-    """Adam with decoupled weight decay"""
-
-    kind: ClassVar[str] = "adamw"
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-
-
-Optimizer = SGD | Momentum | AdamW
-OPTIMIZERS: dict[str, type[SGD] | type[Momentum] | type[AdamW]] = {c.kind: c for c in (SGD, Momentum, AdamW)}
-
-
-def optimizer_of(kind: str, **settings: float) -> Optimizer:
-    """The optimiser of that name; settings that are not given have their defaults."""
-    problems: list[str] = []
-    found = _load_optimizer({"kind": kind, **settings}, problems)
-    if found is None:
-        raise UsageError("; ".join(problems))
-    return found
 
 
 @dataclass(frozen=True)
 class Training:
     """`loss` is cross_entropy, mse or output:NAME; `microbatches` is how many make one step of the optimiser; `precision` is what activations
-    and products are computed in, f32 or bf16, with weights kept in f32; `seed` is that of dropout."""
+    and products are computed in, f32 or bf16, with weights kept in f32; `seed` is that of dropout; `rate` is how the learning rate of the optimiser
+    changes over the steps; of the `groups` whose pattern is found in a parameter's name the first one counts."""
 
     loss: str
-    optimizer: Optimizer = SGD()
+    optimizer: Optimizer = _PLAIN
     microbatches: int = 1
     precision: str = "f32"
     seed: int = 0
+    rate: Rate = _STEADY
+    groups: tuple[Group, ...] = ()
 
     def __post_init__(self) -> None:
         named = self.loss.startswith("output:") and len(self.loss) > len("output:")
@@ -141,6 +79,14 @@ class Training:
         if wrong:
             raise UsageError("; ".join(wrong), where="training")
 
+    def pass_options(self) -> dict[str, Attr]:
+        """Options of the pass `optimizer`. Frozen parameters are none any more when it runs."""
+        options: dict[str, Attr] = self.optimizer.pass_options()
+        if self.rate != _STEADY:
+            options["rate"] = str(self.rate)
+        groups = tuple(str(group) for group in self.groups if not group.frozen)
+        return {**options, "groups": groups} if groups else options
+
 
 # ---------------------------------------------------------------------------------------- files
 
@@ -156,15 +102,18 @@ def load_training(path: str | Path, loss: str | None = None) -> Training:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"not a TOML file: {error}", where=where) from error
     problems: list[str] = []
-    chosen = _pick(table, {"loss": str, "microbatches": int, "precision": str, "seed": int, "optimizer": dict}, "", problems)
+    kinds = {"loss": "str", "microbatches": "int", "precision": "str", "seed": "int", "optimizer": "dict", "rate": "dict", "group": "list"}
+    chosen = pick(table, kinds, "", problems)
     if loss is not None:
         chosen["loss"] = loss
     if "loss" not in chosen and "loss" not in table:
         problems.append("loss is missing")
-    optimizer = _load_optimizer(chosen.pop("optimizer"), problems) if "optimizer" in chosen else SGD()
+    optimizer = load_optimizer(chosen.pop("optimizer"), "optimizer.", problems) if "optimizer" in chosen else _PLAIN
+    rate = rate_of(chosen.pop("rate"), "rate.", problems) if "rate" in chosen else _STEADY
+    groups = _load_groups(chosen.pop("group", []), problems)
     made = None
     try:
-        made = Training(**{"loss": "mse", **chosen}, optimizer=optimizer or SGD())
+        made = Training(**{"loss": "mse", **chosen}, optimizer=optimizer or _PLAIN, rate=rate or _STEADY, groups=groups)
     except UsageError as error:
         problems += error.what.split("; ")
     if problems or made is None:
@@ -172,39 +121,14 @@ def load_training(path: str | Path, loss: str | None = None) -> Training:
     return made
 
 
-def _load_optimizer(table: Mapping[str, Any], problems: list[str]) -> Optimizer | None:
-    """The optimiser a table describes; None with an entry in `problems` for everything that is wrong."""
-    kind = table.get("kind")
-    if kind not in OPTIMIZERS:
-        problems.append(f"optimizer.kind must be one of {', '.join(OPTIMIZERS)}, got {kind!r}")
-        return None
-    maker = OPTIMIZERS[kind]
-    kinds = {f.name: type(f.default) for f in fields(maker)}
-    before = len(problems)
-    chosen = _pick({k: v for k, v in table.items() if k != "kind"}, kinds, "optimizer.", problems)
-    try:
-        made = maker(**chosen)
-    except UsageError as error:
-        problems += [f"optimizer.{what}" for what in error.what.split("; ")]
-        return None
-    return made if len(problems) == before else None
-
-
-def _pick(table: Mapping[str, Any], kinds: Mapping[str, type], prefix: str, problems: list[str]) -> dict[str, Any]:
-    """The entries of `table` that have the right type; everything else becomes a problem."""
-    words = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "a table"}
-    chosen: dict[str, Any] = {}
-    for key, value in table.items():
-        kind = kinds.get(key)
-        if kind is None:
-            problems.append(f"{prefix}{key} is not known, there are {', '.join(prefix + k for k in kinds)}")
-        elif kind is float and type(value) in (int, float):
-            chosen[key] = float(value)
-        elif type(value) is kind:
-            chosen[key] = value
+def _load_groups(tables: list[object], problems: list[str]) -> tuple[Group, ...]:
+    found = []
+    for i, table in enumerate(tables):
+        if isinstance(table, dict):
+            found.append(load_group(table, f"group[{i}].", problems))
         else:
-            problems.append(f"{prefix}{key} must be {words[kind]}, got {value!r}")
-    return chosen
+            problems.append(f"group[{i}] must be a table, got {table!r}")
+    return tuple(group for group in found if group is not None)
 
 
 # ---------------------------------------------------------------------------------------- the loss
@@ -221,7 +145,7 @@ def attach_loss(module: Module, training: Training, renamed: Mapping[str, str] |
     live = [op.with_attrs(seed=training.seed) if op.kind == "random_key" else op for op in live_ops(ops, (loss,))]
     read = {op.var for op in live if op.kind in ("read", "write")}
     graph = Graph("main", inputs, (loss,), tuple(live))
-    variables = {name: var for name, var in module.vars.items() if name in read}
+    variables = _frozen({name: var for name, var in module.vars.items() if name in read}, training.groups)
     halves = [f"@{name}" for name, var in variables.items() if var.role == PARAM and var.type.dtype == "f16"]
     if halves:
         raise UsageError(
@@ -238,6 +162,13 @@ def attach_loss(module: Module, training: Training, renamed: Mapping[str, str] |
     return module.but(inputs=inputs, outputs=(loss.name,), vars=variables, graphs={**module.graphs, "main": graph}).noted(
         "training", *notes
     )
+
+
+def _frozen(variables: Mapping[str, Var], groups: tuple[Group, ...]) -> dict[str, Var]:
+    """Variables where the parameters of frozen groups are parameters no more. A group without parameters is an error."""
+    group_of = sort_into(groups, [name for name, var in variables.items() if var.role == PARAM])
+    frozen = {name for name, group in group_of.items() if group.frozen}
+    return {name: replace(var, role=BUFFER) if name in frozen else var for name, var in variables.items()}
 
 
 def _own_loss(main: Graph, name: str, renamed: Mapping[str, str]) -> Value:
@@ -289,4 +220,16 @@ def _rename(graph: Graph, old: str, new: str) -> Graph:
     return Graph(graph.name, graph.ins, substitute(graph.outs, table), ops, graph.saved)
 
 
-__all__ = ["LABELS", "OPTIMIZERS", "SGD", "AdamW", "Momentum", "Optimizer", "Training", "attach_loss", "load_training", "optimizer_of"]
+__all__ = [
+    "LABELS",
+    "OPTIMIZERS",
+    "SGD",
+    "AdamW",
+    "Group",
+    "Momentum",
+    "Optimizer",
+    "Training",
+    "attach_loss",
+    "load_training",
+    "optimizer_of",
+]

@@ -104,7 +104,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """State that outlives a microbatch. `init` says where the first value comes from: `file` (the weights) or `zeros`."""
+    """State that outlives a microbatch. `init` says where the first value comes from: `file` (the weights), `zeros`, or the elements themselves."""
 
     name: str
     type: TensorType
@@ -112,7 +112,7 @@ class Var:
     stage: int | None = None
     versions: int = 1
     policy: str = ""
-    init: str = "file"
+    init: str | tuple[float, ...] = "file"
 
 
 @dataclass(frozen=True, slots=True)

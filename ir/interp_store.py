@@ -71,6 +71,8 @@ def initial_arrays(module: Module, weights: Arrays, names: Sequence[str], precis
         value = Value(name, var.type)
         if var.init == "zeros" and name not in weights:
             found[name] = np.zeros(var.type.dims, array_dtype(var.type.dtype, precision))
+        elif isinstance(var.init, tuple) and name not in weights:
+            found[name] = np.array(var.init, array_dtype(var.type.dtype, precision)).reshape(var.type.dims)
         elif name not in weights:
             problems.append(f"no weights for @{name}")
         else:

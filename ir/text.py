@@ -8,18 +8,20 @@
     stage     = "stage " index " on " place
     input     = "input " value                             value  = "%" name " : " type
     output    = "output %" name
-    var       = "var @" name " : " type [" stage " index] " " role [" versions " n] [" policy " name] [" init " name]
+    var       = "var @" name " : " type [" stage " index] " " role [" versions " n] [" policy " name] [" init " (name | numbers)]
     edge      = "edge " src ">" dst " " phase " : " value {", " value}
     graph     = "graph @" name "(" [value {", " value}] ") {" {op} ["save " names] "return" [" " names] "}"
     op        = [value {", " value} " = "] kind "(" [argument {", " argument}] ")" [" ; " loc]
     argument  = "%" name | "@" name | key "=" literal      "@" name is the attribute `var`
+    numbers   = "[" float {"," float} "]"                  the elements in order
     literal   = "true" | "false" | integer | float | word | JSON string | "[" [literal {"," literal}] "]"
     schedule  = "schedule " name " microbatches " n " {" {"rank " r " start:" {" " action}  "rank " r " batch:" {" " action}} "}"
     note      = "note " origin ": " text
     name      = letters, digits and _ . / : -              type   = see ir/types.py       action = see ir/schedule.py
 
 A module is printed in the order of this list; indentation and blank lines do not matter to the parser; a line that starts with `//` is a
-comment. `print_module(parse_module(t)) == t` for every printed t. There are no weights in the text: variables name them.
+comment. `print_module(parse_module(t)) == t` for every printed t. There are no weights in the text, variables name them;
+the elements of tables are.
 """
 
 from __future__ import annotations
@@ -93,6 +95,8 @@ def _print_var(var: Var) -> str:
         text += f" versions {var.versions}"
     if var.policy:
         text += f" policy {var.policy}"
+    if isinstance(var.init, tuple):
+        return f"{text} init {print_literal(var.init)}"
     return text + (f" init {var.init}" if var.init != "file" else "")
 
 
@@ -144,7 +148,7 @@ _CALL = re.compile(r'(?:(%.*?) = )?(\w+)\(([^")]*(?:"(?:[^"\\]|\\.)*"[^")]*)*)\)
 _MODULE = re.compile(rf"module @({NAME})(?: facts\(([\w\-, ]*)\))? \{{")
 _GRAPH = re.compile(rf"graph @({NAME})\((.*)\) \{{")
 _VAR = re.compile(
-    rf"var @({NAME}) : (\S+)(?: stage (\d+))? ({'|'.join(ROLES)})(?: versions (\d+))?(?: policy ({NAME}))?(?: init ({NAME}))?"
+    rf"var @({NAME}) : (\S+)(?: stage (\d+))? ({'|'.join(ROLES)})(?: versions (\d+))?(?: policy ({NAME}))?(?: init ({NAME}|\[.*\]))?"
 )
 _MESH = re.compile(rf"mesh @({NAME}) \(([^)]*)\) (.+)")
 _STAGE = re.compile(rf"stage (\d+) on ({NAME})")
@@ -191,6 +195,13 @@ def _parse_scalar(text: str) -> Scalar:
     if _WORD.fullmatch(text):
         return text
     raise ValueError(f"bad literal {text!r}, expected true, false, a number, a word, a JSON string or a list")
+
+
+def _parse_init(text: str) -> str | tuple[float, ...]:
+    found = parse_literal(text) if text.startswith("[") else text
+    if isinstance(found, tuple) and any(type(x) not in (int, float) for x in found):
+        raise ValueError(f"a variable begins with numbers, got {text}")
+    return tuple(map(float, found)) if isinstance(found, tuple) else text
 
 
 def _parse_values(text: str) -> tuple[Value, ...]:
@@ -347,12 +358,18 @@ class _ModuleParser:
         self.outputs.append(_fullmatch(re.compile(rf"output %({NAME})"), line, "output %name")[1])
 
     def _var(self, line: str) -> None:
-        match = _fullmatch(_VAR, line, f"var @name : type [stage N] {'|'.join(ROLES)} [versions N] [policy NAME] [init NAME]")
+        match = _fullmatch(_VAR, line, f"var @name : type [stage N] {'|'.join(ROLES)} [versions N] [policy NAME] [init NAME|[NUMBER,...]]")
         name, type_text, stage, role, versions, policy, init = match.groups()
         if name in self.vars:
             raise ValueError(f"@{name} is declared twice")
         self.vars[name] = Var(
-            name, parse_type(type_text), role, None if stage is None else int(stage), int(versions or 1), policy or "", init or "file"
+            name,
+            parse_type(type_text),
+            role,
+            None if stage is None else int(stage),
+            int(versions or 1),
+            policy or "",
+            _parse_init(init or "file"),
         )
 
     def _edge(self, line: str) -> None:

@@ -59,6 +59,8 @@ def check_typed(module: Module) -> Iterator[Problem]:
             yield Problem(f"@{name}", f"the variable stored under this name is called @{var.name}")
         if var.role not in ROLES or var.versions < 1:
             yield Problem(f"@{name}", f"role {var.role}, {var.versions} versions; expected one of {', '.join(ROLES)} and at least one")
+        if isinstance(var.init, tuple) and len(var.init) != var.type.size:
+            yield Problem(f"@{name}", f"is {var.type} and begins with {len(var.init)} elements")
     seen: dict[str, tuple[Value, str]] = {v.name: (v, "input of the module") for v in module.inputs}
     for name, graph in module.graphs.items():
         if name != graph.name:

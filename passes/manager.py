@@ -65,7 +65,7 @@ def _print_option(value: Attr) -> str:
 
 
 _CALL = re.compile(r"\s*([a-z][\w\-]*)\s*(?:\{((?:[^}\"]|\"(?:[^\"\\]|\\.)*\")*)\})?\s*(,|$)")
-_OPTION = re.compile(r'\s*([\w\-]+)=("(?:[^"\\]|\\.)*"|\[[^\]]*\]|[^,]*)\s*(?:,|$)')
+_OPTION = re.compile(r'\s*([\w\-]+)=("(?:[^"\\]|\\.)*"|\[(?:[^\]"]|"(?:[^"\\]|\\.)*")*\]|[^,]*)\s*(?:,|$)')
 
 
 def parse_pipeline(text: str, table: dict[str, Pass]) -> list[Call]:

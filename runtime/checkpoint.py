@@ -28,8 +28,9 @@ import numpy as np
 from ..backends.bundle import Bundle, contained, file_problems, flush_directory, move_into_place, stage_vars, stored_vars
 from ..backends.tensor_file import map_tensors, write_tensors
 from ..ir.errors import UsageError, VerifyError
-from ..ir.graph import GRAD, Module
+from ..ir.graph import GRAD, TABLE, Module, Var
 from .control import DataSpec
+from .tables import Tables
 
 FORMAT = 1
 INDEX, INDEX_HASH, LATEST = "index.json", "index.sha256", "latest"
@@ -46,7 +47,8 @@ class SavedFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 class Index(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """`step` is the number of steps done, which is also the newest version and the next batch to read. `bundle` is where the bundle stood, and
-    `source_hash` that of its model; both are empty in checkpoints of versions that did not write them."""
+    `source_hash` that of its model; `tables` are those of the run, the learning rate among them. All three are empty in checkpoints of versions
+    that did not write them."""
 
     format: int
     step: int
@@ -57,6 +59,12 @@ class Index(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     files: dict[str, SavedFile]
     bundle: str = ""
     source_hash: str = ""
+    tables: dict[str, tuple[float, ...]] = {}
+
+
+def is_kept(var: Var) -> bool:
+    """Whether a checkpoint holds a variable: gradients are zero in a drained pipeline, and tables stand in the index."""
+    return var.role not in (GRAD, TABLE)
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -82,13 +90,13 @@ def save_part(
     return msgspec.json.encode(files)
 
 
-def finish_save(work: Path, directory: Path, step: int, bundle: Bundle, data: DataSpec | None, parts: list[bytes]) -> Path:
+def finish_save(work: Path, directory: Path, step: int, bundle: Bundle, data: DataSpec | None, parts: list[bytes], tables: Tables) -> Path:
     """Index the files of all ranks and put the checkpoint in its place."""
     module = bundle.module
     assert module.schedule is not None
     files = {name: file for part in parts for name, file in msgspec.json.decode(part, type=dict[str, SavedFile]).items()}
     schedule, source_hash = module.schedule, bundle.manifest.source_hash
-    index = Index(FORMAT, step, module.name, schedule.name, schedule.microbatches, data, files, str(bundle.path), source_hash)
+    index = Index(FORMAT, step, module.name, schedule.name, schedule.microbatches, data, files, str(bundle.path), source_hash, dict(tables))
     text = msgspec.json.format(msgspec.json.encode(index, order="sorted"), indent=2) + b"\n"
     _write(work / INDEX, text)
     _write(work / INDEX_HASH, f"{hashlib.sha256(text).hexdigest()}  {INDEX}\n".encode())
@@ -180,7 +188,7 @@ def check_resume(index: Index, module: Module, data: DataSpec | None, where: str
     types = {name: type for file in index.files.values() for name, type in file.tensors.items()}
     used = {name: var for stage in module.stages for name, var in stage_vars(module, stage.index).items()}
     for name, var in used.items():
-        if var.role != GRAD and types.get(name) != str(var.type):
+        if is_kept(var) and types.get(name) != str(var.type):
             problems.append(f"{name}: the bundle has {var.type}, the checkpoint {types.get(name, 'nothing')}")
     if problems:
         raise VerifyError("the checkpoint does not fit the bundle:" + "".join(f"\n  - {p}" for p in problems), where=where)

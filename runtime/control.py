@@ -39,7 +39,7 @@ class DataSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class Setup(Record, frozen=True):
     """The first message. `resume` is one checkpoint directory; `audit` asks for the version log; `retire` is off only in tests that show
     what retirement is for: buffers then grow and are counted. `pace` (seconds by kind of computation, runtime/pace.py) and `latency` (seconds
-    from a send until its message arrives) are for measuring schedules."""
+    from a send until its message arrives) are for measuring schedules. `tables` are the elements of the tables by variable."""
 
     bundle: str
     timeout: float
@@ -50,6 +50,7 @@ class Setup(Record, frozen=True):
     trace: bool = False
     pace: dict[str, float] = {}
     latency: float = 0.0
+    tables: dict[str, tuple[float, ...]] = {}
 
 
 class Join(Record, frozen=True):

@@ -23,16 +23,17 @@ from ..ir.ops import OPS
 from ..ir.schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action
 from .control import LogEntry, Output, Record, Step
 from .pace import Pace
-from .program import ActionStream, Feed, fed_inputs, learning_rate, loss_stage
+from .program import ActionStream, Feed, fed_inputs, loss_stage
 from .status import Status
 from .store import Recycled, Store, as_array, fill
+from .tables import Tables, learning_rate, tables_of
 from .transport import Transport
 
 Report = Callable[[Record, Mapping[str, np.ndarray]], None]
 
 
 class Executor:
-    """Runs one stage on one rank. `retire`, `audit` and `pace` as in control.Setup."""
+    """Runs one stage on one rank. `retire`, `audit`, `pace` and `tables` as in control.Setup; no tables are those of the module."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Executor:
         audit: bool = False,
         trace: bool = False,
         pace: Mapping[str, float] | None = None,
+        tables: Tables | None = None,
     ) -> None:
         assert module.schedule is not None
         self.module, self.stage, self.program, self.store, self.transport = module, stage, program, store, transport
@@ -60,7 +62,7 @@ class Executor:
         self.signatures: dict[str, Signature] = {kind: signature(graph) for kind, graph in self.graphs.items()}
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
         self._buffers = Recycled(store.device)
-        self.rate = learning_rate(module)
+        self.tables = tables_of(module) if tables is None else tables
         self.pace = Pace(pace or {}, self.graphs)
         self._retention()
         self._handlers: dict[str, Callable[[Action], None]] = {
@@ -210,4 +212,4 @@ class Executor:
 
     def _finish_step(self, batch: int) -> None:
         losses = tuple(self._losses.pop(batch))
-        self.report(Step(batch, sum(losses) / len(losses), losses, self.rate, time.monotonic()), {})
+        self.report(Step(batch, sum(losses) / len(losses), losses, learning_rate(self.tables, batch), time.monotonic()), {})

@@ -25,6 +25,7 @@ import numpy as np
 from ..backends.bundle import Bundle, open_bundle
 from ..ir.errors import UsageError
 from ..ir.graph import Module, Value
+from ..ir.rates import Rate
 from ..ir.renames import by_our_names, shown
 from . import checkpoint as checkpoints
 from .control import (
@@ -52,6 +53,7 @@ from .metrics import Metrics
 from .options import RunOptions, become_rank, in_group, seed_problems, timeout_problems
 from .pace import pace_problems
 from .program import fed_inputs, loss_stage, microbatch_size
+from .tables import tables_for_run
 from .trace import write_trace
 
 # Batches handed to the workers and not finished yet. Under 2bw a batch may finish only once the two after it are there; one more keeps the pipe full.
@@ -76,6 +78,8 @@ class Job:
         trace: bool = False,
         pace: Mapping[str, float] | None = None,
         latency: float = 0.0,
+        lr: float | None = None,
+        rate: Rate | str | None = None,
     ) -> None:
         problems = timeout_problems(timeout) + ([] if data is None else seed_problems(data.seed))
         if problems := problems + list(pace_problems(pace or {}, latency, timeout)):
@@ -92,12 +96,14 @@ class Job:
             self.warnings.append(
                 f"the bundle was compiled for hosts {', '.join(hosts)}; all ranks run on this one (start it with torchrun on each)"
             )
-        place = None
+        place, saved = None, None
         if resume is not None:
             place = checkpoints.find_checkpoint(resume)
             index = checkpoints.read_index(place)
             self.warnings += checkpoints.check_resume(index, self.module, data, str(place))
-            self.steps_done = index.step
+            self.steps_done, saved = index.step, index.tables
+        tables, told = tables_for_run(self.module, saved, lr, rate)
+        self.warnings += told
         if data is not None:
             check_data(self.module, data, bundle.renamed)
         self._fed = [fed_inputs(self.module, entry.stage) for entry in bundle.manifest.ranks]
@@ -105,9 +111,8 @@ class Job:
         self.peak_bytes = [0] * bundle.world_size
         self.base_bytes = [0] * bundle.world_size
         self.traces: list[list[tuple[str, float, float]]] = [[] for _ in range(bundle.world_size)]
-        setup = Setup(
-            str(bundle.path), timeout, data, None if place is None else str(place), audit, retire, trace, dict(pace or {}), latency
-        )
+        resumed = None if place is None else str(place)
+        setup = Setup(str(bundle.path), timeout, data, resumed, audit, retire, trace, dict(pace or {}), latency, tables)
         self.workers = Workers(bundle, setup)
 
     # -------------------------------------------------------------------------------------------- training
@@ -396,13 +401,16 @@ def open(
     audit: bool = False,
     pace: Mapping[str, float] | None = None,
     latency: float = 0.0,
+    lr: float | None = None,
+    rate: Rate | str | None = None,
 ) -> Job:
-    """Check a bundle and start its workers on this machine. `timeout` bounds every wait of one rank for another.
+    """Check a bundle and start its workers on this machine. `timeout` bounds every wait of one rank for another; `lr` and `rate` are a learning
+    rate and a schedule of it that stand in for those the bundle was compiled with.
 
     `pace` and `latency` are for measuring schedules apart from kernels and networks: seconds that a computation of each kind takes at least
     (F, B with W included, W, U), and seconds from a send until its message arrives. They do not change what is computed."""
     spec = None if data is None else _data_spec(data, shuffle, seed)
-    return Job(open_bundle(path), timeout=timeout, data=spec, resume=resume, audit=audit, pace=pace, latency=latency)
+    return Job(open_bundle(path), timeout=timeout, data=spec, resume=resume, audit=audit, pace=pace, latency=latency, lr=lr, rate=rate)
 
 
 @dataclass(frozen=True)
@@ -431,6 +439,8 @@ def run_bundle(
     timeout: float = 60.0,
     trace: str | os.PathLike[str] | None = None,
     progress: bool = True,
+    lr: float | None = None,
+    rate: Rate | str | None = None,
 ) -> RunSummary:
     """Train for `steps` steps. Where RANK and WORLD_SIZE are set, as torchrun does, this process becomes that rank and does not come back."""
     options = RunOptions(
@@ -444,11 +454,13 @@ def run_bundle(
         checkpoint_every=checkpoint_every,
         timeout=timeout,
         progress=progress,
+        lr=lr,
+        rate=None if rate is None else str(rate),
     )
     options.check()
     if in_group():
         become_rank(options)
-    job = Job(open_bundle(path), timeout=timeout, data=options.data, resume=resume, trace=trace is not None)
+    job = Job(open_bundle(path), timeout=timeout, data=options.data, resume=resume, trace=trace is not None, lr=lr, rate=rate)
     with job:
         for warning in job.warnings:
             print(f"warning: {warning}", file=sys.stderr)

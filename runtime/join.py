@@ -31,6 +31,7 @@ from .metrics import Metrics
 from .options import RunOptions
 from .program import loss_stage, microbatch_size
 from .status import Status
+from .tables import Tables, learning_rate, tables_for_run
 from .trace import write_trace
 from .transport import Group, join_environment, time_span
 from .worker import Worker, describe_failure
@@ -44,8 +45,8 @@ _STEP_TIMEOUT = timedelta(days=7)
 class Reports:
     """Steps on their way from the rank of the loss to rank 0."""
 
-    def __init__(self, worker_rank: int, loss_rank: int, microbatches: int, rate: float | None, metrics: Metrics | None) -> None:
-        self._rank, self._loss_rank, self._rate, self._metrics = worker_rank, loss_rank, rate, metrics
+    def __init__(self, worker_rank: int, loss_rank: int, microbatches: int, tables: Tables, metrics: Metrics | None) -> None:
+        self._rank, self._loss_rank, self._tables, self._metrics = worker_rank, loss_rank, tables, metrics
         self._size = 2 + microbatches
         self.failure: Exception | None = None
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
@@ -82,7 +83,8 @@ class Reports:
                 assert work is not None
                 work.wait(_STEP_TIMEOUT)
                 step, loss, *losses = message.tolist()
-                self._metrics.add(Step(int(step), loss, tuple(losses), self._rate, time.monotonic()))
+                rate = learning_rate(self._tables, int(step))
+                self._metrics.add(Step(int(step), loss, tuple(losses), rate, time.monotonic()))
         except (RuntimeError, PenstockError) as error:
             # The pipeline meets the same lost connection, and says more about it; this is for the end of the chunk.
             self.failure = error
@@ -95,12 +97,14 @@ def run_rank(options: RunOptions) -> None:
     module = bundle.module
     assert module.schedule is not None
     check_data(module, options.data, bundle.renamed)
-    place, first, warnings = None, 0, []
+    place, first, warnings, saved = None, 0, [], None
     if options.resume is not None:
         place = checkpoints.find_checkpoint(options.resume)
         index = checkpoints.read_index(place)
         warnings = checkpoints.check_resume(index, module, options.data, str(place))
-        first = index.step
+        first, saved = index.step, index.tables
+    tables, told = tables_for_run(module, saved, options.lr, options.rate)
+    warnings += told
     store, rank, world = join_environment(options.timeout)
     group = Group(store, rank, world, options.timeout)
     metrics = None
@@ -121,10 +125,12 @@ def run_rank(options: RunOptions) -> None:
     def receive(wait: bool) -> tuple[Message, Arrays] | None:
         raise AssertionError("all batches come from the data")
 
-    setup = Setup(str(bundle.path), options.timeout, options.data, None if place is None else str(place), trace=options.trace is not None)
+    resumed = None if place is None else str(place)
+    setup = Setup(str(bundle.path), options.timeout, options.data, resumed, trace=options.trace is not None, tables=tables)
     worker = Worker(bundle, rank, group, setup, reply, receive, Status(None, rank))
-    reports = Reports(rank, loss_rank, module.schedule.microbatches, worker.executor.rate, metrics)
+    reports = Reports(rank, loss_rank, module.schedule.microbatches, tables, metrics)
     group.agree("step to start from", str(first))
+    group.agree("learning rate", str(tables))
     if metrics is not None:
         metrics.start()
     done = first

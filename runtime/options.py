@@ -41,6 +41,8 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     checkpoint_every: int | None
     timeout: float
     progress: bool
+    lr: float | None = None
+    rate: str | None = None
 
     def check(self) -> None:
         problems = []

@@ -125,19 +125,3 @@ def loss_stage(module: Module) -> int | None:
 def microbatch_size(module: Module) -> int:
     """Samples per microbatch: what the first dimensions of all inputs are multiples of."""
     return gcd(*(value.type.dims[0] for value in module.inputs if value.type.rank)) or 1
-
-
-def learning_rate(module: Module) -> float | None:
-    """The learning rate when it is one constant for all stages: the last operand of every optimiser op."""
-    rates = set()
-    for stage in module.stages:
-        graph = module.stage_graph(stage.index, "U")
-        if graph is None:
-            continue
-        made = graph.producers()
-        for op in graph.ops:
-            if op.kind in ("sgd", "momentum", "adamw"):
-                source = made.get(op.ins[-1])
-                value = source.attrs.get("value") if source is not None and source.kind == "const" else None
-                rates.add(value if isinstance(value, float | int) else None)
-    return float(rate) if len(rates) == 1 and (rate := rates.pop()) is not None else None

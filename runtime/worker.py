@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from ..backends.bundle import Bundle, open_bundle, stage_vars
 from ..backends.interface import backend_of
 from ..ir.errors import PeerLost, PenstockError, VerifyError
-from ..ir.graph import GRAD, PARAM, Module, stepped_vars
+from ..ir.graph import GRAD, PARAM, Module, Var, stepped_vars
 from . import checkpoint
 from .control import (
     Arrays,
@@ -59,6 +59,7 @@ from .executor import Executor
 from .program import Feed, fed_inputs
 from .status import Status
 from .store import Store, as_array
+from .tables import tables_of
 from .transport import Group, Transport, host_store, join_store
 
 Reply = Callable[[Record, Mapping[str, np.ndarray]], None]
@@ -97,6 +98,7 @@ class Worker:
             self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads
         )
         self.base = resident_bytes()
+        self.tables = setup.tables or tables_of(self.module)
         self.store = self._load_store(program.device)
         ranks = {r.stage: r.rank for r in bundle.manifest.ranks}
         self.transport = Transport(rank, self.module.edges, ranks, setup.timeout, program.device, setup.latency)
@@ -112,6 +114,7 @@ class Worker:
             audit=setup.audit,
             trace=setup.trace,
             pace=setup.pace,
+            tables=self.tables,
         )
         status.show(None)
 
@@ -163,15 +166,23 @@ class Worker:
         wanted = {name: store.newest(name) for name, var in variables.items() if var.init == "file"}
         _read_tensors(self.bundle.weights_file(self.stage), wanted)
         for name, var in variables.items():
-            if var.init != "file" and var.role != GRAD:
+            if var.init == "zeros" and var.role != GRAD:
                 store.newest(name).zero_()
+        self._fill_tables(variables, store)
         return store
+
+    def _fill_tables(self, variables: Mapping[str, Var], store: Store) -> None:
+        for name, var in variables.items():
+            if isinstance(var.init, tuple):
+                tensor = store.newest(name)
+                tensor.copy_(torch.tensor(self.tables.get(name, var.init), dtype=tensor.dtype).reshape(tensor.shape))
 
     def _resume(self, variables: dict, stepped: set[str], place: Path, device: torch.device) -> Store:  # type: ignore[type-arg]
         index = checkpoint.read_index(place)
         checkpoint.check_resume(index, self.module, None, str(place))
         store = Store(variables, stepped, version=index.step, grow=not self.setup.retire, device=device)
-        names = {name for name, var in variables.items() if var.role != GRAD}
+        names = {name for name, var in variables.items() if checkpoint.is_kept(var)}
+        self._fill_tables(variables, store)
         for file, tensors in checkpoint.files_for(index, names, index.step).items():
             _read_tensors(checkpoint.check_file(place, index, file), {name: store.newest(name) for name in tensors})
         for version in sorted({file.version for file in index.files.values()} - {index.step}):
@@ -192,11 +203,11 @@ class Worker:
                 work = checkpoint.start_save(directory, step)
                 self.group.put(f"{key}/work", str(work).encode())
             place = work or Path(self.group.get(f"{key}/work", "the checkpoint directory of rank 0").decode())
-            newest = {name: as_array(self.store.newest(name)) for name, var in self.store.variables.items() if var.role != GRAD}
+            newest = {name: as_array(self.store.newest(name)) for name, var in self.store.variables.items() if checkpoint.is_kept(var)}
             older = {version: {name: as_array(t) for name, t in tensors.items()} for version, tensors in self.store.older().items()}
             parts = self.group.gather(f"{key}/part", checkpoint.save_part(place, self.rank, self.module, newest, older, step))
             if work is not None:
-                checkpoint.finish_save(work, directory, step, self.bundle, self.setup.data, parts)
+                checkpoint.finish_save(work, directory, step, self.bundle, self.setup.data, parts, self.tables)
         except BaseException as error:
             if work is not None:
                 checkpoint.abandon_save(work)

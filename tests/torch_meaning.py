@@ -307,6 +307,16 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c1: Tensor, c2: Tensor, l
     return w * (1 - lr * a["weight_decay"]) - lr * (m / c1) / ((v / c2).sqrt() + a["eps"]), m, v
 
 
+def _ramp(table: Tensor, step: Tensor) -> Tensor:
+    """All rows at once, then the one in force."""
+    start, length, first, last, shape = table.unbind(1)
+    done = (step - start) / length
+    part = done.clamp(0, 1)
+    line, wave = first.lerp(last, part), last + (first - last) * torch.cos(torch.pi * part / 2) ** 2
+    values = torch.where(shape == 2, first * last ** done.floor(), torch.where(shape == 1, wave, line))
+    return values[(torch.searchsorted(start, step, right=True) - 1).clamp(min=0)]
+
+
 _WORD = (1 << 32) - 1
 
 
@@ -414,4 +424,5 @@ MEANING: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "sgd": _sgd,
     "momentum": _momentum,
     "adamw": _adamw,
+    "ramp": _ramp,
 }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..rates import curve_at
 from .arrays import Array, Rule, Values, check_indices, mean, wide
 from .rows import log_sum
 
@@ -48,6 +49,11 @@ def _adamw(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
     return w - lr * (a["weight_decay"] * w) - lr * ((m / c1) / (np.sqrt(v / c2) + a["eps"])), m, v
 
 
+def _ramp(x: Sequence[Array], a: Values) -> tuple[Array, ...]:
+    table, step = x
+    return (np.array(curve_at(table.ravel().tolist(), float(step))),)
+
+
 RULES: dict[str, Rule] = {
     "cross_entropy": _cross_entropy,
     "cross_entropy_grad": _cross_entropy_grad,
@@ -55,4 +61,5 @@ RULES: dict[str, Rule] = {
     "sgd": _sgd,
     "momentum": _momentum,
     "adamw": _adamw,
+    "ramp": _ramp,
 }

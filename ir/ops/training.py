@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..rates import COLUMNS
 from ..types import FLOATS, INTS, TensorType
 from .table import Infer, Needs, Types, Values, need, need_floats, per_element, row
 
@@ -36,6 +37,14 @@ def _optimizer(states: int, scalars: int) -> Infer:
     return infer
 
 
+def _ramp(x: Types, a: Values) -> tuple[TensorType, ...]:
+    table, step = x
+    need(table.dtype == step.dtype == "f64", f"needs a table and a step in f64, got {table} and {step}")
+    need(table.rank == 2 and table.shape[0] != 0 and table.shape[1] == COLUMNS, f"a row of the table has {COLUMNS} columns, got {table}")
+    need(step.shape == (), f"the step must be a scalar, got {step}")
+    return (step,)
+
+
 def _state(x: Types, a: Values) -> tuple[TensorType, ...]:
     raise AssertionError("state operations take their type from the variable, see infer_op")
 
@@ -51,6 +60,9 @@ ROWS = (
     row("sgd", "optimizer", 3, _optimizer(0, 1), "w - lr * (g + weight_decay * w), from (w, g, lr)", weight_decay=0.0, flops=per_element(3)),
     row("momentum", "optimizer", 4, _optimizer(1, 1), "g = g + weight_decay * w; m = beta * m + g; w - lr * m (nesterov: w - lr * (g + beta * m)), from (w, g, m, lr)", beta=0.9, weight_decay=0.0, nesterov=False, flops=per_element(5)),
     row("adamw", "optimizer", 7, _optimizer(2, 3), "Adam with decoupled weight decay, from (w, g, m, v, c1, c2, lr), where c1 = 1 - beta1^t and c2 = 1 - beta2^t", beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, flops=per_element(14)),
+
+    # the learning rate as data
+    row("ramp", "optimizer", 2, _ramp, "the value at a step of a piecewise curve, from (table, step); rows of the table are start, length, from, to, shape (0 linear, 1 cosine, 2 step)", flops=per_element(4), dims="r^ c^, -> "),
 
     # state: the only operations with an effect
     row("read", "state", 0, _state, "the variable; `version` is mb (the microbatch's own) or latest", var=Needs(str), version="latest", effect=True),

@@ -32,28 +32,38 @@ _HOMES = {
     "open": "penstock.runtime.job",
     "Cluster": "penstock.ir.cluster",
     "Training": "penstock.frontends.training",
-    "SGD": "penstock.frontends.training",
-    "Momentum": "penstock.frontends.training",
-    "AdamW": "penstock.frontends.training",
+    **dict.fromkeys(("SGD", "Momentum", "Adam", "AdamW", "Adagrad", "Lion", "Muon", "Group"), "penstock.ir.optimizers"),
+    **dict.fromkeys(("Constant", "Linear", "Cosine", "Steps"), "penstock.ir.rates"),
     "PenstockError": "penstock.ir.errors",
 }
 
 if TYPE_CHECKING:
     from penstock.api import Model, Plan, compile, from_onnx, from_torch, plan
     from penstock.exporting import export
-    from penstock.frontends.training import SGD, AdamW, Momentum, Training
+    from penstock.frontends.training import Training
     from penstock.ir.cluster import Cluster
     from penstock.ir.errors import PenstockError
+    from penstock.ir.optimizers import SGD, Adagrad, Adam, AdamW, Group, Lion, Momentum, Muon
+    from penstock.ir.rates import Constant, Cosine, Linear, Steps
     from penstock.runtime.job import open
 
 __all__ = [
     "SGD",
+    "Adagrad",
+    "Adam",
     "AdamW",
     "Cluster",
+    "Constant",
+    "Cosine",
+    "Group",
+    "Linear",
+    "Lion",
     "Model",
     "Momentum",
+    "Muon",
     "PenstockError",
     "Plan",
+    "Steps",
     "Training",
     "compile",
     "export",

@@ -132,7 +132,7 @@ def plan(
     else:
         module = attach_loss(module, training, model.imported.names)
         compute = precision or training.precision
-        calls = training_pipeline(training.optimizer.pass_options(), cuts, schedule, training.microbatches, compute, library)
+        calls = training_pipeline(training.pass_options(), cuts, schedule, training.microbatches, compute, library)
     seen: list[Module] = []
     made: list[Call] = []
     notes: list[str] = []

@@ -120,6 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--steps", type=_positive, default=10, metavar="N", help="optimiser steps in this run (default: 10)")
     run.add_argument("--shuffle", action="store_true", help="visit samples in a new order every epoch")
     run.add_argument("--seed", type=_seed, default=0, metavar="N", help="for --shuffle and synthetic data (default: 0)")
+    run.add_argument("--lr", type=float, metavar="X", help="learning rate, in place of the one the bundle was compiled with")
+    run.add_argument("--lr-schedule", metavar="R", help=_RATE_HELP + ", in place of the one the bundle was compiled with")
     run.add_argument("--metrics", metavar="FILE", help="write one JSON object per step")
     run.add_argument("--checkpoint", metavar="DIR", help="write checkpoints here, at the end and every --checkpoint-every steps")
     run.add_argument("--checkpoint-every", type=_positive, metavar="N", help="steps between checkpoints")
@@ -193,6 +195,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_RATE_HELP = (
+    "how the learning rate changes, e.g. constant{warmup=100}, linear{steps=1000}, cosine{steps=1000,warmup=100,end=0.1} or step{every=300}"
+)
 _SCHEDULES = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
 
 
@@ -246,8 +251,21 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     training = parser.add_argument_group("training (without a loss, the bundle is for inference)")
     training.add_argument("--train", metavar="FILE", help="training settings (TOML); the flags below override it")
     training.add_argument("--loss", metavar="L", help="cross_entropy or mse on the first output, or output:NAME")
-    training.add_argument("--optimizer", metavar="O", help="sgd, momentum or adamw (default: sgd)")
+    training.add_argument(
+        "--optimizer",
+        metavar="O",
+        help="sgd, momentum, adam, adamw, adagrad, lion or muon, with settings e.g. 'momentum{nesterov=true}' (default: sgd)",
+    )
     training.add_argument("--lr", type=float, metavar="X", help="learning rate")
+    training.add_argument("--lr-schedule", metavar="R", help=_RATE_HELP + " (default: constant)")
+    training.add_argument(
+        "--group",
+        action="append",
+        default=[],
+        metavar="G",
+        help="parameters whose name matches a pattern, and what is different for them: kind, lr (a factor), weight_decay, frozen; "
+        "e.g. 'embed{kind=adamw,weight_decay=0}'; the first that matches counts",
+    )
     training.add_argument("--weight-decay", type=float, metavar="X")
     training.add_argument("--microbatches", type=_positive, metavar="M", help="microbatches per batch (default: 1)")
     training.add_argument("--schedule", choices=_SCHEDULES, help="default: 1f1b, which equals plain training")

@@ -136,6 +136,8 @@ def _number(text: str) -> bool | int | float:
 def _training(arguments: Namespace) -> Training | None:
     """The training settings of the flags on top of those of the file."""
     from penstock.frontends.training import Training, load_training, optimizer_of
+    from penstock.ir.optimizers import parse_groups
+    from penstock.ir.rates import parse_rate
 
     settings = load_training(arguments.train, arguments.loss) if arguments.train else None
     if settings is None and arguments.loss is None:
@@ -143,6 +145,8 @@ def _training(arguments: Namespace) -> Training | None:
             "--optimizer": arguments.optimizer,
             "--lr": arguments.lr,
             "--weight-decay": arguments.weight_decay,
+            "--lr-schedule": arguments.lr_schedule,
+            "--group": arguments.group or None,
             "--schedule": arguments.schedule,
         }
         given = [flag for flag, value in flags.items() if value is not None]
@@ -160,6 +164,10 @@ def _training(arguments: Namespace) -> Training | None:
     settings = settings or Training(loss=arguments.loss)
     if optimizer is not None:
         settings = replace(settings, optimizer=optimizer)
+    if arguments.lr_schedule is not None:
+        settings = replace(settings, rate=parse_rate(arguments.lr_schedule))
+    if arguments.group:
+        settings = replace(settings, groups=(*parse_groups(arguments.group), *settings.groups))
     if arguments.microbatches is not None:
         settings = replace(settings, microbatches=arguments.microbatches)
     return settings
@@ -193,6 +201,8 @@ def run_command(arguments: Namespace) -> None:
         shuffle=arguments.shuffle,
         seed=arguments.seed,
         metrics=arguments.metrics,
+        lr=arguments.lr,
+        rate=arguments.lr_schedule,
         checkpoint=arguments.checkpoint,
         checkpoint_every=arguments.checkpoint_every,
         resume=arguments.resume,

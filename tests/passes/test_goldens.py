@@ -68,7 +68,7 @@ def test_a_changed_golden_is_noticed() -> None:
     made = run(call, files()[number - 1])
     golden = files()[number].read_text(encoding="utf-8").split("\n", 1)[1]
     assert made != golden
-    assert made.replace("value=0.02", "value=0.01") == golden
+    assert made.replace("init [0.02]", "init [0.01]") == golden
 
 
 if __name__ == "__main__":

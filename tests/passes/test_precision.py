@@ -12,7 +12,7 @@ from penstock import api
 from penstock.frontends.training import AdamW, Training, attach_loss, load_training
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError
-from penstock.ir.graph import PARAM, STATE, Module, Op, Var, rewrite
+from penstock.ir.graph import PARAM, STATE, TABLE, Module, Op, Var, rewrite
 from penstock.ir.interp import F64, TYPED, DictStore, initial_arrays, run_graph, run_recurrence
 from penstock.ir.ops import make
 from penstock.ir.types import UNIT_ROUNDOFF
@@ -166,7 +166,7 @@ def test_weights_kept_in_16_bits_would_not_learn(gpt: api.Model) -> None:
 
 
 def without_state(module: Module) -> dict[str, Var]:
-    return {name: var for name, var in module.vars.items() if var.role != STATE}
+    return {name: var for name, var in module.vars.items() if var.role not in (STATE, TABLE)}
 
 
 def test_casts_that_undo_each_other_are_gone(gpt: api.Model) -> None:

@@ -12,7 +12,8 @@ import pytest
 from penstock.backends.bundle import Bundle, write_bundle
 from penstock.backends.interface import backend_of
 from penstock.ir.graph import Module
-from penstock.ir.text import parse_module
+from penstock.ir.rates import Constant
+from penstock.ir.text import parse_module, print_literal
 from penstock.passes.communicate import communicate
 from penstock.passes.lifetimes import lifetimes
 from penstock.passes.schedules import ScheduleOptions, schedule
@@ -36,6 +37,9 @@ def classifier_text(stages: int, m: int, trains: bool = True) -> str:
                 f"  var @w{i}.{role} : f32[{WIDTH},{wide[i]}] stage {i} {kind} init zeros"
                 for role, kind in (("grad", "grad"), ("momentum", "state"))
             ]
+    if trains:
+        lines += [f"  var @lr : f64[] table init {print_literal((RATE,))}"]
+        lines += [f"  var @lr.curve : f64[4,5] table init {print_literal(Constant().table())}", "  var @step : i64[] state init zeros"]
     for i in range(stages):
         w, z, source = f"f32[{WIDTH},{wide[i]}]", f"f32[{ROWS},{wide[i]}]", "x" if i == 0 else f"h{i - 1}"
         product = "logits" if i == last else f"z{i}"
@@ -78,10 +82,18 @@ def classifier_text(stages: int, m: int, trains: bool = True) -> str:
             f"    %m : {w} = read(@w{i}.momentum)",
         ]
         lines += [
-            f"    %lr : f32[] = const(value={RATE}, shape=[], dtype=f32)",
+            "    %base : f64[] = read(@lr)",
+            "    %curve : f64[4,5] = read(@lr.curve)",
+            "    %step : i64[] = read(@step)",
+            "    %time : f64[] = cast(%step, dtype=f64)",
+            "    %part : f64[] = ramp(%curve, %time)",
+            "    %wide : f64[] = mul(%base, %part)",
+            "    %lr : f32[] = cast(%wide, dtype=f32)",
+            "    %one : i64[] = const(value=1, dtype=i64)",
+            "    %after : i64[] = add(%step, %one)",
             f"    %w1 : {w}, %m1 : {w} = momentum(%w, %g, %m, %lr, beta={BETA})",
         ]
-        lines += [f"    write(%w1, @w{i})", f"    write(%m1, @w{i}.momentum)", "    return", "  }"]
+        lines += [f"    write(%w1, @w{i})", f"    write(%m1, @w{i}.momentum)", "    write(%after, @step)", "    return", "  }"]
     return "\n".join([*lines, "}"]) + "\n"
 
 

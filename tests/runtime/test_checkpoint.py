@@ -41,7 +41,7 @@ def test_what_is_written(saved):
     index = checkpoints.read_index(root / "step-000003")
     assert (index.step, index.schedule, index.microbatches) == (3, "2bw", 2)
     newest, older = (load_file(root / "step-000003" / name) for name in ("rank0.safetensors", "rank0.older.safetensors"))
-    assert newest.keys() == {"w0", "w0.momentum"}
+    assert newest.keys() == {"w0", "w0.momentum", "step"}
     assert older.keys() == {"w0"}
     assert not np.array_equal(newest["w0"], older["w0"])
     assert [index.files[name].version for name in ("rank0.safetensors", "rank0.older.safetensors")] == [3, 2]

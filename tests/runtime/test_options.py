@@ -164,7 +164,7 @@ def test_metrics_that_fail_in_the_background_are_not_lost(monkeypatch):
 
     monkeypatch.setattr(join.dist, "irecv", lambda message, source, tag: message.zero_() is not None and Arrived())
     metrics = Metrics("/dev/full", 4, 0, 2, progress=False)
-    reports = Reports(0, 1, 1, 0.1, metrics)
+    reports = Reports(0, 1, 1, {}, metrics)
     listener = reports.expect(1)
     listener.join(10)
     assert isinstance(reports.failure, PenstockError)

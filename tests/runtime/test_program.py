@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +9,7 @@ from penstock.ir.errors import VerifyError
 from penstock.passes.schedules import ScheduleOptions, schedule
 from penstock.passes.weight_versions import weight_versions
 from penstock.runtime.data import DataFeed, NoSamples
-from penstock.runtime.program import ActionStream, fed_inputs, learning_rate, loss_stage, microbatch_size, retiring
+from penstock.runtime.program import ActionStream, fed_inputs, loss_stage, microbatch_size, retiring
 
 from .conftest import ROWS, classifier
 
@@ -104,8 +103,6 @@ def test_what_a_module_says():
     assert [fed_inputs(module, stage) for stage in range(3)] == [("x",), (), ("labels",)]
     assert loss_stage(module) == 2
     assert microbatch_size(module) == ROWS
-    assert learning_rate(module) == pytest.approx(0.1)
     inference = classifier(2, "forward", 1)
     assert loss_stage(inference) is None
-    assert learning_rate(inference) is None
     assert [fed_inputs(inference, stage) for stage in range(2)] == [("x",), ()]

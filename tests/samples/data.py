@@ -96,3 +96,16 @@ def index(size: int) -> Draw:
 
 def label(size: int) -> Draw:
     return lambda rng, t: np.asarray(rng.integers(0, size, t.dims)).astype(numpy_dtype(t.dtype))
+
+
+def pieces(rng: np.random.Generator, t: TensorType) -> Array:
+    """Rows of a learning rate: one starts every ten steps, all shapes come by, the last one never starts."""
+    starts = 10.0 * np.arange(t.dims[0])
+    starts[1:][-1:] = 1e18
+    shapes = (np.arange(t.dims[0]) + rng.integers(0, 3)) % 3
+    columns = (starts, rng.integers(1, 12, t.dims[0]), rng.uniform(0, 2, t.dims[0]), rng.uniform(0, 2, t.dims[0]), shapes)
+    return np.stack(columns, axis=1).astype(np.float64)
+
+
+def at_step(number: float) -> Draw:
+    return lambda rng, t: np.full(t.dims, number, numpy_dtype(t.dtype))

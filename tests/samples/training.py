@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .data import HALF, fraction, huge, label, normal, positive
+from .data import HALF, at_step, fraction, huge, label, normal, pieces, positive
 from .table import refuse, sample
 
 for _pattern, _labels, _lse, _classes in (
@@ -27,6 +27,13 @@ sample("mse", "f32[]", "f32[]")
 sample("mse", "f32[0,4]", "f32[0,4]")
 refuse("mse", "f32[6]", "f32[5]", because="must have the same")
 refuse("mse", "i64[6]", "i64[6]", because="floating-point")
+for _rows in (1, 4, 7):
+    for _step in (at_step(0), at_step(9), at_step(10), at_step(17), at_step(1000)):
+        sample("ramp", f"T[{_rows},5]", "T[]", dtypes=("f64",), draws=(pieces, _step))
+refuse("ramp", "f64[4,4]", "f64[]", because="5 columns")
+refuse("ramp", "f64[0,5]", "f64[]", because="5 columns")
+refuse("ramp", "f32[4,5]", "f32[]", because="in f64")
+refuse("ramp", "f64[4,5]", "f64[1]", because="must be a scalar")
 _W = "T[5,33]"
 for _kind, _states, _scalars, _variants in (
     ("sgd", 0, 1, ({}, {"weight_decay": 0.1})),

@@ -22,6 +22,7 @@ from tvm import tirx
 
 from penstock.ir.graph import Attr, Op, Value
 from penstock.ir.ops import complete_attrs, ints
+from penstock.ir.rates import COSINE, STEP
 from penstock.ir.types import ITEM_BYTES
 
 from .draws import random, random_key
@@ -383,6 +384,25 @@ def _gather(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     return read(0, (*index[:axis], at, *index[axis + places :]))
 
 
+def _ramp(f: Functions, op: Op, read: Read, index: Index) -> Expr:
+    """The columns of the row in force are chosen, then the curve is computed once."""
+    step = read(1, ())
+    rows, columns = op.ins[0].type.dims
+    places = [[read(0, (tirx.IntImm("int32", r), tirx.IntImm("int32", c))) for c in range(columns)] for r in range(rows)]
+    start, length, first, last, shape = places[0]
+    for row in places[1:]:
+        on = f.bind(row[0] <= step)
+        start, length, first, last, shape = (tirx.Select(on, a, b) for a, b in zip(row, (start, length, first, last, shape), strict=True))
+    first, last, shape = f.bind(first), f.bind(last), f.bind(shape)
+    done = f.bind((step - start) / length)
+    part = f.bind(tirx.Select(done < _number(done, 0), _number(done, 0), tirx.Select(done > _number(done, 1), _number(done, 1), done)))
+    line = first + (last - first) * part
+    wave = last + (first - last) * (_number(part, 1) + f.cos(part * _number(part, math.pi))) / _number(part, 2)
+    stairs = first * f.pow(last, tirx.floor(done))
+    curve = tirx.Select(tirx.EQ(shape, _number(shape, COSINE)), wave, line)
+    return tirx.Select(tirx.EQ(shape, _number(shape, STEP)), stairs, curve)
+
+
 def _batch_norm(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     x, channel = read(0, index), (index[1],)
     scale, bias, mean, variance = (read(k, channel) for k in (1, 2, 3, 4))
@@ -409,6 +429,7 @@ INDEXED: dict[str, Callable[[Functions, Op, Read, Index], Expr]] = {
     "iota": _iota,
     "const": _const,
     "gather": _gather,
+    "ramp": _ramp,
     "batch_norm": _batch_norm,
     "cross_entropy_grad": _cross_entropy_grad,
 }
