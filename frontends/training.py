@@ -11,6 +11,7 @@ A training file is TOML; an unknown key, a missing one or a wrong value is an er
     loss = "cross_entropy"
     microbatches = 4
     precision = "bf16"
+    clip = 1.0
     [optimizer]
     kind = "muon"
     lr = 0.02
@@ -27,6 +28,7 @@ Optimisers, schedules of the learning rate and groups of parameters with their s
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -44,7 +46,7 @@ from penstock.ir.types import FLOATS, TensorType
 
 LABELS = "labels"
 LOSSES = ("cross_entropy", "mse", "output:NAME")
-TRAINING_PRECISIONS = ("f32", "bf16")
+PRECISIONS = ("f32", "bf16", "f16")
 _PLAIN, _STEADY = SGD(), Constant()
 
 # ---------------------------------------------------------------------------------------- settings
@@ -53,8 +55,9 @@ _PLAIN, _STEADY = SGD(), Constant()
 @dataclass(frozen=True)
 class Training:
     """`loss` is cross_entropy, mse or output:NAME; `microbatches` is how many make one step of the optimiser; `precision` is what activations
-    and products are computed in, f32 or bf16, with weights kept in f32; `seed` is that of dropout; `rate` is how the learning rate of the optimiser
-    changes over the steps; of the `groups` whose pattern is found in a parameter's name the first one counts."""
+    and products are computed in, f32, bf16 or f16, with weights kept in f32; `seed` is that of dropout; `rate` is how the learning rate of the optimiser
+    changes over the steps; of the `groups` whose pattern is found in a parameter's name the first one counts. `clip` is the largest norm of the
+    gradient of all parameters, 0 for any; updates by a gradient that is not finite are left out if `skip_nonfinite`, with `clip`, and in f16."""
 
     loss: str
     optimizer: Optimizer = _PLAIN
@@ -63,6 +66,8 @@ class Training:
     seed: int = 0
     rate: Rate = _STEADY
     groups: tuple[Group, ...] = ()
+    clip: float = 0.0
+    skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         named = self.loss.startswith("output:") and len(self.loss) > len("output:")
@@ -73,9 +78,10 @@ class Training:
             wrong.append(f"microbatches must be 1 or more, got {self.microbatches}")
         if not 0 <= self.seed < 2**32:
             wrong.append(f"seed must be 0 to 2^32 - 1, got {self.seed}")
-        if self.precision not in TRAINING_PRECISIONS:
-            scaling = " (f16 would need loss scaling, which does not exist yet)" if self.precision == "f16" else ""
-            wrong.append(f"precision must be one of {', '.join(TRAINING_PRECISIONS)}, got {self.precision!r}{scaling}")
+        if self.precision not in PRECISIONS:
+            wrong.append(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if not 0 <= self.clip < math.inf:
+            wrong.append(f"clip must be 0 or more, got {self.clip}")
         if wrong:
             raise UsageError("; ".join(wrong), where="training")
 
@@ -86,6 +92,12 @@ class Training:
             options["rate"] = str(self.rate)
         groups = tuple(str(group) for group in self.groups if not group.frozen)
         return {**options, "groups": groups} if groups else options
+
+    def guard_options(self) -> dict[str, Attr] | None:
+        """Options of the pass `guard`, if the gradient is to be looked at."""
+        if self.clip:
+            return {"clip": self.clip}
+        return {} if self.skip_nonfinite else None
 
 
 # ---------------------------------------------------------------------------------------- files
@@ -102,7 +114,17 @@ def load_training(path: str | Path, loss: str | None = None) -> Training:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"not a TOML file: {error}", where=where) from error
     problems: list[str] = []
-    kinds = {"loss": "str", "microbatches": "int", "precision": "str", "seed": "int", "optimizer": "dict", "rate": "dict", "group": "list"}
+    kinds = {
+        "loss": "str",
+        "microbatches": "int",
+        "precision": "str",
+        "seed": "int",
+        "clip": "float",
+        "skip_nonfinite": "bool",
+        "optimizer": "dict",
+        "rate": "dict",
+        "group": "list",
+    }
     chosen = pick(table, kinds, "", problems)
     if loss is not None:
         chosen["loss"] = loss
@@ -149,9 +171,9 @@ def attach_loss(module: Module, training: Training, renamed: Mapping[str, str] |
     halves = [f"@{name}" for name, var in variables.items() if var.role == PARAM and var.type.dtype == "f16"]
     if halves:
         raise UsageError(
-            f"parameters in f16 cannot be trained, there is no loss scaling: {', '.join(halves)}",
+            f"parameters in f16 cannot be trained, updates would be lost in their rounding: {', '.join(halves)}",
             where="training",
-            hint="keep them in f32; precision bf16 computes in 16 bits",
+            hint="keep them in f32; precision f16 or bf16 computes in 16 bits",
         )
     notes = []
     others = [name for name in module.outputs if name != loss.name]

@@ -153,6 +153,9 @@ class Note:
 # The input that no data gives: how many microbatches came before this one since training began. Random numbers depend on it.
 MICROBATCH = "microbatch.number"
 
+# What an update hands out if it looks at the whole gradient: its norm, before clipping. An update by a gradient whose norm is not finite is skipped.
+NORM = "gradient.norm"
+
 
 @dataclass(frozen=True)
 class Module:
@@ -227,10 +230,9 @@ def written_vars(graph: Graph) -> set[str]:
 
 def stepped_vars(module: Module) -> set[str]:
     """Variables that have versions: updates write them, and forward or backward read them. What nobody writes is version 0 for ever."""
-    updates = [graph for name, graph in module.graphs.items() if name == "U" or name.endswith(".U")]
-    others = [graph for name, graph in module.graphs.items() if graph not in updates]
-    written = {name for graph in updates for name in written_vars(graph)}
-    return written & {op.var for graph in others for op in graph.ops if op.kind == "read"}
+    updates = {name for name in module.graphs if name == "U" or name.endswith(".U")}
+    written = {var for name in updates for var in written_vars(module.graphs[name])}
+    return written & {op.var for name, graph in module.graphs.items() if name not in updates for op in graph.ops if op.kind == "read"}
 
 
 def signature(graph: Graph) -> Signature:

@@ -86,13 +86,14 @@ class Run:
     """What a run gave. `log` has (stage, microbatch, phase, version) for each F, B and W; stage -1 is the unsplit module.
 
     `buffers` is the largest number of buffers of a parameter that were alive at once. `variables` are the last versions, `previous` the
-    versions before them that are alive: with both, a later run goes on where this one ended.
+    versions before them that are alive: with both, a later run goes on where this one ended. `told` are the results of updates by batch.
     """
 
     loss: str
     outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
     log: list[tuple[int, int, str, int | None]] = field(default_factory=list)
     buffers: dict[str, int] = field(default_factory=dict)
+    told: dict[int, dict[str, Array]] = field(default_factory=dict)
     variables: dict[str, Array] = field(default_factory=dict)
     previous: dict[str, Array] = field(default_factory=dict)
 
@@ -154,7 +155,7 @@ def run_recurrence(module: Module, weights: Arrays, batches: Sequence[Arrays], d
                 run_graph(backward, {**mb, **results}, store.at(version), precision)
         for graph in (norm, update):
             if graph is not None:
-                run_graph(graph, [], store.at(made=t + 1), precision)
+                run.told.setdefault(t, {}).update(_by_name(graph, run_graph(graph, [], store.at(made=t + 1), precision)))
     run.buffers = {name: store.buffers(name) for name in stepped}
     _collect(run, module, store)
     return run
@@ -327,7 +328,8 @@ class _Pipeline:
             raise VerifyError(f"@{graph.name} needs {listed} of {_unit(action)}, which this rank does not hold")
         batch = action.batch(self.per_batch)
         if action.kind == "U":
-            run_graph(graph, ins, rank.store.at(made=action.version, batch=batch), self.precision)
+            results = run_graph(graph, ins, rank.store.at(made=action.version, batch=batch), self.precision)
+            self.run_found.told.setdefault(batch, {}).update(_by_name(graph, results))
             for name in self.stepped & rank.store.slots.keys():
                 self.run_found.buffers[name] = max(self.run_found.buffers.get(name, 0), rank.store.buffers(name))
             if self.wired:

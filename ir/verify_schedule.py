@@ -142,12 +142,6 @@ def _check_forward_order(run: Run, rank: int, actions: list[Action], moving: Map
             last[a.stage] = a.mb
 
 
-def _written(module: Module, stage: int) -> list[str]:
-    """Variables that the update of a stage makes new versions of, of those that have versions."""
-    graph, stepped = module.stage_graph(stage, "U"), stepped_vars(module)
-    return [op.var for op in graph.ops if op.kind == "write" and op.var in stepped] if graph else []
-
-
 def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, set[str]]) -> Iterator[Problem]:
     """Each microbatch once forward, then once backward, then its weight gradients where they are apart; what is done once per batch after
     exactly the m gradients of the batch, in order."""
@@ -247,13 +241,16 @@ def check_progress(run: Run, rules: Rules) -> Iterator[Problem]:
 
 
 def check_versioned(module: Module) -> Iterator[Problem]:
-    yield from _check_pins(module)
-    yield from over_runs(module, _check_versions)
+    stepped = stepped_vars(module)
+    written = {
+        s.index: [n for n in sorted(written_vars(g)) if n in stepped] for s in module.stages if (g := module.stage_graph(s.index, "U"))
+    }
+    yield from _check_pins(module, stepped)
+    yield from over_runs(module, lambda module, run: _check_versions(module, run, written))
 
 
-def _check_pins(module: Module) -> Iterator[Problem]:
+def _check_pins(module: Module, trained: set[str]) -> Iterator[Problem]:
     """Forward and backward read what updates change in the microbatch's version, updates the latest."""
-    trained = stepped_vars(module)
     for stage in module.stages:
         for kind in VERSIONED:
             graph = module.stage_graph(stage.index, kind)
@@ -266,7 +263,8 @@ def _check_pins(module: Module) -> Iterator[Problem]:
                     yield Problem(f"@{graph.name} op {i}", what, op_window(graph, i))
 
 
-def _check_versions(module: Module, run: Run) -> Iterator[Problem]:
+def _check_versions(module: Module, run: Run, stepped: Mapping[int, list[str]]) -> Iterator[Problem]:
+    """`stepped` are the variables with versions that the update of each stage writes."""
     if not any(a.kind == "U" for actions in run.programs.values() for a in actions):
         return  # nothing ever changes
     microbatch: dict[int, tuple[int, str]] = {}
@@ -274,7 +272,7 @@ def _check_versions(module: Module, run: Run) -> Iterator[Problem]:
         yield from _check_gradients(module, run, rank, actions)
         slots: dict[int, tuple[int, str]] = {}
         for stage in {a.stage for a in actions}:
-            written = [module.vars[name] for name in _written(module, stage)]
+            written = [module.vars[name] for name in stepped.get(stage, ())]
             if written:
                 fewest = min(written, key=lambda var: var.versions)
                 slots[stage] = (fewest.versions, fewest.name)

@@ -5,6 +5,7 @@ In: `main`, whose output `module.outputs[0]` is the scalar loss of one microbatc
     F    the same operations; saves what B needs
     B    takes exactly what F saves, in that order; adds to @w.grad the gradient of loss / microbatches, once per parameter; no results
 
+with `loss_scale` the gradient is that of the loss times @loss.scale, divided by it before it is added,
 so that after the `microbatches` of a batch @w.grad holds the gradient of the mean loss. Parameters are the variables with role param;
 nothing is computed for anything else. The gradient of %x is called %x.grad (or it is the very value that was passed on, as by `add`),
 partial sums %x.grad.N, helpers %y.vjp.N. Gradients of a value with several uses are added in reverse order of use.
@@ -27,14 +28,18 @@ A float path from a parameter to the loss through floor, sign or argmax is an er
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..ir.errors import UnsupportedModel, UsageError
-from ..ir.graph import GRAD, PARAM, Attr, Graph, Module, Namer, Op, Value, Var, written_vars
+from ..ir.graph import GRAD, PARAM, STATE, Attr, Graph, Module, Namer, Op, Value, Var, written_vars
 from ..ir.ops import OPS, infer_op, ints, make
-from ..ir.types import FLOATS
+from ..ir.types import FLOATS, TensorType
 from .vjp import FLAT, STOPS, VJP, sum_to
+
+# What gradients are multiplied by while they are taken; state, which the update may change.
+LOSS_SCALE = "loss.scale"
 
 
 def is_repeated(op: Op) -> bool:
@@ -45,9 +50,11 @@ def is_repeated(op: Op) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AutodiffOptions:
-    """`microbatches` per batch: the loss of each counts 1 / microbatches."""
+    """`microbatches` per batch: the loss of each counts 1 / microbatches. `loss_scale` is what gradients are multiplied by at first, and divided
+    by where they are accumulated; 0 for none."""
 
     microbatches: int = 1
+    loss_scale: float = 0.0
 
 
 def autodiff(module: Module, options: AutodiffOptions) -> Module:
@@ -57,15 +64,18 @@ def autodiff(module: Module, options: AutodiffOptions) -> Module:
         raise UsageError(f"there is no graph main to differentiate, only {', '.join(module.graphs)}", where=f"@{module.name}")
     if options.microbatches < 1:
         raise UsageError(f"microbatches must be at least 1, got {options.microbatches}", where="autodiff")
+    if not 0 <= options.loss_scale < math.inf:
+        raise UsageError(f"loss_scale must be 0 or more, got {options.loss_scale}", where="autodiff")
     loss = _loss_of(module, main)
     params = {op.outs[0]: op.var for op in main.ops if op.kind == "read" and module.vars[op.var].role == PARAM}
     differentiated = _carriers(main, loss, params)
     builder = _Backward(main, params, differentiated)
-    builder.run(loss, 1.0 / options.microbatches)
+    builder.run(loss, 1.0 / options.microbatches, scaled=options.loss_scale > 0)
     backward, saved = builder.finish()
     forward = Graph("F", main.ins, main.outs, main.ops, saved)
     reached = builder.accumulated
-    taken = [f"@{name}.grad" for name in reached if f"{name}.grad" in module.vars]
+    scale = {LOSS_SCALE: Var(LOSS_SCALE, TensorType("f32", ()), STATE, init=(options.loss_scale,))} if options.loss_scale else {}
+    taken = [f"@{name}" for name in (*(f"{name}.grad" for name in reached), *scale) if name in module.vars]
     if taken:
         raise UsageError(f"gradients need the names {', '.join(taken)}, which the model uses already", hint="rename them in the model")
     grads = {f"{name}.grad": Var(f"{name}.grad", module.vars[name].type, GRAD, module.vars[name].stage, init="zeros") for name in reached}
@@ -74,7 +84,7 @@ def autodiff(module: Module, options: AutodiffOptions) -> Module:
         graphs |= {"F": forward, "B": backward} if name == "main" else {name: graph}
     untouched = [name for name, var in module.vars.items() if var.role == PARAM and name not in reached]
     notes = [f"the loss does not depend on @{name}: it stays as it is" for name in untouched]
-    return module.but(graphs=graphs, vars={**module.vars, **grads}).noted("autodiff", *notes)
+    return module.but(graphs=graphs, vars={**module.vars, **grads, **scale}).noted("autodiff", *notes)
 
 
 def _loss_of(module: Module, main: Graph) -> Value:
@@ -179,6 +189,8 @@ class _Backward:
         self.grads: dict[Value, Value] = {}
         self.accumulated: list[str] = []
         self.constants: dict[tuple[float, str], Value] = {}
+        self.scale: Value | None = None
+        self.unscaling: dict[str, Value] = {}
         self.origin: Op | None = None
 
     # emitting: the interface of gradient rules
@@ -252,7 +264,7 @@ class _Backward:
 
     # the walk
 
-    def run(self, loss: Value, seed: float) -> None:
+    def run(self, loss: Value, seed: float, *, scaled: bool) -> None:
         first_use = {v: i for i, op in reversed(list(enumerate(self.main.ops))) for v in op.ins}
         reads: dict[str, list[Value]] = {}
         for value, name in self.params.items():
@@ -262,6 +274,10 @@ class _Backward:
         for name, values in reads.items():
             complete_at.setdefault(min(first_use.get(v, 0) for v in values), []).append(name)
         self.grads[loss] = self.emit("const", value=seed, dtype=loss.type.dtype)
+        if scaled:
+            self.scale = self._new("loss.scale", TensorType("f32", ()))
+            self.ops.append(Op("read", (), (self.scale,), {"var": LOSS_SCALE}))
+            self.grads[loss] = self.emit("mul", self.grads[loss], self._like(self.scale, loss))
         for i in reversed(range(len(self.main.ops))):
             op = self.main.ops[i]
             if op.kind in VJP and self.differentiated.intersection(op.outs):
@@ -302,6 +318,25 @@ class _Backward:
             self.final.setdefault(grad, f"{value.name}.grad")
         return grad
 
+    def _new(self, base: str, type: TensorType) -> Value:
+        """A value with a provisional name."""
+        value = Value(f"%{len(self.bases)}", type)
+        self.bases[value] = base
+        return value
+
+    def _like(self, scalar: Value, value: Value) -> Value:
+        return scalar if scalar.type.dtype == value.type.dtype else self.emit("cast", scalar, dtype=value.type.dtype)
+
+    def _unscaled(self, grad: Value) -> Value:
+        """The gradient of the loss itself, from that of the scaled one. The scale is a power of two."""
+        if self.scale is None:
+            return grad
+        dtype = grad.type.dtype
+        if dtype not in self.unscaling:
+            scale = self._like(self.scale, grad)
+            self.unscaling[dtype] = self.emit("div", self.scalar(1.0, scale), scale)
+        return self.emit("mul", grad, self.unscaling[dtype])
+
     def _accumulate(self, name: str, reads: list[Value]) -> None:
         """Add the gradient of one parameter, over all its reads, to its variable."""
         for other in reads[:0:-1]:
@@ -310,7 +345,7 @@ class _Backward:
                 self._contribute(reads[0], grad)
         total = self._complete(reads[0])
         if total is not None:
-            self.ops.append(Op("accum", (total,), (), {"var": f"{name}.grad"}, self._loc_of(reads[0])))
+            self.ops.append(Op("accum", (self._unscaled(total),), (), {"var": f"{name}.grad"}, self._loc_of(reads[0])))
             self.accumulated.append(name)
 
     # naming

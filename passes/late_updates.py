@@ -19,9 +19,16 @@ from ..ir.schedule import Action, Program, Schedule
 def update_late(module: Module, found: Schedule, delay: int) -> Schedule:
     """The schedule with P and N of the stages that have them, and with updates as late as these need."""
     kinds = {s.index: [k for k in ("P", "N") if module.stage_graph(s.index, k)] for s in module.stages}
-    waiting = {s.index for s in module.stages if (update := module.stage_graph(s.index, "U")) and update.ins} if delay else set()
+    waiting = {s.index for s in module.stages if _waits(module, s.index)} if delay else set()
     ranks = {rank: _agreeing(program, found.microbatches, delay, kinds, waiting) for rank, program in found.ranks.items()}
     return Schedule(found.name, found.microbatches, ranks)
+
+
+def _waits(module: Module, stage: int) -> bool:
+    """Whether an update takes what another stage hands out."""
+    update = module.stage_graph(stage, "U")
+    own = {v.name for kind in ("P", "N") if (graph := module.stage_graph(stage, kind)) for v in graph.outs}
+    return update is not None and any(v.name not in own for v in update.ins)
 
 
 def _agreeing(program: Program, m: int, delay: int, kinds: Mapping[int, list[str]], waiting: set[int]) -> Program:

@@ -10,6 +10,7 @@ from .autodiff import AutodiffOptions, autodiff
 from .communicate import CommunicateOptions, communicate
 from .decompose import DecomposeOptions, decompose
 from .fuse import FuseOptions, fuse
+from .guard import GuardOptions, guard
 from .libraries import LibrariesOptions, libraries
 from .lifetimes import LifetimesOptions, lifetimes
 from .manager import Call, Pass, parse_pipeline
@@ -30,6 +31,7 @@ PASSES: dict[str, Pass] = {
         Pass("precision", precision, PrecisionOptions),
         Pass("autodiff", autodiff, AutodiffOptions, gives=("differentiated",)),
         Pass("optimizer", optimizer, OptimizerOptions, needs=("differentiated",)),
+        Pass("guard", guard, GuardOptions, needs=("differentiated",)),
         Pass("partition", partition, PartitionOptions),
         Pass("split", split, SplitOptions, gives=("staged",)),
         Pass("split-backward", split_backward, SplitBackwardOptions, needs=("staged",)),
@@ -44,21 +46,37 @@ PASSES: dict[str, Pass] = {
 
 Entry = tuple[str, dict[str, Attr]]
 
+# What a loss is scaled by at first where gradients are computed in f16; it adapts. The same as torch's.
+LOSS_SCALE = 65536.0
+
 
 def training_pipeline(
-    optimizer: dict[str, Attr], partition: dict[str, Attr], schedule: str, microbatches: int, compute: str = "f32", library: str = ""
+    optimizer: dict[str, Attr],
+    partition: dict[str, Attr],
+    schedule: str,
+    microbatches: int,
+    compute: str = "f32",
+    library: str = "",
+    guard: dict[str, Attr] | None = None,
 ) -> list[Call]:
     """From a model with its loss to the program of every rank. `compute` is the element type of activations; `library`, where there are GPUs,
-    who computes contractions on them."""
-    check_precision(compute, training=True)
+    who computes contractions on them; `guard` what is done about the gradient before it is used. With f16 the loss is scaled, and guarded in any case."""
+    check_precision(compute)
+    if guard is None and compute == "f16":
+        guard = {}
+    scaled: dict[str, Attr] = {"loss_scale": LOSS_SCALE} if compute == "f16" else {}
     partition = {**partition, "microbatches": microbatches}
     return _calls(
         [
             ("simplify", {}),  # first, so that nothing dead or constant is differentiated
             *_decompose(library),  # composites without a gradient rule or kernel of their own, before gradients are taken
             *_precision(compute),  # before gradients are taken, so that they have the types of what they are gradients of
-            ("autodiff", {"microbatches": microbatches}),  # on the whole model: gradients of values used by several stages are summed once
+            (
+                "autodiff",
+                {"microbatches": microbatches, **scaled},
+            ),  # on the whole model: gradients of values used by several stages are summed once
             ("optimizer", optimizer),  # after the gradients exist that it consumes
+            *([("guard", guard)] if guard is not None else []),  # sees every use of a gradient and every new value of a parameter
             ("simplify", {}),  # gradients bring new constants and common subexpressions; merge them before costs are counted
             ("partition", partition),  # sees forward, backward and update, so that costs and memory are those of training
             ("split", {}),  # annotations become one graph per stage
@@ -75,7 +93,7 @@ def training_pipeline(
 
 def inference_pipeline(partition: dict[str, Attr], microbatches: int, compute: str = "f32", library: str = "") -> list[Call]:
     """From a model to the forward program of every rank."""
-    check_precision(compute, training=False)
+    check_precision(compute)
     return _calls(
         [
             ("simplify", {}),  # constants first

@@ -15,8 +15,8 @@ gradients that autodiff takes have the element type of what they are gradients o
 Invariant: the first output, names, shapes and variables stay what they were; other element types than f32 are left alone. A value that is
 rounded keeps its name, the f32 it is rounded from is %x.f32; of an output it is the f32 that keeps the name.
 
-Known limits: sums of gradients from several uses of an activation are rounded to low each. f16 has a narrow range: gradients would need
-loss scaling, so it is for inference only. A masking constant beyond low's range makes what is computed from it stay f32.
+Known limits: sums of gradients from several uses of an activation are rounded to low each. f16 has a narrow range: gradients below 6e-8 would
+vanish, so training needs `autodiff{loss_scale=...}` and `guard`. A masking constant beyond low's range makes what is computed from it stay f32.
 """
 
 from __future__ import annotations
@@ -45,25 +45,20 @@ _STATISTICS = ("sum", "mean", "cross_entropy", "mse")
 
 @dataclass(frozen=True, slots=True)
 class PrecisionOptions:
-    """`compute` is the element type of activations and of the operands of products: bf16, or f16 for inference; f32 changes nothing."""
+    """`compute` is the element type of activations and of the operands of products: bf16 or f16; f32 changes nothing."""
 
     compute: str = "bf16"
 
 
-def check_precision(name: str, training: bool) -> None:
-    """UsageError for a precision that does not exist, or that cannot train."""
+def check_precision(name: str) -> None:
+    """UsageError for a precision that does not exist."""
     if name not in PRECISIONS:
         raise UsageError(f"unknown precision {name!r}, expected one of {', '.join(PRECISIONS)}")
-    if name == "f16" and training:
-        raise UsageError(
-            "precision f16 cannot be trained: its gradients would vanish below 6e-8 without loss scaling, which does not exist yet",
-            hint="use bf16, which has the range of f32",
-        )
 
 
 def precision(module: Module, options: PrecisionOptions) -> Module:
     """Compute in 16 bits with float32 sums, keep weights, statistics and losses in float32."""
-    check_precision(options.compute, training="differentiated" in module.facts)
+    check_precision(options.compute)
     main = module.graphs.get("main")
     if main is None:
         raise UsageError(f"there is no graph main, only {', '.join(module.graphs)}", hint="run `precision` before `autodiff`")

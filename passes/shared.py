@@ -56,10 +56,10 @@ def apart(backward: Graph, shared: Iterable[str]) -> Graph:
                     else widened((left | right)[stage], stage, value, op.loc)
                     for stage in sorted({*left, *right})
                 }
-        elif "of" not in op.attrs and op.kind in _LINEAR:
+        elif "of" not in op.attrs and (op.kind in _LINEAR or (op.kind == "mul" and "stage" not in makers[op.ins[1]].attrs)):
             found = parts(op.ins[0])
             if len(found) > 1:
-                return {stage: made(value, stage, op, part) for stage, part in found.items()}
+                return {stage: made(value, stage, op, part, *op.ins[1:]) for stage, part in found.items()}
         return {int(op.attrs["stage"]): value}  # type: ignore[arg-type]
 
     for op in backward.ops:
@@ -128,7 +128,7 @@ def _summed(graph: Graph, parts: Mapping[str, Sequence[Value]]) -> Graph:
             ops.append(Op("add", (total, part), (out,)))
             total = out
         table[op.outs[0]] = total
-    return Graph(graph.name, tuple(ins), graph.outs, tuple(ops), graph.saved)
+    return Graph(graph.name, tuple(ins), tuple(table.get(v, v) for v in graph.outs), tuple(ops), graph.saved)
 
 
 def _handing_out(module: Module, graph: Graph, stage: int) -> Graph:

@@ -44,13 +44,16 @@ def split(module: Module, options: SplitOptions) -> Module:
     ends: dict[int, list[Graph]] = {}
     if update is not None:
         read = {s: _read(forward_parts[s]) | _read(backward_parts[s]) for s in stages}
-        updates = {s: _update_part(update, s, read[s]) for s in stages}
+        told = {s: update.outs if forward.outs[0] in _own_outs(forward, s, owner) else () for s in stages}
+        updates = {s: _update_part(update, s, read[s], told[s]) for s in stages}
         norms = {s: part for s in stages if (part := _norm_part(module.graphs["N"], s)).ops} if "N" in module.graphs else {}
         ends = exchange(module, backward_parts, norms, updates)
     for stage in stages:
         parts = [forward_parts[stage], *([backward_parts[stage]] if stage in backward_parts else []), *ends.get(stage, ())]
         graphs |= {part.name: part for part in parts}
-    return module.but(graphs=graphs)
+    # Sums over stages are values from here on.
+    sums = {op.var for op in module.graphs["N"].ops if op.kind == "accum"} if "N" in module.graphs else set()
+    return module.but(graphs=graphs, vars={name: var for name, var in module.vars.items() if name not in sums})
 
 
 def _read(graph: Graph) -> set[str]:
@@ -141,18 +144,18 @@ def _norm_part(norm: Graph, stage: int) -> Graph:
     return Graph(f"s{stage}.N", (), (), tuple(ops))
 
 
-def _update_part(update: Graph, stage: int, read: set[str]) -> Graph:
-    """The updates of one stage. State without a stage is updated on every stage that uses it: parameters and what else forward or backward
+def _update_part(update: Graph, stage: int, read: set[str], outs: tuple[Value, ...]) -> Graph:
+    """The updates of one stage, and what it is to tell about them. State without a stage is updated on every stage that uses it: parameters and what else forward or backward
     `read` there, and what their updates use, such as the step counter."""
     own = [op for op in update.ops if op.attrs.get("stage") == stage]
     own += [op for op in update.ops if op.kind == "write" and "stage" not in op.attrs and op.var in read]
-    used = _closure(update, (v for op in own for v in op.ins))
+    used = _closure(update, (*outs, *(v for op in own for v in op.ins)))
     touched = {op.var for op in update.ops if op.kind == "read" and op.outs[0] in used}
     shared_writes = [op for op in update.ops if op.kind == "write" and "stage" not in op.attrs and op.var in touched]
     used |= _closure(update, (v for op in shared_writes for v in op.ins))
     whole = {id(op) for op in (*own, *shared_writes)}
     kept = [op for op in update.ops if id(op) in whole or ("stage" not in op.attrs and any(v in used for v in op.outs))]
-    return Graph(f"s{stage}.U", (), (), tuple(op.with_attrs(stage=None) for op in kept))
+    return Graph(f"s{stage}.U", (), outs, tuple(op.with_attrs(stage=None) for op in kept))
 
 
 def _closure(graph: Graph, values: Iterable[Value]) -> set[Value]:

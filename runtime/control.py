@@ -109,13 +109,15 @@ class Ready(Record, frozen=True):
 
 
 class Step(Record, frozen=True):
-    """A finished optimiser step; `at` is the monotonic clock of the host, `losses` are those of the microbatches."""
+    """A finished optimiser step; `at` is the monotonic clock of the host, `losses` are those of the microbatches, `grad_norm` is the norm of the
+    gradient where the update looks at it."""
 
     step: int
     loss: float
     losses: tuple[float, ...]
     lr: float | None
     at: float
+    grad_norm: float | None = None
 
 
 class Output(Record, frozen=True):

@@ -17,7 +17,7 @@ import torch
 
 from ..backends.interface import StageProgram
 from ..ir.errors import VerifyError
-from ..ir.graph import MICROBATCH, Graph, Module, Signature, Value, signature
+from ..ir.graph import MICROBATCH, NORM, Graph, Module, Signature, Value, signature
 from ..ir.memory import LOOK_AHEAD
 from ..ir.ops import OPS
 from ..ir.schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action
@@ -156,12 +156,12 @@ class Executor:
     def update(self, action: Action) -> None:
         version = self.store.version + 1 if action.version is None else action.version
         self.store.start_update(version)
-        self._call("U", action._replace(version=version), [self._value(action.holder, value) for value in self.graphs["U"].ins])
+        told = self._call("U", action._replace(version=version), [self._value(action.holder, value) for value in self.graphs["U"].ins])
         self.store.finish_update(version)
         self.store.keep_only(action.holder, frozenset())
         self._note(action._replace(version=version))
         if self.is_loss_stage:
-            self._finish_step(action.mb)
+            self._finish_step(action.mb, told)
 
     def send(self, action: Action) -> None:
         edge = self.transport.edge_of(action)
@@ -208,8 +208,10 @@ class Executor:
         batch = mb // self.schedule.microbatches
         self._losses.setdefault(batch, []).append(float(loss))
         if not self._updates and len(self._losses[batch]) == self.schedule.microbatches:
-            self._finish_step(batch)
+            self._finish_step(batch, {})
 
-    def _finish_step(self, batch: int) -> None:
+    def _finish_step(self, batch: int, told: Mapping[str, torch.Tensor]) -> None:
+        """`told` are the results of the update."""
         losses = tuple(self._losses.pop(batch))
-        self.report(Step(batch, sum(losses) / len(losses), losses, learning_rate(self.tables, batch), time.monotonic()), {})
+        norm = float(told[NORM]) if NORM in told else None
+        self.report(Step(batch, sum(losses) / len(losses), losses, learning_rate(self.tables, batch), time.monotonic(), norm), {})

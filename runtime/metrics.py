@@ -2,8 +2,9 @@
 
     {"step": 0, "loss": 4.1, "lr": 0.01, "samples": 16, "step_s": 0.02, "samples_per_s": 800.0, "grad_norm": null}
 
-`step_s` is the time since the step before (since the start of the run for the first one); `grad_norm` is null because nothing computes it yet;
-a loss that is not finite is written as the string "nan" or "inf", because JSON has no such numbers, and the first one is warned of. A
+`step_s` is the time since the step before (since the start of the run for the first one); `grad_norm`, that of the whole gradient before it is
+clipped, is null where training does not ask for it (`clip`, `skip_nonfinite`, f16), and an update by one that is not finite was skipped. A
+number that is not finite is written as the string "nan" or "inf", because JSON has no such numbers, and the first loss that is not is warned of. A
 terminal gets one line that is written over, anything else a plain line every few seconds and one at the end.
 """
 
@@ -59,12 +60,12 @@ class Metrics:
         if self._file is not None:
             record = {
                 "step": step.step,
-                "loss": step.loss if math.isfinite(step.loss) else str(step.loss),
+                "loss": _number(step.loss),
                 "lr": step.lr,
                 "samples": self._samples,
                 "step_s": round(seconds, 6),
                 "samples_per_s": round(self._samples / seconds, 3),
-                "grad_norm": None,
+                "grad_norm": _number(step.grad_norm),
             }
             try:
                 self._file.write(json.dumps(record) + "\n")
@@ -73,7 +74,10 @@ class Metrics:
                 raise self._unwritable(error) from error
         if not math.isfinite(step.loss) and not self._warned:
             self._warned = True
-            self._line.interrupt(f"warning: the loss of step {step.step} is {step.loss}; the run goes on")
+            skipped = step.grad_norm is not None and not math.isfinite(step.grad_norm)
+            self._line.interrupt(
+                f"warning: the loss of step {step.step} is {step.loss}; {'its update is skipped' if skipped else 'the run goes on'}"
+            )
         self._show(step, last=step.step + 1 == self._total)
 
     def close(self) -> None:
@@ -100,6 +104,10 @@ class Metrics:
         left = (self._total - step.step - 1) * (self._last - self._started) / len(self.losses)
         text = f"step {step.step + 1}/{self._total}  loss {step.loss:.4f}  {self.samples_per_second:.1f} samples/s  {format_seconds(left)} left"
         self._line.show(text)
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 def format_seconds(seconds: float) -> str:

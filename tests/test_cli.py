@@ -379,10 +379,16 @@ def test_a_bundle_in_bf16_trains_and_keeps_f32_masters(built: Path, tmp_path: Pa
     assert {dtype for name, dtype in kept.items() if name != "causal"} == {np.dtype(np.float32)}
 
 
-def test_f16_is_refused_for_training_and_infers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_f16_trains_and_infers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_mlp(tmp_path / "m.onnx", [4, 8, 3], batch=2)
-    assert call("compile", tmp_path / "m.onnx", "--loss", "cross_entropy", "--precision", "f16", "-o", tmp_path / "b") == 2
-    assert "loss scaling" in capsys.readouterr().err
+    assert (
+        call("compile", tmp_path / "m.onnx", "--loss", "cross_entropy", "--precision", "f16", "--backend", "numpy", "-o", tmp_path / "t")
+        == 0
+    )
+    assert call("run", tmp_path / "t", "--steps", "3", "--metrics", tmp_path / "m.jsonl") == 0
+    steps = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [type(step["grad_norm"]) for step in steps] == [float] * 3
+    capsys.readouterr()
     assert call("compile", tmp_path / "m.onnx", "--precision", "f16", "--backend", "numpy", "-o", tmp_path / "b") == 0
     assert call("verify", tmp_path / "b") == 0
     np.savez(tmp_path / "x.npz", x=np.ones((2, 4), np.float32))

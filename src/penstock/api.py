@@ -114,8 +114,8 @@ def plan(
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
-    """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device. `precision` is f32, bf16 or, for
-    inference, f16; if it is not given, training settings say it. `cuda_libraries` says who computes contractions on GPUs: torch, which calls
+    """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device. `precision` is f32, bf16 or
+    f16; if it is not given, training settings say it. `cuda_libraries` says who computes contractions on GPUs: torch, which calls
     the vendor's libraries, or none. `hints` is whether placement hints of the model are followed, where it has some and `split_at` is not given."""
     from penstock.frontends.moving import at_rest
     from penstock.frontends.training import attach_loss
@@ -132,7 +132,8 @@ def plan(
     else:
         module = attach_loss(module, training, model.imported.names)
         compute = precision or training.precision
-        calls = training_pipeline(training.pass_options(), cuts, schedule, training.microbatches, compute, library)
+        guard = training.guard_options()
+        calls = training_pipeline(training.pass_options(), cuts, schedule, training.microbatches, compute, library, guard)
     seen: list[Module] = []
     made: list[Call] = []
     notes: list[str] = []

@@ -246,7 +246,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision",
         choices=("f32", "bf16", "f16"),
-        help="element type of activations and products; weights, sums and losses stay f32; f16 for inference only (default: f32)",
+        help="element type of activations and products; weights, sums and losses stay f32; with f16 the loss is scaled in training (default: f32)",
     )
     training = parser.add_argument_group("training (without a loss, the bundle is for inference)")
     training.add_argument("--train", metavar="FILE", help="training settings (TOML); the flags below override it")
@@ -267,6 +267,13 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
         "e.g. 'embed{kind=adamw,weight_decay=0}'; the first that matches counts",
     )
     training.add_argument("--weight-decay", type=float, metavar="X")
+    training.add_argument("--clip", type=float, metavar="X", help="scale the gradient down to this norm where it is longer")
+    training.add_argument(
+        "--skip-nonfinite",
+        action="store_true",
+        default=None,
+        help="leave out updates whose gradient is infinite or nan (with --clip and in f16 that is done in any case)",
+    )
     training.add_argument("--microbatches", type=_positive, metavar="M", help="microbatches per batch (default: 1)")
     training.add_argument("--schedule", choices=_SCHEDULES, help="default: 1f1b, which equals plain training")
     parser.add_argument(

@@ -147,6 +147,8 @@ def _training(arguments: Namespace) -> Training | None:
             "--weight-decay": arguments.weight_decay,
             "--lr-schedule": arguments.lr_schedule,
             "--group": arguments.group or None,
+            "--clip": arguments.clip,
+            "--skip-nonfinite": arguments.skip_nonfinite,
             "--schedule": arguments.schedule,
         }
         given = [flag for flag, value in flags.items() if value is not None]
@@ -155,8 +157,8 @@ def _training(arguments: Namespace) -> Training | None:
         return None
     optimizer = settings.optimizer if settings is not None else None
     if arguments.optimizer or arguments.lr is not None or arguments.weight_decay is not None:
-        asked = {"lr": arguments.lr, "weight_decay": arguments.weight_decay}
-        changes = {k: v for k, v in asked.items() if v is not None}
+        own = {"lr": arguments.lr, "weight_decay": arguments.weight_decay}
+        changes = {k: v for k, v in own.items() if v is not None}
         if arguments.optimizer or optimizer is None:
             optimizer = optimizer_of(arguments.optimizer or "sgd", **changes)
         else:
@@ -168,6 +170,8 @@ def _training(arguments: Namespace) -> Training | None:
         settings = replace(settings, rate=parse_rate(arguments.lr_schedule))
     if arguments.group:
         settings = replace(settings, groups=(*parse_groups(arguments.group), *settings.groups))
+    asked = {"clip": arguments.clip, "skip_nonfinite": arguments.skip_nonfinite}
+    settings = replace(settings, **{k: v for k, v in asked.items() if v is not None})
     if arguments.microbatches is not None:
         settings = replace(settings, microbatches=arguments.microbatches)
     return settings

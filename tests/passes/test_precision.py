@@ -199,11 +199,13 @@ def test_constants_that_16_bits_do_not_hold_keep_their_value() -> None:
     assert module.graphs["main"].outs[0].type.dtype == "f32"
 
 
-def test_f16_cannot_be_trained_and_unknown_types_are_refused(tmp_path: Path, gpt: api.Model) -> None:
-    with pytest.raises(UsageError, match="loss scaling"):
-        training_pipeline({}, {}, "1f1b", 1, "f16")
-    with pytest.raises(UsageError, match="loss scaling"):
-        Training("mse", precision="f16")
+def test_f16_is_trained_with_a_scaled_loss_and_unknown_types_are_refused(tmp_path: Path, gpt: api.Model) -> None:
+    names = [call.name for call in training_pipeline({}, {}, "1f1b", 1, "f16")]
+    assert names.index("autodiff") < names.index("guard") < names.index("split")
+    assert "guard" not in [call.name for call in training_pipeline({}, {}, "1f1b", 1, "bf16")]
+    assert Training("mse", precision="f16", clip=0.5).guard_options() == {"clip": 0.5}
+    with pytest.raises(UsageError, match="clip must be 0 or more"):
+        Training("mse", clip=-1.0)
     with pytest.raises(UsageError, match="one of f32, bf16, f16"):
         precision(gpt.module, PrecisionOptions("fp8"))
     (tmp_path / "train.toml").write_text('loss = "mse"\nprecision = "bf16"\n')

@@ -1,0 +1,226 @@
+"""Clipping, skipping and loss scales: against torch on one device, and on several stages against the module before it was cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.ir.cluster import Cluster
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import Graph, Module, Op, Value, Var
+from penstock.ir.interp import Run, run_recurrence, run_schedule
+from penstock.ir.ops import make
+from penstock.ir.schedule import Program, Schedule
+from penstock.ir.simulate import time_per_batch
+from penstock.ir.types import TensorType
+from penstock.passes.autodiff import LOSS_SCALE, AutodiffOptions, autodiff
+from penstock.passes.guard import GuardOptions, guard
+from penstock.passes.manager import Call, run_passes
+from penstock.passes.optimizers import OptimizerOptions, optimizer
+from penstock.passes.pipelines import PASSES, training_pipeline
+
+WIDTHS, ROWS, M = [6, 8, 8, 8, 5], 3, 4
+Arrays = dict[str, np.ndarray]
+
+
+def network(*, tied: bool = False) -> Module:
+    """Layers with tanh, and a mean-square loss; `tied` ones of one shape are one parameter."""
+    x, labels = (Value(n, TensorType("f32", (ROWS, w))) for n, w in (("x", WIDTHS[0]), ("labels", WIDTHS[-1])))
+    ops: list[Op] = []
+    vars: dict[str, Var] = {}
+    value = x
+    for i, (a, b) in enumerate(pairwise(WIDTHS)):
+        name = "shared" if tied and a == b else f"w{i}"
+        weight = Value(f"w{i}.value", TensorType("f32", (a, b)))
+        vars[name] = Var(name, weight.type, "param")
+        ops.append(Op("read", (), (weight,), {"var": name}))
+        ops.append(make("matmul", (value, weight), [f"h{i}"], f"layer{i}"))
+        ops.append(make("tanh", ops[-1].outs, [f"a{i}"]))
+        value = ops[-1].outs[0]
+    ops.append(make("mse", (value, labels), ["loss"]))
+    return Module("net", (x, labels), ("loss",), vars=vars, graphs={"main": Graph("main", (x, labels), ops[-1].outs, tuple(ops))})
+
+
+def weights_of(module: Module) -> Arrays:
+    rng = np.random.default_rng(1)
+    return {name: rng.standard_normal(var.type.dims) for name, var in module.vars.items()}
+
+
+def batches_of(count: int, spoiled: int | None = None) -> list[Arrays]:
+    """Batches of noise; that of number `spoiled` has one infinite element in its second microbatch."""
+    rng = np.random.default_rng(2)
+    found = [
+        {"x": rng.standard_normal((ROWS * M, WIDTHS[0])), "labels": 3 * rng.standard_normal((ROWS * M, WIDTHS[-1]))} for _ in range(count)
+    ]
+    if spoiled is not None:
+        found[spoiled]["labels"][ROWS + 1, 2] = np.inf
+    return found
+
+
+def by_torch(start: Arrays, batches: list[Arrays], delay: int, clip: float, make_optimizer) -> tuple[list[float], Arrays, list[float]]:
+    """Losses, last weights and norms of plain training, the gradient `delay` updates late, without the updates that are not finite."""
+    now = {n: torch.tensor(w, dtype=torch.float64).requires_grad_() for n, w in start.items()}
+    update = make_optimizer(list(now.values()))
+    before, losses, norms = {n: w.detach().clone() for n, w in now.items()}, [], []
+    for batch in batches:
+        used = now if not delay else {n: w.clone().requires_grad_() for n, w in before.items()}
+        before = {n: w.detach().clone() for n, w in now.items()}
+        x, labels = torch.tensor(batch["x"]), torch.tensor(batch["labels"])
+        for part, wanted in zip(x.chunk(M), labels.chunk(M), strict=True):
+            for weight in used.values():
+                part = torch.tanh(part @ weight)
+            loss = torch.nn.functional.mse_loss(part, wanted)
+            losses.append(loss.item())
+            (loss / M).backward()
+        for name, weight in now.items():
+            weight.grad = used[name].grad
+        norm = torch.nn.utils.clip_grad_norm_(now.values(), clip or float("inf"))
+        norms.append(norm.item())
+        if torch.isfinite(norm):
+            update.step()
+        update.zero_grad()
+    return losses, {n: w.detach().numpy() for n, w in now.items()}, norms
+
+
+def staged(module: Module, stages: int, schedule: str, options: dict | None, kind: str = "adamw") -> tuple[Module, Module]:
+    """The program of every rank, and the module before it was cut."""
+    seen: list[Module] = []
+
+    def remember(call: Call, before: Module) -> Call:
+        if call.name == "partition":
+            seen.append(before)
+        return call
+
+    cuts = {2: ("layer2",), 4: ("layer1", "layer2", "layer3")}.get(stages, ())
+    calls = training_pipeline({"kind": kind, "lr": 0.03}, {"stages": stages, "split_at": cuts}, schedule, M, guard=options)
+    return run_passes(module.but(cluster=Cluster.local(stages)), calls, PASSES, before=remember), seen[0]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_clipping_and_skipping_are_those_of_torch(clip: float, delay: int) -> None:
+    module = network()
+    start, batches = weights_of(module), batches_of(24, spoiled=17)
+    guarded = guard(
+        optimizer(autodiff(module, AutodiffOptions(M)), OptimizerOptions(kind="adamw", lr=0.03, weight_decay=0.0)), GuardOptions(clip)
+    )
+    found = run_recurrence(guarded, start, batches, delay=delay)
+    losses, last, norms = by_torch(start, batches, delay, clip, lambda p: torch.optim.AdamW(p, lr=0.03, weight_decay=0.0))
+    assert not np.isfinite(norms[17])
+    assert max(n for i, n in enumerate(norms) if i != 17) > 0.5
+    np.testing.assert_allclose(found.losses, losses, rtol=1e-9)
+    for name, array in last.items():
+        np.testing.assert_allclose(found.variables[name], array, rtol=1e-9)
+    np.testing.assert_allclose(
+        [float(found.told[t]["gradient.norm"]) for t in range(24) if t != 17], [n for i, n in enumerate(norms) if i != 17], rtol=1e-9
+    )
+    # Controls: another limit, and no guard at all.
+    other = run_recurrence(
+        guard(optimizer(autodiff(module, AutodiffOptions(M)), OptimizerOptions(kind="adamw", lr=0.03)), GuardOptions(0.2)), start, batches
+    )
+    assert not np.allclose(other.losses[-1], losses[-1], rtol=1e-6)
+    bare = run_recurrence(
+        optimizer(autodiff(module, AutodiffOptions(M)), OptimizerOptions(kind="adamw", lr=0.03)), start, batches, delay=delay
+    )
+    assert not np.isfinite(bare.losses[-1])
+
+
+def run_staged(module: Module, stages: int, schedule: str, spoiled: int | None, options: dict) -> tuple[Run, Run, Module]:
+    program, whole = staged(module, stages, schedule, options)
+    start, batches = weights_of(module), batches_of(20, spoiled)
+    delay = 0 if schedule in ("1f1b", "gpipe", "zb-1f1b") else 1
+    return run_schedule(program, start, batches), run_recurrence(whole, start, batches, delay=delay), program
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [(1, "2bw"), (2, "1f1b"), (2, "2bw"), (4, "gpipe"), (4, "2bw"), (2, "eager-2bw"), (4, "zb-1f1b")]
+)
+def test_stages_clip_and_skip_as_one(stages: int, schedule: str, tied: bool) -> None:
+    found, expected, program = run_staged(network(tied=tied), stages, schedule, 17, {"clip": 0.5})
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
+    for name, array in expected.variables.items():
+        np.testing.assert_allclose(found.variables[name], array, rtol=1e-12, atol=1e-12, err_msg=name)
+    assert np.isfinite(found.losses[-1])
+    # Nobody waits: updates that need what others hand out come late where weights have versions.
+    delayed = schedule in ("2bw", "eager-2bw")
+    assert program.schedule is not None
+    grads = {var.versions for var in program.vars.values() if var.role == "grad" and var.name != "shared.grad"}
+    assert grads == ({2} if delayed and stages > 1 else {1})
+    assert ("SN" in {a.kind for a in program.schedule.actions()}) == (stages > 1)
+
+
+def test_a_skipped_update_changes_nothing_but_the_number_of_batches() -> None:
+    module = network()
+    program, _ = staged(module, 2, "2bw", {"clip": 0.0})
+    start = weights_of(module)
+    short = run_schedule(program, start, batches_of(17, None))
+    spoiled = run_schedule(program, start, batches_of(18, spoiled=17))
+    for name, array in spoiled.variables.items():
+        if name == "step":
+            assert (int(array), int(short.variables[name])) == (18, 17)
+        else:
+            np.testing.assert_array_equal(array, short.variables[name], err_msg=name)
+    whole = run_schedule(program, start, batches_of(18, None))
+    assert not np.array_equal(whole.variables["w0"], short.variables["w0"])
+
+
+def test_options_are_checked() -> None:
+    module = optimizer(autodiff(network(), AutodiffOptions(M)), OptimizerOptions())
+    with pytest.raises(UsageError, match=r"clip must not be negative, got -1; grow_every must be at least 1, got 0"):
+        guard(module, GuardOptions(clip=-1, grow_every=0))
+    with pytest.raises(UsageError, match="no update graph U"):
+        guard(autodiff(network(), AutodiffOptions(M)), GuardOptions())
+    with pytest.raises(UsageError, match="loss_scale must be 0 or more"):
+        autodiff(network(), AutodiffOptions(M, loss_scale=-1.0))
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(1, "1f1b"), (2, "2bw"), (4, "2bw")])
+def test_the_loss_scale_halves_doubles_and_changes_no_gradient(stages: int, schedule: str) -> None:
+    module = network()
+    start, batches = weights_of(module), batches_of(20, spoiled=5)
+    delay = 0 if schedule == "1f1b" else 1
+    scaled = guard(
+        optimizer(autodiff(module, AutodiffOptions(M, loss_scale=1024.0)), OptimizerOptions(kind="sgd", lr=0.1)), GuardOptions(grow_every=4)
+    )
+    plain = guard(optimizer(autodiff(module, AutodiffOptions(M)), OptimizerOptions(kind="sgd", lr=0.1)), GuardOptions())
+    expected = run_recurrence(plain, start, batches, delay=delay)
+    found = run_recurrence(scaled, start, batches, delay=delay)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
+    # 0-3 double, 4 counts one, 5 halves, 6-9, 10-13 and 14-17 double, 18 and 19 count.
+    assert float(found.variables[LOSS_SCALE]) == 1024.0 * 2 / 2 * 8
+    assert int(found.variables["loss.scale.good"]) == 2
+    cuts = {2: ("layer2",), 4: ("layer1", "layer2", "layer3")}.get(stages, ())
+    text = f"partition{{stages={stages},microbatches={M},split_at=[{','.join(cuts)}]}},split,schedule{{kind={schedule},microbatches={M}}},weight-versions,communicate,lifetimes"
+    from penstock.passes.manager import parse_pipeline
+
+    program = run_passes(scaled.but(cluster=Cluster.local(stages)), parse_pipeline(text, PASSES), PASSES)
+    assert program.vars[LOSS_SCALE].versions == delay + 1
+    run = run_schedule(program, start, batches)
+    np.testing.assert_allclose(run.losses, expected.losses, rtol=1e-12)
+    assert float(run.variables[LOSS_SCALE]) == 8192.0
+
+
+def at_once(schedule: Schedule) -> Schedule:
+    """The same with every update, and what it waits for, right behind the end of its own batch."""
+    ranks = {}
+    for rank, program in schedule.ranks.items():
+        late = [a for a in program.batch if a.kind in ("RN", "U")]
+        rest = [a for a in program.batch if a.kind not in ("RN", "U")]
+        end = max(i for i, a in enumerate(rest) if a.kind in ("N", "SN")) + 1
+        early = [a._replace(mb=1) for a in late]
+        ranks[rank] = Program(program.start, (*rest[:end], *early, *rest[end:]))
+    return Schedule(schedule.name, schedule.microbatches, ranks)
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.5])
+def test_2bw_does_not_wait_for_the_norm(latency: float) -> None:
+    guarded, plain = (staged(network(), 4, "2bw", options)[0].schedule for options in ({"clip": 1.0}, None))
+    assert guarded is not None
+    assert plain is not None
+    assert time_per_batch(guarded, latency=latency) == time_per_batch(plain, latency=latency)
+    # The control: with updates at once the last stage waits for the first, every batch.
+    assert time_per_batch(at_once(guarded), latency=latency) > 1.4 * time_per_batch(plain, latency=latency)
