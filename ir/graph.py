@@ -84,7 +84,8 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A straight line of operations. `saved` are values kept for the backward graph of the same microbatch."""
+    """A straight line of operations. `saved` are values kept for the backward graph of the same microbatch; of a
+    backward graph, for that of weight gradients (W)."""
 
     name: str
     ins: tuple[Value, ...]

@@ -11,14 +11,16 @@ from penstock.ir.errors import UsageError
 from penstock.ir.text import parse_module, print_module
 from penstock.passes.communicate import communicate
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
+from penstock.passes.split_backward import split_backward
 from penstock.passes.weight_versions import WeightVersionsOptions, weight_versions
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "2bw"])
+@pytest.mark.parametrize("kind", [kind for kind, row in SCHEDULES.items() if row.trains])
 @pytest.mark.parametrize(("d", "m"), [(1, 1), (2, 1), (3, 2), (4, 3), (4, 8), (6, 12)])
 def test_versions_follow_the_formula(toy, kind, d, m):
-    delay = SCHEDULES[kind].delay
-    module = weight_versions(schedule(toy(d), ScheduleOptions(kind, m)))
+    delay, m = SCHEDULES[kind].delay, max(m, 2 * d - 2) if kind == "eager-2bw" else m
+    module = split_backward(toy(d)) if SCHEDULES[kind].splits else toy(d)
+    module = weight_versions(schedule(module, ScheduleOptions(kind, m)))
     for first in (0, 1, 3):
         for actions in module.schedule.expand_all(4, first).values():
             for a in actions:
