@@ -17,6 +17,7 @@ from .manager import Call, Pass, parse_pipeline
 from .optimizers import OptimizerOptions, optimizer
 from .partition import PartitionOptions, partition
 from .precision import PrecisionOptions, check_precision, precision
+from .recompute import RecomputeOptions, recompute
 from .schedules import SCHEDULES, ScheduleOptions, schedule
 from .simplify import SimplifyOptions, simplify
 from .split import SplitOptions, split
@@ -40,6 +41,7 @@ PASSES: dict[str, Pass] = {
         Pass("communicate", communicate, CommunicateOptions, needs=("scheduled",), gives=("wired",)),
         Pass("lifetimes", lifetimes, LifetimesOptions, needs=("wired",), gives=("freed",)),
         Pass("libraries", libraries, LibrariesOptions, needs=("staged",)),
+        Pass("recompute", recompute, RecomputeOptions, needs=("wired",)),
         Pass("fuse", fuse, FuseOptions, needs=("staged",), gives=("fused",)),
     )
 }
@@ -58,9 +60,11 @@ def training_pipeline(
     compute: str = "f32",
     library: str = "",
     guard: dict[str, Attr] | None = None,
+    again: str = "auto",
 ) -> list[Call]:
     """From a model with its loss to the program of every rank. `compute` is the element type of activations; `library`, where there are GPUs,
-    who computes contractions on them; `guard` what is done about the gradient before it is used. With f16 the loss is scaled, and guarded in any case."""
+    who computes contractions on them; `guard` what is done about the gradient before it is used; `again` what is computed again in the
+    backward pass: auto, none or all. With f16 the loss is scaled, and guarded in any case."""
     check_precision(compute)
     if guard is None and compute == "f16":
         guard = {}
@@ -85,6 +89,7 @@ def training_pipeline(
             ("weight-versions", {}),  # needs to know which forwards run before which update
             ("communicate", {}),  # after versions, so that the diff of that pass shows nothing but versions
             *_libraries(library),  # before kernels are chosen: what a library computes is a kernel of its own
+            ("recompute", {"mode": again}),  # needs to know what is in flight, and who computes what, for memory and time
             ("fuse", {}),  # kernels are chosen in graphs that no longer change
             ("lifetimes", {}),  # last: sends and receives hold values, and what kernels are made of has no memory
         ]

@@ -109,13 +109,15 @@ def plan(
     split_at: Sequence[str] = (),
     microbatches: int = 1,
     precision: str | None = None,
+    recompute: str = "auto",
     cuda_libraries: str = "torch",
     hints: bool = True,
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
     """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device. `precision` is f32, bf16 or
-    f16; if it is not given, training settings say it. `cuda_libraries` says who computes contractions on GPUs: torch, which calls
+    f16; if it is not given, training settings say it. `recompute` says what stages compute again in the backward pass instead of
+    saving it: auto (what the memory of their devices asks for), none or all. `cuda_libraries` says who computes contractions on GPUs: torch, which calls
     the vendor's libraries, or none. `hints` is whether placement hints of the model are followed, where it has some and `split_at` is not given."""
     from penstock.frontends.moving import at_rest
     from penstock.frontends.training import attach_loss
@@ -133,7 +135,7 @@ def plan(
         module = attach_loss(module, training, model.imported.names)
         compute = precision or training.precision
         guard = training.guard_options()
-        calls = training_pipeline(training.pass_options(), cuts, schedule, training.microbatches, compute, library, guard)
+        calls = training_pipeline(training.pass_options(), cuts, schedule, training.microbatches, compute, library, guard, recompute)
     seen: list[Module] = []
     made: list[Call] = []
     notes: list[str] = []

@@ -276,6 +276,11 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument("--microbatches", type=_positive, metavar="M", help="microbatches per batch (default: 1)")
     training.add_argument("--schedule", choices=_SCHEDULES, help="default: 1f1b, which equals plain training")
+    training.add_argument(
+        "--recompute",
+        choices=("auto", "none", "all"),
+        help="what is computed again in the backward pass instead of saved: what the memory of the devices asks for, nothing, or all (default: auto)",
+    )
     parser.add_argument(
         "--cuda-libraries",
         choices=("torch", "none"),

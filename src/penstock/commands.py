@@ -89,6 +89,7 @@ def _plan(arguments: Namespace) -> Plan:
         stages=arguments.stages,
         split_at=arguments.split_at,
         microbatches=arguments.microbatches or 1,
+        recompute=arguments.recompute or "auto",
         cuda_libraries=arguments.cuda_libraries,
         precision=arguments.precision,
         hints=arguments.hints == "use",
@@ -150,6 +151,7 @@ def _training(arguments: Namespace) -> Training | None:
             "--clip": arguments.clip,
             "--skip-nonfinite": arguments.skip_nonfinite,
             "--schedule": arguments.schedule,
+            "--recompute": arguments.recompute,
         }
         given = [flag for flag, value in flags.items() if value is not None]
         if given:
@@ -188,7 +190,7 @@ def print_plan(found: Plan) -> None:
     print(f"{module.name}: schedule {module.schedule.name}, {module.schedule.microbatches} microbatches per batch, predicted peak memory")
     print(table(["stage", "device", *columns], rows))
     for note in module.notes:
-        if note.origin in ("placement", "partition", "schedule"):
+        if note.origin in ("placement", "partition", "schedule", "recompute"):
             print(f"{note.origin}: {note.text}")
 
 
