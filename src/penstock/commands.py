@@ -16,6 +16,7 @@ import numpy as np
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import GRAD, PARAM, Module
+from penstock.ir.schedule import PER_BATCH
 from penstock.ir.text import parse_module, print_graph, print_literal, print_module, print_op
 from penstock.terminal import Progress, say, size, table, terminal_width
 
@@ -367,6 +368,8 @@ def _print_memory(module: Module) -> None:
 
 
 def _print_summary(module: Module) -> None:
+    from penstock.backends.bundle import stage_vars
+
     params = [v for v in module.vars.values() if v.role == PARAM]
     count = sum(v.type.size for v in params)
     print(f"module {module.name}: {len(params)} parameter tensors with {count:,} elements, facts: {', '.join(module.facts) or 'none'}")
@@ -381,11 +384,12 @@ def _print_summary(module: Module) -> None:
         rows.append([graph.name, len(graph.ops), kernels or "-", len(graph.ins), len(graph.outs), size(saved)])
     print(table(["graph", "ops", "kernels", "inputs", "outputs", "saved"], rows))
     for stage in module.stages:
-        own = [v for v in module.vars.values() if v.stage == stage.index and v.role != GRAD]
+        own = [v for v in stage_vars(module, stage.index).values() if v.role != GRAD]
         print(f"stage {stage.index} on {stage.place}: {size(sum(v.type.nbytes * v.versions for v in own))} of parameters and state")
     for edge in module.edges:
+        unit = "batch" if edge.phase in PER_BATCH else "microbatch"
         values = ", ".join(f"%{v.name} {v.type}" for v in edge.values)
-        print(f"edge {edge.src}>{edge.dst} {edge.phase}: {size(sum(v.type.nbytes for v in edge.values))} per microbatch ({values})")
+        print(f"edge {edge.src}>{edge.dst} {edge.phase}: {size(sum(v.type.nbytes for v in edge.values))} per {unit} ({values})")
     if module.schedule is not None:
         print(f"schedule {module.schedule.name}: {module.schedule.microbatches} microbatches per batch, {len(module.schedule.ranks)} ranks")
     for note in module.notes:

@@ -8,7 +8,7 @@ what others read of it are results, and variables stay variables.
     operations of a graph = operations in kernels + operations computed where they are read (or constant tables) + reads of variables
     bytes of a kernel     = what it reads from memory, seen through layout changes, + what it stores; nothing in between
     roofline              = max(flops / rate, bytes / bandwidth), by the rates of the plan; of measured rows, by those measured
-    share                 = calls * time of the whole stage's, per batch: forward and backward run once per microbatch, the update once
+    share                 = calls * time of the whole stage's, per batch: forward and backward run once per microbatch, the update and what it needs once
 
 Measured times come from kernel_timing.py.
 
@@ -27,6 +27,7 @@ from penstock.ir.cluster import Device
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import ANNOTATIONS, Attr, Graph, Module, Op, Value, slot_of
 from penstock.ir.ops import cost_of
+from penstock.ir.schedule import COMPUTE, PER_BATCH
 from penstock.passes.fuse import INLINE
 from penstock.terminal import size, table
 
@@ -117,10 +118,10 @@ def kernel_rows(module: Module) -> list[KernelRow]:
     rows: list[KernelRow] = []
     for stage in module.stages:
         device = _device_of(module, stage.place)
-        for kind in ("F", "B", "W", "U"):
+        for kind in COMPUTE:
             graph = module.stage_graph(stage.index, kind)
             if graph is not None:
-                per, times = ("update", 1) if kind == "U" else ("microbatch", microbatches)
+                per, times = ("update", 1) if kind in PER_BATCH else ("microbatch", microbatches)
                 rows += _rows_of(graph, stage.index, device, per, times)
     return rows
 
@@ -286,7 +287,7 @@ def format_report(rows: Sequence[KernelRow], module: Module, width: int | None =
             _table(own, total, width),
             "",
         ]
-        for kind in ("F", "B", "W", "U"):
+        for kind in COMPUTE:
             graph = module.stage_graph(stage.index, kind)
             if graph is not None:
                 lines.append(_division_line(graph, own))
