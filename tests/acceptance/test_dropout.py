@@ -11,6 +11,7 @@ from drawn import drawn
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.passes.schedules import SCHEDULES
 from penstock.runtime.job import run_bundle
 
 ROWS, BATCHES, RATE, TIMEOUT = 6, 6, 0.2, 60
@@ -72,11 +73,12 @@ def trained(made: Path, microbatches: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("stages", "schedule", "microbatches", "seed"), [(1, "1f1b", 2, 0), (2, "1f1b", 3, 0), (2, "2bw", 2, 7), (3, "gpipe", 2, 2**32 - 1)]
+    ("stages", "schedule", "microbatches", "seed"),
+    [(1, "1f1b", 2, 0), (2, "1f1b", 3, 0), (2, "2bw", 2, 7), (3, "gpipe", 2, 2**32 - 1), (3, "zb-1f1b", 3, 0), (2, "eager-2bw", 2, 7)],
 )
 def test_the_masks_are_the_same_for_all(stages: int, schedule: str, microbatches: int, seed: int, tmp_path: Path) -> None:
     found = trained(bundle(tmp_path, stages, schedule, microbatches, seed), microbatches)
-    delay = 1 if schedule == "2bw" else 0
+    delay = SCHEDULES[schedule].delay
     np.testing.assert_allclose(found, by_torch(microbatches, delay, seed), rtol=1e-5)
     assert not np.allclose(found, by_torch(microbatches, delay, seed ^ 1), rtol=1e-3), "control: other masks give other losses"
 

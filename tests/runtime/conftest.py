@@ -16,7 +16,8 @@ from penstock.ir.rates import Constant
 from penstock.ir.text import parse_module, print_literal
 from penstock.passes.communicate import communicate
 from penstock.passes.lifetimes import lifetimes
-from penstock.passes.schedules import ScheduleOptions, schedule
+from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
+from penstock.passes.split_backward import split_backward
 from penstock.passes.weight_versions import WeightVersionsOptions, weight_versions
 
 ROWS, WIDTH, CLASSES, RATE, BETA = 4, 8, 5, 0.1, 0.9
@@ -99,6 +100,7 @@ def classifier_text(stages: int, m: int, trains: bool = True) -> str:
 
 def classifier(stages: int, kind: str, m: int) -> Module:
     module = parse_module(classifier_text(stages, m, kind != "forward"), "classifier.ir")
+    module = split_backward(module) if SCHEDULES[kind].splits else module
     module = weight_versions(schedule(module, ScheduleOptions(kind=kind, microbatches=m)), WeightVersionsOptions())
     return lifetimes(communicate(module))
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.ir.errors import UsageError, VerifyError
+from penstock.passes.schedules import SCHEDULES
 from penstock.runtime.control import DataSpec
 from penstock.runtime.job import Job, run_bundle
 from penstock.runtime.job import open as open_job
@@ -23,10 +24,11 @@ def losses_of(job, batches):
 
 
 @pytest.mark.parametrize(
-    ("stages", "kind", "m"), [(1, "1f1b", 2), (2, "1f1b", 2), (4, "gpipe", 4), (2, "2bw", 1), (2, "2bw", 4), (4, "2bw", 3)]
+    ("stages", "kind", "m"),
+    [(1, "1f1b", 2), (2, "1f1b", 2), (4, "gpipe", 4), (2, "2bw", 1), (2, "2bw", 4), (4, "2bw", 3), (3, "eager-2bw", 4), (3, "zb-1f1b", 4)],
 )
 def test_every_microbatch_loss_and_every_version(bundle_of, stages, kind, m):
-    batches, delay = make_batches(STEPS, m), int(kind == "2bw")
+    batches, delay = make_batches(STEPS, m), SCHEDULES[kind].delay
     with open_job(bundle_of(stages, kind, m).path, timeout=TIMEOUT, audit=True) as job:
         found = losses_of(job, batches)
         audits = job.audit()
@@ -37,7 +39,8 @@ def test_every_microbatch_loss_and_every_version(bundle_of, stages, kind, m):
     for stage, audit in enumerate(audits):
         assert set(audit.live_versions.values()) == set(audit.buffers.values()) == {1 + delay}
         used = [(e.stage, e.mb, e.phase, e.version) for e in audit.log if e.phase != "U"]
-        assert sorted(used) == sorted((stage, k, phase, max(k // m - delay, 0)) for k in range(STEPS * m) for phase in "FB")
+        phases = "FBW" if SCHEDULES[kind].splits and stage else "FB"
+        assert sorted(used) == sorted((stage, k, phase, max(k // m - delay, 0)) for k in range(STEPS * m) for phase in phases)
         assert [(e.mb, e.version) for e in audit.log if e.phase == "U"] == [(t, t + 1) for t in range(STEPS)]
     assert parameters.keys() == initial_weights(stages).keys()
 

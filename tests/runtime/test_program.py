@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.ir.errors import VerifyError
-from penstock.passes.schedules import ScheduleOptions, schedule
+from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
 from penstock.passes.weight_versions import weight_versions
 from penstock.runtime.data import DataFeed, NoSamples
 from penstock.runtime.program import ActionStream, fed_inputs, loss_stage, microbatch_size, retiring
@@ -40,6 +40,9 @@ class LateFeed:
         pass
 
 
+KINDS = [kind for kind, row in SCHEDULES.items() if row.trains]
+
+
 def versioned(kind, stages, m):
     try:
         return classifier(stages, kind, m).schedule
@@ -48,9 +51,7 @@ def versioned(kind, stages, m):
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.sampled_from(["1f1b", "2bw", "gpipe"]), st.integers(1, 4), st.integers(1, 6), st.integers(0, 3), st.integers(1, 4), st.integers(1, 9)
-)
+@given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 6), st.integers(0, 3), st.integers(1, 4), st.integers(1, 9))
 def test_stream_is_expand(kind, stages, m, first, batches, ahead):
     found = versioned(kind, stages, m)
     if found is None:
@@ -71,7 +72,7 @@ def test_stream_is_expand(kind, stages, m, first, batches, ahead):
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.sampled_from(["1f1b", "2bw", "gpipe"]), st.integers(1, 4), st.integers(1, 6), st.integers(0, 2))
+@given(st.sampled_from(KINDS), st.integers(1, 4), st.integers(1, 6), st.integers(0, 2))
 def test_versions_are_retired_right_after_their_last_reader(kind, stages, m, first):
     found = versioned(kind, stages, m)
     if found is None:
@@ -81,14 +82,14 @@ def test_versions_are_retired_right_after_their_last_reader(kind, stages, m, fir
         stream, items = ActionStream(found, rank, first, DataFeed(NoSamples(), first, batches)), []
         while (upcoming := stream.pop()) is not None:
             items.append(upcoming)
-        readers = [(i, a.version) for i, (a, _) in enumerate(items) if a.kind in "FB"]
+        readers = [(i, a.version) for i, (a, _) in enumerate(items) if a.kind in "FBW"]
         retired = [(i, v) for i, (_, v) in enumerate(items) if v is not None]
         assert [v for _, v in retired] == sorted({v for _, v in retired})
         for i, version in retired:
             of_version = [j for j, v in readers if v == version]
             assert not of_version or i == max(of_version)
         # Whatever is left at the end is what the next run may read.
-        delay = 1 if kind == "2bw" else 0
+        delay = SCHEDULES[kind].delay
         assert retired[-1][1] == first + batches - 1 - delay
 
 
