@@ -38,7 +38,8 @@ from penstock.runtime.job import Job
 
 
 class Row(NamedTuple):
-    """`latency` in forwards; the first schedule is what the others are compared with."""
+    """`latency` in forwards; the first schedule is what the others are compared with. Behind a schedule may stand that gradients are clipped, for
+    which stages exchange their norms before every update."""
 
     stages: int
     microbatches: int
@@ -50,12 +51,13 @@ class Row(NamedTuple):
         return f"{self.stages}x{self.microbatches}" + (f"+{self.latency:g}" if self.latency else "")
 
 
+CLIP = " --clip"
 FLUSH = ("1f1b", "zb-1f1b", "2bw")
 ROWS = (
     Row(2, 2, 0, FLUSH),
-    Row(4, 4, 0, FLUSH),
+    Row(4, 4, 0, (*FLUSH, "2bw" + CLIP)),
     Row(4, 8, 0, FLUSH),
-    Row(8, 8, 0, FLUSH),
+    Row(8, 8, 0, (*FLUSH, "2bw" + CLIP)),
     Row(8, 32, 0, ("1f1b", "2bw")),
     Row(4, 6, 1, ("2bw", "eager-2bw")),
 )
@@ -66,8 +68,9 @@ def open_job(row: Row, schedule: str, folder: Path, pace: dict[str, float]) -> J
     path = write_mlp(folder / "model.onnx", (4,) * (row.stages + 1), None, seed=1)
     model = ps.from_onnx(path, dims={"batch": 1})
     products = [op.outs[0].name for op in model.module.graphs["main"].ops if op.kind == "matmul"]
-    training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.01), microbatches=row.microbatches)
-    plan = ps.plan(model, ps.Cluster.local(row.stages), training, schedule=schedule, split_at=products[1:])
+    clip = 1.0 if schedule.endswith(CLIP) else 0.0
+    training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.01), microbatches=row.microbatches, clip=clip)
+    plan = ps.plan(model, ps.Cluster.local(row.stages), training, schedule=schedule.removesuffix(CLIP), split_at=products[1:])
     bundle = ps.compile(plan, folder / "bundle", backend="numpy")
     return ps.open(bundle, data="synthetic", pace=pace, latency=row.latency * pace["F"], audit=True)
 
@@ -91,7 +94,8 @@ def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[st
             live[name] = max(n for audit in job.audit() for n in audit.live_versions.values())
     found: list[dict[str, Any]] = []
     for name in row.schedules:
-        schedule = build_schedule(name, row.stages, row.microbatches)
+        kind = name.removesuffix(CLIP)
+        schedule = build_schedule(kind, row.stages, row.microbatches)
         expected = time_per_batch(schedule, forward, 2 * forward, forward, latency=row.latency * forward)
         found.append(
             {
@@ -103,7 +107,7 @@ def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[st
                 "formula": expected,
                 "ideal": row.microbatches * 3 * forward,
                 "live": live[name],
-                "versions": SCHEDULES[name].delay + 1,
+                "versions": SCHEDULES[kind].delay + 1,
                 "times": times[name],
             }
         )
