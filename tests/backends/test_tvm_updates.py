@@ -102,3 +102,13 @@ def test_no_kernel_knows_the_learning_rate() -> None:
         assert texts(**{"groups": ("bias{lr=0.25}",), **changed}) == plain
     assert texts(groups=("bias{lr=0.5}",), beta=0.5) != plain
     assert np.size(plain) > 5
+
+
+def test_another_learning_rate_compiles_nothing(kept: Path, tmp_path: Path) -> None:
+    def cached(**options: object) -> bool:
+        graph = graph_of(module_of(kind="adamw", **options))
+        return build_graphs([graph], tmp_path / "stage.so", CompileOptions("host")).cached
+
+    assert not cached()
+    assert cached(lr=0.7, rate="cosine{steps=9,warmup=2}")
+    assert not cached(beta1=0.5)
