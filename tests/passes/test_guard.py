@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.ir.cluster import Cluster
-from penstock.ir.errors import UsageError
+from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Graph, Module, Op, Value, Var
 from penstock.ir.interp import Run, run_recurrence, run_schedule
 from penstock.ir.ops import make
 from penstock.ir.schedule import Program, Schedule
 from penstock.ir.simulate import time_per_batch
 from penstock.ir.types import TensorType
+from penstock.ir.verify import verify
 from penstock.passes.autodiff import LOSS_SCALE, AutodiffOptions, autodiff
 from penstock.passes.guard import GuardOptions, guard
 from penstock.passes.manager import Call, run_passes
 from penstock.passes.optimizers import OptimizerOptions, optimizer
 from penstock.passes.pipelines import PASSES, training_pipeline
+from penstock.passes.schedules import SCHEDULES
 
 WIDTHS, ROWS, M = [6, 8, 8, 8, 5], 3, 4
 Arrays = dict[str, np.ndarray]
 
 
-def network(*, tied: bool = False) -> Module:
+def network(widths: list[int] = WIDTHS, *, tied: bool = False) -> Module:
     """Layers with tanh, and a mean-square loss; `tied` ones of one shape are one parameter."""
-    x, labels = (Value(n, TensorType("f32", (ROWS, w))) for n, w in (("x", WIDTHS[0]), ("labels", WIDTHS[-1])))
+    x, labels = (Value(n, TensorType("f32", (ROWS, w))) for n, w in (("x", widths[0]), ("labels", widths[-1])))
     ops: list[Op] = []
     vars: dict[str, Var] = {}
     value = x
-    for i, (a, b) in enumerate(pairwise(WIDTHS)):
+    for i, (a, b) in enumerate(pairwise(widths)):
         name = "shared" if tied and a == b else f"w{i}"
         weight = Value(f"w{i}.value", TensorType("f32", (a, b)))
         vars[name] = Var(name, weight.type, "param")
@@ -224,3 +229,35 @@ def test_2bw_does_not_wait_for_the_norm(latency: float) -> None:
     assert time_per_batch(guarded, latency=latency) == time_per_batch(plain, latency=latency)
     # The control: with updates at once the last stage waits for the first, every batch.
     assert time_per_batch(at_once(guarded), latency=latency) > 1.4 * time_per_batch(plain, latency=latency)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "zb-1f1b"])
+@pytest.mark.parametrize("frozen", [("w0",), ("w3",), ("w1", "w2")], ids="-".join)
+def test_stages_without_parameters_agree_too(frozen: tuple[str, ...], schedule: str) -> None:
+    module = network()
+    module = module.but(vars={name: replace(var, role="buffer") if name in frozen else var for name, var in module.vars.items()})
+    found, expected, _ = run_staged(module, 4, schedule, 17, {"clip": 0.5})
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
+    np.testing.assert_allclose([t["gradient.norm"] for t in found.told.values()], [t["gradient.norm"] for t in expected.told.values()])
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.sampled_from([name for name, kind in SCHEDULES.items() if kind.trains]), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_late_updates_are_legal_where_the_schedule_is_and_cost_nothing(stages: int, m: int, kind: str, tied: bool) -> None:
+    module = network([6] + [8] * stages + [5], tied=tied)
+    cuts = tuple(f"layer{i}" for i in range(1, stages))
+
+    def made(options: dict | None) -> Schedule | None:
+        calls = training_pipeline({"kind": "sgd"}, {"stages": stages, "split_at": cuts}, kind, m, guard=options)
+        try:
+            found = run_passes(module.but(cluster=Cluster.local(stages)), calls, PASSES)
+        except VerifyError:
+            return None
+        verify(found)
+        return found.schedule
+
+    plain, guarded = made(None), made({})
+    ahead = {"2bw": stages - 1, "eager-2bw": 2 * (stages - 1)}.get(kind, 0)
+    assert (plain is None) == (guarded is None) == (ahead > m)
+    if plain is not None and guarded is not None:
+        assert time_per_batch(guarded, batches=8) == time_per_batch(plain, batches=8)
