@@ -97,16 +97,18 @@ def guarded_batches(m: int) -> list[dict[str, np.ndarray]]:
 
 
 def train_guarded(
-    folder: Path, d: int, m: int, schedule: str, precision: str
+    folder: Path, d: int, m: int, schedule: str, precision: str, recompute: str = "none"
 ) -> tuple[list[ps.Step], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Steps of a run, the parameters before the spoiled batch, and those at the end."""
     arguments = (torch.zeros(ROWS, LENGTH, dtype=torch.long), torch.ones(ROWS, LENGTH, 1))
     model = ps.from_torch(Guarded().train(), arguments)
     training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=3e-3), microbatches=m, precision=precision, clip=0.5, seed=4)
     cuts = [f"body.layers.{8 * i // d}/linear_{8 * i // d}" for i in range(1, d)]
-    plan = ps.plan(model, ps.Cluster.local(d), training, schedule=schedule, split_at=cuts)
+    plan = ps.plan(model, ps.Cluster.local(d), training, schedule=schedule, split_at=cuts, recompute=recompute)
+    again = sum("recompute" in op.attrs for graph in plan.module.graphs.values() for op in graph.ops)
+    assert (again > 0) == (recompute == "all")
     data = guarded_batches(m)
-    with ps.open(ps.compile(plan, folder / f"{schedule}{d}{precision}")) as job:
+    with ps.open(ps.compile(plan, folder / f"{schedule}{d}{precision}{recompute}")) as job:
         steps = list(job.steps(data[:SPOILED]))
         before = job.parameters()
         steps += job.steps(data[SPOILED : SPOILED + 1])
@@ -132,6 +134,17 @@ def test_stages_clip_skip_and_drop_as_one(tmp_path: Path, schedule: str, m: int)
             np.testing.assert_allclose(ends[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
     # The control: without the limit the run is another one.
     assert not np.allclose(one[-1].losses, last_losses_without_limit(tmp_path, m, schedule), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("schedule", "m"), [("1f1b", 2), ("2bw", 3)])
+def test_recomputation_changes_none_of_that(tmp_path: Path, schedule: str, m: int) -> None:
+    """Nothing is drawn twice, nothing is read in another version: the same numbers, to the last bit."""
+    kept, _, last = train_guarded(tmp_path, 2, m, schedule, "f32")
+    again, _, ends = train_guarded(tmp_path, 2, m, schedule, "f32", "all")
+    for a, b in zip(again, kept, strict=True):
+        np.testing.assert_array_equal([*a.losses, a.grad_norm], [*b.losses, b.grad_norm])
+    for name, array in last.items():
+        np.testing.assert_array_equal(ends[name], array, err_msg=name)
 
 
 def last_losses_without_limit(folder: Path, m: int, schedule: str) -> tuple[float, ...]:
