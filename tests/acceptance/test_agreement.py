@@ -119,7 +119,7 @@ def train_guarded(
         return steps, before, job.parameters()
 
 
-@pytest.mark.parametrize(("schedule", "m"), [("1f1b", 2), ("2bw", 3)])
+@pytest.mark.parametrize(("schedule", "m"), [("1f1b", 2), ("2bw", 3), ("eager-2bw", 6), ("zb-1f1b", 2)])
 def test_stages_clip_skip_and_drop_as_one(tmp_path: Path, schedule: str, m: int) -> None:
     """One, two and four stages of compiled code: the same losses and norms, and one update left out on all of them."""
     one, _, last = train_guarded(tmp_path, 1, m, schedule, "f32")
