@@ -179,11 +179,15 @@ def _parser() -> argparse.ArgumentParser:
     add("passes", "list the passes with their options")
     add("ops", "list the operations and which parts of the compiler support them")
 
-    verify = add("verify", "check a model against onnxruntime, or a bundle against the interpreter")
+    verify = add(
+        "verify", "check a model against onnxruntime, a bundle against the interpreter, or with --parity 2bw against plain training"
+    )
     verify.add_argument("file", metavar="MODEL.onnx|BUNDLE")
     verify.add_argument("--dim", action="append", default=[], metavar="NAME=INT", help="bind a symbolic dimension of the model")
     verify.add_argument("--known", action="append", default=[], metavar="NAME=VALUES", help="bind an input of the model, as when compiling")
-    verify.add_argument("--steps", type=_positive, default=4, metavar="N", help="optimiser steps for a training bundle (default: 4)")
+    verify.add_argument(
+        "--steps", type=_positive, metavar="N", help="optimiser steps for a training bundle (default: 4; with --parity 200)"
+    )
     verify.add_argument("--seed", type=_seed, default=0, metavar="N", help="for the random inputs (default: 0)")
     verify.add_argument(
         "--tolerance",
@@ -192,6 +196,18 @@ def _parser() -> argparse.ArgumentParser:
         help="largest relative error that passes (default: 1e-5; with 16-bit floats what their roundings do to this model)",
     )
     verify.add_argument("--backend", choices=("tvm", "numpy"), help="what to check a model with (default: tvm)")
+    verify.add_argument(
+        "--parity",
+        action="store_true",
+        help="train a model under 1f1b and under 2bw, several times, and print the gap between the final losses",
+    )
+    parity = verify.add_argument_group("with --parity")
+    parity.add_argument("--loss", metavar="L", help="cross_entropy or mse on the first output, or output:NAME")
+    parity.add_argument("--data", metavar="FILE|synthetic", help="npz with one array per input, shuffled (default: synthetic)")
+    parity.add_argument("--optimizers", metavar="LIST", help="kinds, each perhaps with its learning rate (default: momentum,adamw,muon)")
+    parity.add_argument("--seeds", type=_positive, metavar="N", help="runs of each, with other dropout and orders of samples (default: 3)")
+    parity.add_argument("--microbatches", type=_positive, metavar="M", help="per batch (default: 4)")
+    parity.add_argument("--devices", type=_positive, metavar="N", help="stages, one device each (default: 2)")
     return parser
 
 

@@ -474,14 +474,43 @@ def ops_command(arguments: Namespace) -> None:
 def verify_command(arguments: Namespace) -> int:
     from penstock.checks import verify_bundle, verify_model
 
+    if arguments.parity:
+        return _verify_parity(arguments)
+    flags = ("loss", "data", "optimizers", "seeds", "microbatches", "devices")
+    given = [f"--{name}" for name in flags if getattr(arguments, name) is not None]
+    if given:
+        raise UsageError(f"{', '.join(given)} without --parity")
     if Path(arguments.file).is_dir():
         if arguments.dim or arguments.known or arguments.backend:
             raise UsageError("--dim, --known and --backend are for models; a bundle has them built in")
-        return verify_bundle(arguments.file, steps=arguments.steps, seed=arguments.seed, tolerance=arguments.tolerance)
+        return verify_bundle(arguments.file, steps=arguments.steps or 4, seed=arguments.seed, tolerance=arguments.tolerance)
     backend = arguments.backend or "tvm"
     _check_cache(backend)
     dims, known = _dims(arguments.dim), _known(arguments.known)
     return verify_model(arguments.file, dims=dims, known=known, seed=arguments.seed, tolerance=arguments.tolerance, backend=backend)
+
+
+def _verify_parity(arguments: Namespace) -> int:
+    from penstock import api
+    from penstock.parity import Setting, optimizers_of, verify_parity
+
+    if Path(arguments.file).is_dir():
+        raise UsageError("--parity trains a model, not a bundle", where=arguments.file)
+    if arguments.loss is None:
+        raise UsageError("--parity needs a loss to train on", hint="add --loss")
+    backend = arguments.backend or "tvm"
+    _check_cache(backend)
+    optimizers = optimizers_of(arguments.optimizers or "momentum,adamw,muon")
+    model = api.from_onnx(arguments.file, dims=_dims(arguments.dim), known=_known(arguments.known))
+    setting = Setting(
+        arguments.loss,
+        arguments.data or "synthetic",
+        arguments.steps or 200,
+        arguments.microbatches or 4,
+        arguments.devices or 2,
+        backend=backend,
+    )
+    return verify_parity(lambda seed: model, optimizers, setting, arguments.seeds or 3)
 
 
 __all__ = [name for name in dir() if name.endswith("_command")] + ["load_module"]
