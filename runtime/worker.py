@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..backends.bundle import Bundle, open_bundle, stage_vars
 from ..backends.interface import backend_of
-from ..ir.errors import PeerLost, PenstockError, VerifyError
+from ..ir.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
 from ..ir.graph import GRAD, PARAM, Module, Var, stepped_vars
 from . import checkpoint
 from .control import (
@@ -332,7 +332,16 @@ def describe_failure(error: BaseException) -> Failed:
     """An error as a message; one that is not meant for users goes with its traceback."""
     if isinstance(error, PenstockError):
         return Failed(type(error).__name__, error.what, error.where, error.hint)
+    if _is_out_of_memory(error):
+        hint = "`penstock inspect --memory` says what was expected of tensors; a `memory` in the cluster file, or --recompute all, makes plans that need less"
+        return Failed(DoesNotFit.__name__, f"the system gave no more memory, at {peak_bytes() / 2**20:.0f} MiB", hint=hint)
     return Failed("Internal", "".join(traceback.format_exception(error)).strip())
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Python, torch and the C++ runtime of TVM say it in different ways."""
+    said = ("can't allocate memory", "bad_alloc", "out of memory", "Cannot allocate memory")
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in said))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.ir.cluster import Link
 from penstock.ir.errors import DoesNotFit, UsageError, VerifyError
 from penstock.ir.graph import Module, Op
 from penstock.ir.interp import TYPED, run_schedule
@@ -54,7 +56,9 @@ MODELS = {"gpt": gpt, "noisy": noisy}
 
 
 def cluster(stages: int, memory: int = UNLIMITED) -> ps.Cluster:
-    return ps.Cluster(tuple(replace(device, spaces=(("ram", memory),)) for device in ps.Cluster.local(stages).devices))
+    """Links that cost nothing, so that small models are cut evenly."""
+    devices = tuple(replace(device, spaces=(("ram", memory),)) for device in ps.Cluster.local(stages).devices)
+    return ps.Cluster(devices, tuple(Link(a.name, b.name, 1e15, 1e-12) for a, b in pairwise(devices)))
 
 
 def planned(model: ps.Model, stages: int, schedule: str, mode: str, memory: int = UNLIMITED) -> ps.Plan:

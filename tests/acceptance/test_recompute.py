@@ -1,0 +1,79 @@
+"""Training in real processes with and without recomputation: the same losses, with compiled code and dropout, and less memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.ir.cluster import Link
+from penstock.ir.memory import measure_memory
+from penstock.runtime.worker import describe_failure
+
+ROWS, MICROBATCHES, BATCHES, TIMEOUT = 8, 4, 5, 60
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.dropout = nn.LayerNorm(width), nn.Linear(width, 64), nn.Linear(64, width), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def model() -> ps.Model:
+    torch.manual_seed(2)
+    return ps.from_torch(nn.Sequential(*(Block(24) for _ in range(4)), nn.Linear(24, 5)).train(), (torch.zeros(ROWS, 24),))
+
+
+def planned(stages: int, schedule: str, recompute: str) -> ps.Plan:
+    training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=0.01), microbatches=MICROBATCHES)
+    devices = ps.Cluster.local(stages).devices
+    # Links that cost nothing, so that a small model is cut evenly.
+    cluster = ps.Cluster(devices, tuple(Link(a.name, b.name, 1e15, 1e-12) for a, b in pairwise(devices)))
+    return ps.plan(model(), cluster, training, schedule=schedule, recompute=recompute)
+
+
+def trained(plan: ps.Plan, folder: Path) -> tuple[list[float], dict[int, int]]:
+    """The loss of every microbatch, and the most bytes of values that each rank's store held."""
+    rng = np.random.default_rng(4)
+    data = [
+        {"input": rng.standard_normal((ROWS * MICROBATCHES, 24)).astype(np.float32), "labels": rng.integers(0, 5, ROWS * MICROBATCHES)}
+        for _ in range(BATCHES)
+    ]
+    with ps.open(ps.compile(plan, folder), timeout=TIMEOUT) as job:
+        losses = [loss for step in job.steps(data) for loss in step.losses]
+        return losses, {rank: audit.activation_bytes for rank, audit in enumerate(job.audit())}
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (4, "2bw")])
+def test_losses_are_the_same_with_compiled_code(stages: int, schedule: str, tmp_path: Path) -> None:
+    whole, again = (planned(stages, schedule, mode) for mode in ("none", "all"))
+    expected, held = trained(whole, tmp_path / "whole")
+    found, less = trained(again, tmp_path / "again")
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert all(less[rank] < held[rank] for rank in less)
+    before, after = (measure_memory(plan.module) for plan in (whole, again))
+    assert all(after[rank].activations < before[rank].activations for rank in before)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] . DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("std::bad_alloc"),
+    ],
+)
+def test_a_worker_without_memory_says_so(error: Exception) -> None:
+    failed = describe_failure(error)
+    assert failed.error == "DoesNotFit"
+    assert "gave no more memory" in failed.what
+    assert "--recompute" in failed.hint
+    assert describe_failure(RuntimeError("another")).error == "Internal"
