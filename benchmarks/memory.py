@@ -28,7 +28,8 @@ import numpy as np
 import penstock as ps
 from penstock.models import write_cnn, write_gpt, write_mlp
 
-STEPS = 3
+# More than are handed to workers ahead.
+STEPS = 5
 UNLIMITED = 1 << 50
 MARGIN = 1.1
 

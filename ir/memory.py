@@ -6,6 +6,7 @@ What is counted, per stage:
                  gradients are apart (W), what W takes of it and of B, until W
     boundary     values that came from other stages or go to them, from their receive or computation until they are consumed or sent;
                  what is exchanged once per batch, until the update
+    data         batches of the stage's inputs that wait in host memory; not counted for stages on GPUs
     workspace    temporaries inside one graph (storage.py), and blocks that nobody uses at the moment
 After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W nothing: that is the contract with the runtime.
 
@@ -30,6 +31,8 @@ BATCHES = 3
 # The runtime posts the receives among the next so many actions (a batch action with its sends, receives and drop is at most five of them), and
 # at most so many of one channel: one that arrives while its predecessor is worked on, one to follow.
 LOOK_AHEAD = 10
+# Batches handed to the workers and not finished yet. Under 2bw a batch may finish only once the two after it are there; one more keeps the pipe full.
+BATCHES_AHEAD = 4
 POSTED = 2
 
 
@@ -45,6 +48,7 @@ class Memory:
     buffers: int
     activations: int
     boundary: int
+    data: int
     workspace: int
     peak: int
     in_flight: int
@@ -72,6 +76,9 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     for name in {op.var for graph in graphs.values() for op in graph.ops if "var" in op.attrs}:
         var = module.vars[name]
         fixed[{PARAM: "weights", GRAD: "gradients", STATE: "state"}.get(var.role, "buffers")] += var.type.nbytes * var.versions
+    taken = {v.name for graph in graphs.values() for v in graph.ins}
+    batch = module.schedule.microbatches * sum(v.type.nbytes for v in module.data_inputs if v.name in taken)
+    data = 0 if _on_gpu(module, stage) else BATCHES_AHEAD * batch
     walk = _Walk(module, stage, graphs)
     drops = any(a.kind == "D" for a in (*module.schedule.ranks[rank].start, *module.schedule.ranks[rank].batch))
     actions = list(module.schedule.expand(rank, BATCHES))
@@ -87,10 +94,16 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
         **fixed,
         activations=walk.activations,
         boundary=walk.boundary,
+        data=data,
         workspace=walk.workspace,
-        peak=sum(fixed.values()) + walk.peak,
+        peak=sum(fixed.values()) + data + walk.peak,
         in_flight=walk.in_flight,
     )
+
+
+def _on_gpu(module: Module, stage: int) -> bool:
+    place = next((s.place for s in module.stages if s.index == stage), None)
+    return module.cluster is not None and any(d.name == place and d.kind == "cuda" for d in module.cluster.devices)
 
 
 class _Pool:

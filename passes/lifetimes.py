@@ -15,7 +15,7 @@ from ..ir.graph import Module
 from ..ir.memory import Memory, measure_memory
 from ..ir.schedule import PER_BATCH, Action, Program
 
-COLUMNS = ("weights", "gradients", "state", "buffers", "activations", "boundary", "workspace", "peak")
+COLUMNS = ("weights", "gradients", "state", "buffers", "activations", "boundary", "data", "workspace", "peak")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ import numpy as np
 from ..backends.bundle import Bundle, open_bundle
 from ..ir.errors import UsageError
 from ..ir.graph import Module, Value
+from ..ir.memory import BATCHES_AHEAD
 from ..ir.rates import Rate
 from ..ir.renames import by_our_names, shown
 from . import checkpoint as checkpoints
@@ -56,8 +57,6 @@ from .program import fed_inputs, loss_stage, microbatch_size
 from .tables import tables_for_run
 from .trace import write_trace
 
-# Batches handed to the workers and not finished yet. Under 2bw a batch may finish only once the two after it are there; one more keeps the pipe full.
-_BATCHES_AHEAD = 4
 _NO_MORE: Mapping[str, np.ndarray] = {}
 
 TrainingBatch = Mapping[str, np.ndarray]
@@ -323,7 +322,7 @@ class Job:
         self.workers.send_all(Run(first))
         try:
             while waiting:
-                while open_ and sent - first - counts.batches < _BATCHES_AHEAD:
+                while open_ and sent - first - counts.batches < BATCHES_AHEAD:
                     try:
                         given = next(iterator, _NO_MORE)
                         batch = None
