@@ -29,7 +29,7 @@ from penstock.terminal import table
 PROSE = Path(__file__).with_name("prose.txt")
 POSITIONS, WIDTH, LAYERS, HEADS, BATCH = 48, 48, 2, 4, 4
 # Two learning rates for each.
-OPTIMIZERS = "momentum:0.1,momentum:0.3,adamw:0.003,adamw:0.01,muon:0.02,muon:0.1"
+OPTIMIZERS = "momentum:0.02,momentum:0.1,adamw:0.001,adamw:0.003,muon:0.005,muon:0.02"
 BEGIN, END = "<!-- written by benchmarks/parity.py -->\n", "<!-- until here -->\n"
 
 

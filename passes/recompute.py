@@ -150,7 +150,9 @@ def repeat(forward: Graph, backward: Graph, dropped: Iterable[Op]) -> Repeated:
 
 
 def _placed(ops: Sequence[Op], sources: Mapping[Value, Op], forward: Mapping[Value, Op]) -> tuple[Op, ...]:
-    """The operations that are no forward operations, in their order, each with what it needs of `sources` in front of it."""
+    """The operations that are no forward operations, in their order, each with what it needs of `sources` in front of it. What is placed earlier than it
+    was may need a constant that stood in between."""
+    sources = {v: op for op in ops for v in op.outs} | dict(sources)
     placed: list[Op] = []
     there: set[Value] = set()
     for op in ops:

@@ -79,12 +79,12 @@ def by_torch(microbatches: int, model: Residual) -> dict[str, np.ndarray]:
 CUTS: dict[int, tuple[int, ...]] = {1: (), 2: (3,), 4: (1, 2, 4)}
 
 
-def planned(stages: int, microbatches: int, schedule: str, **settings: object) -> ps.Plan:
+def planned(stages: int, microbatches: int, schedule: str, recompute: str = "none", **settings: object) -> ps.Plan:
     model = ps.from_torch(network(), (torch.zeros(ROWS, 2, 8, 8),))
     training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=RATE), microbatches=microbatches, **settings)  # type: ignore[arg-type]
     convolutions = [op.loc for op in model.module.graphs["main"].ops if op.kind == "conv"]
     cuts = tuple(convolutions[i] for i in CUTS[stages])
-    return ps.plan(model, ps.Cluster.local(stages), training, schedule=schedule, stages=stages, split_at=cuts)
+    return ps.plan(model, ps.Cluster.local(stages), training, schedule=schedule, stages=stages, split_at=cuts, recompute=recompute)
 
 
 def close(found: dict[str, np.ndarray] | Run, expected: dict[str, np.ndarray], rtol: float) -> None:
@@ -127,6 +127,18 @@ def test_two_versions_are_the_recurrence(schedule: str, stages: int, microbatche
     plain = run_recurrence(plan.reference, weights, data, delay=0)
     with pytest.raises(AssertionError):  # control: without the delay they are others, because the weights are
         np.testing.assert_allclose(run.variables["two.norm2.running_var"], plain.variables["two.norm2.running_var"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "all"), ("2bw", "all"), ("zb-1f1b", "none")])
+def test_what_backward_computes_again_does_not_move_them_twice(schedule: str, recompute: str) -> None:
+    plan, kept = planned(2, 4, schedule, recompute), planned(2, 4, schedule.removeprefix("zb-"))
+    weights, data = plan.model.imported.weights, batches(4)
+    again = [op for name, graph in plan.module.graphs.items() if name.endswith(".B") for op in graph.ops if "recompute" in op.attrs]
+    assert bool(again) == (recompute == "all")
+    run, expected = run_schedule(plan.module, weights, data), run_schedule(kept.module, weights, data)
+    for name in plan.reference.vars:
+        if ".grad" not in name:
+            np.testing.assert_allclose(run.variables[name], expected.variables[name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 def test_every_statistic_is_on_one_stage_and_written_by_its_forward() -> None:
