@@ -36,7 +36,7 @@ from ..ir.errors import UnsupportedModel, UsageError
 from ..ir.graph import GRAD, PARAM, STATE, Attr, Graph, Module, Namer, Op, Value, Var, written_vars
 from ..ir.ops import OPS, infer_op, ints, make
 from ..ir.types import FLOATS, TensorType
-from .vjp import FLAT, STOPS, VJP, sum_to
+from .vjp import FLAT, STATISTICS, STOPS, VJP, sum_to
 
 # What gradients are multiplied by while they are taken; state, which the update may change.
 LOSS_SCALE = "loss.scale"
@@ -107,11 +107,13 @@ def depends_on_state_only(graph: Graph) -> set[Value]:
 
 def _carriers(main: Graph, loss: Value, params: Iterable[Value]) -> set[Value]:
     """The values whose gradient is needed: on a float path from a parameter to the loss. One error lists all operations that break one."""
-    useful = {loss}
+    useful, passed = {loss}, {loss}  # what the loss depends on, and of that what a gradient gets to
     for op in reversed(main.ops):
         if useful.intersection(op.outs):
             useful.update(op.ins)
-    found, flat, unknown = {v for v in params if v.type.dtype in FLOATS}, [], []
+        if op.kind in VJP and passed.intersection(op.outs):
+            passed.update(v for v in op.ins if v.type.dtype in FLOATS)
+    found, flat, unknown, rows = {v for v in params if v.type.dtype in FLOATS}, [], [], []
     for op in main.ops:
         if not (found.intersection(op.ins) and useful.intersection(op.outs)):
             continue
@@ -127,8 +129,10 @@ def _carriers(main: Graph, loss: Value, params: Iterable[Value]) -> set[Value]:
             unknown.append(place)
         else:
             found.update(v for v in op.outs if v in useful)
+            rows += [f"%{op.outs[i].name} of {place}" for i in STATISTICS.get(op.kind, ()) if op.outs[i] in passed]
     problems = [f"{place} lies between parameters and the loss, and its gradient is zero" for place in flat]
     problems += [f"{place} has no gradient rule" for place in unknown]
+    problems += [f"{place}, a statistic of its rows, has no gradient: `decompose{{keep=[]}}` before autodiff makes one" for place in rows]
     if problems:
         hint = "freeze the parameters before it, or remove it from the model"
         raise UnsupportedModel(

@@ -28,7 +28,9 @@ VJP: dict[str, Rule] = {
 
 # Float operations, or choices made by float values, whose gradient is zero wherever it exists: training through them does nothing.
 FLAT = ("floor", "round", "sign", "argmax")
+# Results, by number, through which no gradient passes although the operation has a rule.
+STATISTICS: dict[str, tuple[int, ...]] = {"attention": (1, 2)}
 # Gradients end here because the model says so.
 STOPS = ("detach",)
 
-__all__ = ["FLAT", "STOPS", "VJP", "sum_to"]
+__all__ = ["FLAT", "STATISTICS", "STOPS", "VJP", "sum_to"]

@@ -138,7 +138,7 @@ def test_attention(mask, causal):
 
 
 def test_statistics_of_attention_have_no_gradient():
-    with pytest.raises(UnsupportedModel, match="statistics"):
+    with pytest.raises(UnsupportedModel, match="a statistic of its rows"):
         compare("attention", tuple(normal(1, 1, 3, 2) for _ in range(3)), {"scale": 1.0}, None, outs=3)
 
 

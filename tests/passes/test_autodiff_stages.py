@@ -15,11 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.ir.cluster import Cluster
+from penstock.ir.errors import UnsupportedModel
 from penstock.ir.graph import Graph, Module, Op, Value, Var
 from penstock.ir.interp import run_schedule
 from penstock.ir.liveness import drop_dead
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
+from penstock.passes.autodiff import AutodiffOptions, autodiff
 from penstock.passes.manager import Call, run_passes
 from penstock.passes.partition import PartitionOptions, chain_of
 from penstock.passes.pipelines import PASSES, training_pipeline
@@ -164,3 +166,32 @@ def test_integers_and_shapes_are_left_alone() -> None:
     for graph in planned.graphs.values():
         made = {v.type.dtype for op in graph.ops if graph.name.endswith(".B") and "of" in op.attrs for v in op.outs}
         assert made <= moving | {"bool"}, f"{graph.name} computes {made}"
+
+
+def test_all_that_breaks_a_path_is_named_at_once() -> None:
+    """A flat operation and three statistics of attention, in one error; a statistic that is only compared is none."""
+    q = Value("q", TensorType("f64", (1, 1, 2, 3)))
+    ops = [Op("read", (), (q,), {"var": "q"})]
+
+    def emit(kind: str, *ins: Value, outs: int = 1, **attrs: object) -> tuple[Value, ...]:
+        ops.append(make(kind, ins, [f"{kind}.{len(ops)}.{i}" for i in range(outs)], f"/{kind}{len(ops)}", **attrs))  # type: ignore[arg-type]
+        return ops[-1].outs
+
+    y, top, total = emit("attention", q, q, q, outs=3, scale=1.0)
+    _, other, _ = emit("attention", q, y, y, outs=3, scale=1.0)
+    (fine,) = emit("less", emit("attention", y, y, y, outs=3, scale=1.0)[1], emit("const", value=0.0, dtype="f64")[0])
+    (flat,) = emit("floor", y)
+    parts = [emit("sum", v, axes=tuple(range(v.type.rank)))[0] for v in (y, top, total, other, flat)]
+    loss = parts[0]
+    for part in parts[1:]:
+        (loss,) = emit("add", loss, part)
+    (chosen,) = emit("where", emit("slice", fine, start=(0, 0, 0), stop=(1, 1, 1), step=(1, 1, 1))[0], loss, loss)
+    (loss,) = emit("sum", chosen, axes=(0, 1, 2))
+    module = Module("m", (), (loss.name,), vars={"q": Var("q", q.type, "param")}, graphs={"main": Graph("main", (), (loss,), tuple(ops))})
+    with pytest.raises(UnsupportedModel) as caught:
+        autodiff(module, AutodiffOptions())
+    said = str(caught.value)
+    assert said.count("\n  - ") == 4
+    for name in (top.name, total.name, other.name):
+        assert f"%{name} of attention" in said
+    assert "floor" in said
