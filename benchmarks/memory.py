@@ -43,7 +43,7 @@ def _mlp(path: Path) -> Path:
 
 
 def _cnn(path: Path) -> Path:
-    return write_cnn(path, channels=(3, 32, 64, 128), size=64, classes=10, batch=24)
+    return write_cnn(path, channels=(3, 32, 64, 128), size=64, classes=10, batch=80)
 
 
 MODELS: dict[str, Callable[[Path], Path]] = {"gpt": _gpt, "mlp": _mlp, "cnn": _cnn}
@@ -139,15 +139,15 @@ def measure(configuration: Configuration, folder: Path) -> list[Rank]:
 def run_limited(plan: ps.Plan, bundle: Path, caps: dict[int, int], microbatches: int) -> str:
     """Train with so many bytes of tensors for each rank; what went wrong, or nothing."""
     fixed = {rank: sum(row[name] for name in ("weights", "gradients", "state", "buffers")) for rank, row in table(plan).items()}
-    with ps.open(bundle, timeout=600) as job:
-        for rank, pid in enumerate(job.workers.process_ids()):
-            # Variables have their memory by now, all of it.
-            limit = _private_bytes(pid) - fixed[rank] + caps[rank]
-            resource.prlimit(pid, resource.RLIMIT_DATA, (limit, limit))
-        try:
+    try:
+        with ps.open(bundle, timeout=600) as job:
+            for rank, pid in enumerate(job.workers.process_ids()):
+                # Variables have their memory by now, all of it.
+                limit = _private_bytes(pid) - fixed[rank] + caps[rank]
+                resource.prlimit(pid, resource.RLIMIT_DATA, (limit, limit))
             list(job.run(batches(plan, microbatches)))
-        except ps.PenstockError as error:
-            return str(error)
+    except ps.PenstockError as error:
+        return str(error)
     return ""
 
 
@@ -164,6 +164,7 @@ def limit(folder: Path) -> dict[str, Any]:
     for name, plan in (("auto", chosen), ("none", whole)):
         bundle = ps.compile(plan, folder / name)
         outcomes[name] = run_limited(plan, bundle, caps, LIMITED.microbatches)
+        print(f"  {name}: {outcomes[name] or 'trained to the end'}", file=sys.stderr, flush=True)
     return {"configuration": LIMITED.name, "caps": caps, "predicted": {"auto": peaks(chosen), "none": peaks(whole)}, "errors": outcomes}
 
 

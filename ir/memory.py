@@ -13,7 +13,8 @@ After F and its sends a microbatch holds exactly what F saves, after B and its s
 Results and temporaries of compiled graphs come from an allocator that keeps a freed block for the next one of exactly that size. So what it
 holds is, for each size, the most blocks of that size at once; the walk counts them. Memory of received values and of inputs is used again in the same
 way. Receives are posted ahead, and have their memory from then on.
-Known limits: sends that linger, scratch memory inside kernels and rounding to pages need more. The interpreter and its libraries are not
+What is sent stays until the next send of its channel.
+Known limits: scratch memory inside kernels and rounding to pages need more. The interpreter and its libraries are not
 counted: a worker measures them before it loads its variables.
 """
 
@@ -78,7 +79,8 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
         fixed[{PARAM: "weights", GRAD: "gradients", STATE: "state"}.get(var.role, "buffers")] += var.type.nbytes * var.versions
     taken = {v.name for graph in graphs.values() for v in graph.ins}
     batch = module.schedule.microbatches * sum(v.type.nbytes for v in module.data_inputs if v.name in taken)
-    data = 0 if _on_gpu(module, stage) else BATCHES_AHEAD * batch
+    # One more than are ahead: a batch counts as finished when the loss is known, and stages before that one still work on it.
+    data = 0 if _on_gpu(module, stage) else (BATCHES_AHEAD + 1) * batch
     walk = _Walk(module, stage, graphs)
     drops = any(a.kind == "D" for a in (*module.schedule.ranks[rank].start, *module.schedule.ranks[rank].batch))
     actions = list(module.schedule.expand(rank, BATCHES))
@@ -144,6 +146,7 @@ class _Walk:
         self.pool_of = dict.fromkeys((v.name for v in module.inputs), "fed")
         self.pool_of |= dict.fromkeys((v.name for graph in graphs.values() for v in graph.results), "made")
         self.posted: dict[tuple[str, int], set[int]] = {}
+        self.lingering: dict[tuple[str, int], list[int]] = {}
         self.coming = 0  # bytes of messages that may come before their action
         self.activations = self.boundary = self.workspace = self.peak = self.in_flight = 0
 
@@ -185,6 +188,7 @@ class _Walk:
             self.sends[phase, mb] = self.sends.get((phase, mb), 0) + 1
             if self.sends[phase, mb] == self.targets[phase]:
                 self._keep(mb, self.kept[phase] if drops or self.last != phase else set())
+            self._linger(action)
         elif kind == "D":
             self._keep(mb, set())
         elif kind in ("P", "N"):
@@ -197,6 +201,17 @@ class _Walk:
         self.boundary = max(self.boundary, self.now[False] + self.coming)
         self.in_flight = max(self.in_flight, sum(mb >= 0 for mb in self.held))
         self._note()
+
+    def _linger(self, action: Action) -> None:
+        """What was sent stays until the peer has it: until the next send of the channel, say. What is saved stays anyway."""
+        assert action.peer is not None
+        for size in self.lingering.get((action.kind, action.peer), ()):
+            self.pools["made"].change(size, -1)
+        values = self.edges[action.kind[1], action.stage, action.peer]
+        sizes = [v.type.nbytes for v in values if v.name not in self.saved]
+        self.lingering[action.kind, action.peer] = sizes
+        for size in sizes:
+            self.pools["made"].change(size, 1)
 
     def _call(self, kind: str) -> None:
         """One call of a graph: its temporaries come and go."""
