@@ -246,6 +246,8 @@ class Job:
         if self._closed:
             return
         self._closed = True
+        if self.workers.ended:  # by a failure that the caller has seen
+            return
         try:
             self.workers.send_all(Stop())
             for _ in self._until_done():

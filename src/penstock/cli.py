@@ -1,4 +1,4 @@
-"""The command line: arguments, help, exit codes. What a command does stands in commands.py.
+"""The command line: arguments, help, exit codes. What a command does stands in commands.py and looking.py.
 
 Data goes to stdout, words for people to stderr. Exit codes: 0 ok, 1 anything else, 2 usage, 3 unsupported model, 4 does not fit,
 5 verification failed, 6 peer lost or timeout.

@@ -43,8 +43,9 @@ def lose(bundle, rank, number, timeout):
     with pytest.raises(PeerLost) as caught:
         deque(losses, maxlen=0)
     seconds = time.monotonic() - started
-    # Nothing more was done to end them.
+    # Nothing more was done to end them, and nothing is left to do.
     assert not [pid for pid in pids if is_running(pid)]
+    job.close()
     return caught.value, seconds
 
 

@@ -1,0 +1,199 @@
+"""Commands that look into a bundle or an IR file, inspect and diff; and what other commands share with them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import GRAD, PARAM, Module
+from penstock.ir.schedule import PER_BATCH
+from penstock.ir.text import parse_module, print_graph, print_module, print_op
+from penstock.terminal import Progress, say, size, table, terminal_width
+
+
+def check_cache(backend: str) -> None:
+    """The settings of the cache, where the back end has one: now, because compiling reads them when much of the work is done."""
+    if backend == "tvm":
+        from penstock.backends.tvm.store import cache_bound
+
+        cache_bound()
+
+
+def load_module(path: str) -> Module:
+    """The module of a bundle directory or of an IR file."""
+    if Path(path).is_dir():
+        from penstock.backends.bundle import open_bundle
+
+        return open_bundle(path).module
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}", hint="expected a bundle directory or an IR file") from error
+    return parse_module(text, path)
+
+
+def inspect_command(arguments: Namespace) -> None:
+    if arguments.json and not (arguments.kernels or arguments.measure):
+        raise UsageError("--json is for --kernels", hint="add --kernels")
+    module = load_module(arguments.file)
+    shown = False
+    if arguments.graph:
+        graph = module.graphs.get(arguments.graph)
+        if graph is None:
+            raise UsageError(f"no graph {arguments.graph!r}", hint=f"there are {', '.join(module.graphs)}")
+        print("\n".join(print_graph(graph)))
+        shown = True
+    if arguments.op:
+        _print_matching(module, arguments.op)
+        shown = True
+    if arguments.schedule:
+        _print_schedule(module, arguments.batches)
+        shown = True
+    if arguments.memory:
+        _print_memory(module)
+        shown = True
+    if arguments.params:
+        rows = [
+            [v.name, v.role, "-" if v.stage is None else v.stage, str(v.type), v.versions, size(v.type.nbytes * v.versions)]
+            for v in module.vars.values()
+        ]
+        print(table(["variable", "role", "stage", "type", "versions", "size"], rows))
+        shown = True
+    if arguments.kernels or arguments.measure or arguments.source:
+        _print_kernels(module, arguments)
+        shown = True
+    if not shown:
+        _print_summary(module)
+
+
+def _print_kernels(module: Module, arguments: Namespace) -> None:
+    from penstock import kernel_report
+
+    rows = kernel_report.kernel_rows(module)
+    if arguments.measure:
+        from penstock.kernel_timing import check_devices, measure_rows
+
+        backend, threads = _measured_with(arguments.file)
+        check_cache(backend)
+        check_devices(rows, module, backend)
+        say(f"measuring {len(rows)} kernels on this machine, one by one, back end {backend}, threads: {threads}")
+        rows = measure_rows(rows, module, backend, threads, Progress("kernels"))
+    if arguments.json:
+        print(kernel_report.report_json(rows))
+    elif arguments.kernels or arguments.measure:
+        print(kernel_report.format_report(rows, module, terminal_width()))
+    if arguments.source:
+        print(kernel_report.kernel_source(rows, arguments.source))
+
+
+def _measured_with(path: str) -> tuple[str, int]:
+    """The back end of a bundle, and the smallest number of threads any of its ranks has, as this process has one number of them only."""
+    if not Path(path).is_dir():
+        return "tvm", 1
+    from penstock.backends.bundle import open_bundle
+
+    manifest = open_bundle(path).manifest
+    return manifest.backend, min(rank.threads for rank in manifest.ranks)
+
+
+def _print_matching(module: Module, pattern: str) -> None:
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"bad pattern {pattern!r}: {error}") from error
+    for graph in module.graphs.values():
+        for number, op in enumerate(graph.ops):
+            text = print_op(op)
+            if regex.search(text):
+                print(f"@{graph.name} {number}: {text}")
+
+
+def _print_schedule(module: Module, batches: int) -> None:
+    from penstock.ir.simulate import format_grid
+
+    if module.schedule is None:
+        raise UsageError("the module has no schedule yet", hint="inspect a dump after the pass `schedule`, or a bundle")
+    print(format_grid(module.schedule, batches))
+    for rank, actions in module.schedule.expand_all(batches).items():
+        print(f"rank {rank}: {' '.join(map(str, actions))}")
+
+
+def _print_memory(module: Module) -> None:
+    from penstock.passes.lifetimes import memory_table
+
+    if module.schedule is None:
+        raise UsageError("the module has no schedule yet", hint="inspect a dump after the pass `lifetimes`, or a bundle")
+    memory = memory_table(module)
+    columns = list(next(iter(memory.values())))
+    print(table(["rank", *columns], [[rank, *(size(row[c]) for c in columns)] for rank, row in memory.items()]))
+
+
+def _print_summary(module: Module) -> None:
+    from penstock.backends.bundle import stage_vars
+
+    params = [v for v in module.vars.values() if v.role == PARAM]
+    count = sum(v.type.size for v in params)
+    print(f"module {module.name}: {len(params)} parameter tensors with {count:,} elements, facts: {', '.join(module.facts) or 'none'}")
+    for value in module.inputs:
+        print(f"input {value.name}: {value.type}" + ("" if value in module.data_inputs else ", which the runtime gives"))
+    for name in module.outputs:
+        print(f"output {name}")
+    rows = []
+    for graph in module.graphs.values():
+        kernels = len({op.attrs["kernel"] for op in graph.ops if "kernel" in op.attrs})
+        saved = sum(v.type.nbytes for v in graph.saved)
+        rows.append([graph.name, len(graph.ops), kernels or "-", len(graph.ins), len(graph.outs), size(saved)])
+    print(table(["graph", "ops", "kernels", "inputs", "outputs", "saved"], rows))
+    for stage in module.stages:
+        own = [v for v in stage_vars(module, stage.index).values() if v.role != GRAD]
+        print(f"stage {stage.index} on {stage.place}: {size(sum(v.type.nbytes * v.versions for v in own))} of parameters and state")
+    for edge in module.edges:
+        unit = "batch" if edge.phase in PER_BATCH else "microbatch"
+        values = ", ".join(f"%{v.name} {v.type}" for v in edge.values)
+        print(f"edge {edge.src}>{edge.dst} {edge.phase}: {size(sum(v.type.nbytes for v in edge.values))} per {unit} ({values})")
+    if module.schedule is not None:
+        print(f"schedule {module.schedule.name}: {module.schedule.microbatches} microbatches per batch, {len(module.schedule.ranks)} ranks")
+    for note in module.notes:
+        print(f"note {note.origin}: {note.text}")
+
+
+def diff_command(arguments: Namespace) -> None:
+    a, b = (print_module(load_module(path)).splitlines() for path in (arguments.a, arguments.b))
+    found = False
+    lines = difflib.unified_diff(a, b, arguments.a, arguments.b, lineterm="", n=3) if arguments.lines else _word_diff(a, b)
+    for line in lines:
+        found = True
+        print(line)
+    if not found:
+        say("no difference")
+
+
+def _word_diff(a: list[str], b: list[str]) -> Iterator[str]:
+    """Removed lines with -, new lines with +, and changed lines once, with the words that changed marked [-old-] {+new+}."""
+    for tag, i, i_end, j, j_end in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if tag == "equal":
+            continue
+        pairs = min(i_end - i, j_end - j)
+        for old, new in zip(a[i : i + pairs], b[j : j + pairs], strict=True):
+            yield f"~ {_mark_words(old.split(' '), new.split(' '))}"
+        yield from (f"- {line}" for line in a[i + pairs : i_end])
+        yield from (f"+ {line}" for line in b[j + pairs : j_end])
+
+
+def _mark_words(old: list[str], new: list[str]) -> str:
+    parts: list[str] = []
+    for tag, i, i_end, j, j_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if tag == "equal":
+            same = old[i:i_end]
+            parts += same if len(same) <= _SAME_WORDS else [*same[: _SAME_WORDS // 2], "...", *same[-_SAME_WORDS // 2 :]]
+        else:
+            parts += [f"[-{' '.join(old[i:i_end])}-]"] * (i < i_end) + [f"{{+{' '.join(new[j:j_end])}+}}"] * (j < j_end)
+    return " ".join(parts)
+
+
+# Longer stretches of unchanged words are cut in the middle.
+_SAME_WORDS = 12
