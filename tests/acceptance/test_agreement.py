@@ -42,12 +42,12 @@ def batches(m: int) -> list[dict[str, np.ndarray]]:
 @pytest.mark.parametrize(
     ("d", "m", "schedule", "precision"),
     [
-        (2, 2, "1f1b", "f32"),
         (2, 3, "2bw", "f32"),
-        (4, 3, "2bw", "f32"),
         (4, 6, "eager-2bw", "f32"),
         (2, 2, "2bw", "bf16"),
-        (4, 5, "zb-1f1b", "f32"),
+        pytest.param(2, 2, "1f1b", "f32", marks=pytest.mark.slow),
+        pytest.param(4, 3, "2bw", "f32", marks=pytest.mark.slow),
+        pytest.param(4, 5, "zb-1f1b", "f32", marks=pytest.mark.slow),
     ],
 )
 def test_copies_of_a_tied_parameter_stay_equal(tmp_path: Path, d: int, m: int, schedule: str, precision: str) -> None:
@@ -119,7 +119,10 @@ def train_guarded(
         return steps, before, job.parameters()
 
 
-@pytest.mark.parametrize(("schedule", "m"), [("1f1b", 2), ("2bw", 3), ("eager-2bw", 6), ("zb-1f1b", 2)])
+SLOW = [pytest.param(schedule, m, marks=pytest.mark.slow) for schedule, m in (("1f1b", 2), ("eager-2bw", 6), ("zb-1f1b", 2))]
+
+
+@pytest.mark.parametrize(("schedule", "m"), [("2bw", 3), *SLOW])
 def test_stages_clip_skip_and_drop_as_one(tmp_path: Path, schedule: str, m: int) -> None:
     """One, two and four stages of compiled code: the same losses and norms, and one update left out on all of them."""
     one, _, last = train_guarded(tmp_path, 1, m, schedule, "f32")
@@ -136,7 +139,7 @@ def test_stages_clip_skip_and_drop_as_one(tmp_path: Path, schedule: str, m: int)
     assert not np.allclose(one[-1].losses, last_losses_without_limit(tmp_path, m, schedule), rtol=1e-4)
 
 
-@pytest.mark.parametrize(("schedule", "m"), [("1f1b", 2), ("2bw", 3)])
+@pytest.mark.parametrize(("schedule", "m"), [("2bw", 3), SLOW[0]])
 def test_recomputation_changes_none_of_that(tmp_path: Path, schedule: str, m: int) -> None:
     """Nothing is drawn twice, nothing is read in another version: the same numbers, to the last bit."""
     kept, _, last = train_guarded(tmp_path, 2, m, schedule, "f32")

@@ -239,7 +239,10 @@ def test_1f1b_is_plain_training(tmp_path: Path, name: str, d: int, m: int, kind:
     assert error(found, case.judge(1)) > 1e-3, "the control with delay must not agree"
 
 
-@pytest.mark.parametrize(("schedule", "delay"), [("2bw", 1), ("eager-2bw", 1), ("1f1b", 0), ("zb-1f1b", 0)])
+@pytest.mark.parametrize(
+    ("schedule", "delay"),
+    [("2bw", 1), ("1f1b", 0), pytest.param("eager-2bw", 1, marks=pytest.mark.slow), pytest.param("zb-1f1b", 0, marks=pytest.mark.slow)],
+)
 def test_adamw_with_the_usual_eps_agrees_in_float64(tmp_path: Path, schedule: str, delay: int) -> None:
     case = Case(tmp_path, "mlp", 4, 8, "adamw", schedule, dtype="f64", settings={"lr": 2e-3, "eps": 1e-8})
     found = case.run()
