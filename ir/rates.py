@@ -16,6 +16,7 @@ Rows that are not needed start where no step comes to. Limit: at most ROWS piece
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import cos, floor, isfinite, pi
@@ -38,7 +39,7 @@ def _check(kind: str, *rules: tuple[str, float, str, bool]) -> None:
         raise UsageError("; ".join(wrong), where=f"rate {kind}")
 
 
-class _Rate:
+class _Rate(ABC):
     """What all kinds share: a linear warm-up of `warmup` steps, whose last one has the full rate, then a curve of the kind."""
 
     kind: ClassVar[str]
@@ -47,9 +48,9 @@ class _Rate:
     def __str__(self) -> str:
         return print_call(self.kind, changed(self))
 
+    @abstractmethod
     def after(self) -> Piece:
         """The curve from the end of the warm-up on."""
-        raise NotImplementedError
 
     def table(self) -> tuple[float, ...]:
         """The elements of @lr.curve."""
