@@ -32,7 +32,7 @@ BATCHES = 3
 # The runtime posts the receives among the next so many actions (a batch action with its sends, receives and drop is at most five of them), and
 # at most so many of one channel: one that arrives while its predecessor is worked on, one to follow.
 LOOK_AHEAD = 10
-# Batches handed to the workers and not finished yet. Under 2bw a batch may finish only once the two after it are there; one more keeps the pipe full.
+# Batches handed to the workers and not finished yet. Under 2bw the update of a batch needs the one after it; two more keep the pipe full.
 BATCHES_AHEAD = 4
 POSTED = 2
 
