@@ -96,6 +96,8 @@ def test_flags_that_do_not_go_together(mlp: Path, tmp_path: Path, capsys: pytest
     for flags, said in (
         (["--seeds", "2"], "--seeds without --parity"),
         (["--parity"], "needs a loss"),
+        (["--parity", "--loss", "mse", "--seed", "0"], "--seed with --parity"),
+        (["--parity", "--loss", "mse", "--seed", "1", "--tolerance", "1e-3"], "--seed, --tolerance with --parity"),
         (["--parity", "--loss", "mse", "--devices", "1"], "no pipeline to compare"),
     ):
         assert main(["verify", str(mlp), *flags]) == 2

@@ -188,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--steps", type=_positive, metavar="N", help="optimiser steps for a training bundle (default: 4; with --parity 200)"
     )
-    verify.add_argument("--seed", type=_seed, default=0, metavar="N", help="for the random inputs (default: 0)")
+    verify.add_argument("--seed", type=_seed, metavar="N", help="for the random inputs (default: 0)")
     verify.add_argument(
         "--tolerance",
         type=float,

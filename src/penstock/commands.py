@@ -296,11 +296,11 @@ def verify_command(arguments: Namespace) -> int:
     if Path(arguments.file).is_dir():
         if arguments.dim or arguments.known or arguments.backend:
             raise UsageError("--dim, --known and --backend are for models; a bundle has them built in")
-        return verify_bundle(arguments.file, steps=arguments.steps or 4, seed=arguments.seed, tolerance=arguments.tolerance)
+        return verify_bundle(arguments.file, steps=arguments.steps or 4, seed=arguments.seed or 0, tolerance=arguments.tolerance)
     backend = arguments.backend or "tvm"
     check_cache(backend)
     dims, known = _dims(arguments.dim), _known(arguments.known)
-    return verify_model(arguments.file, dims=dims, known=known, seed=arguments.seed, tolerance=arguments.tolerance, backend=backend)
+    return verify_model(arguments.file, dims=dims, known=known, seed=arguments.seed or 0, tolerance=arguments.tolerance, backend=backend)
 
 
 def _verify_parity(arguments: Namespace) -> int:
@@ -309,6 +309,11 @@ def _verify_parity(arguments: Namespace) -> int:
 
     if Path(arguments.file).is_dir():
         raise UsageError("--parity trains a model, not a bundle", where=arguments.file)
+    given = [f"--{name}" for name in ("seed", "tolerance") if getattr(arguments, name) is not None]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)} with --parity", hint="--seeds says how many runs there are of each; a gap is reported, not judged"
+        )
     if arguments.loss is None:
         raise UsageError("--parity needs a loss to train on", hint="add --loss")
     backend = arguments.backend or "tvm"
