@@ -5,9 +5,9 @@
     python benchmarks/parity.py --json a.json --markdown docs/weight-versions.md       and write the table into that page
     python benchmarks/parity.py --read a.json b.json --markdown docs/weight-versions.md       of rows measured before
 
-A GPT of two layers (penstock.models.write_gpt) reads 48 characters of benchmarks/prose.txt, a snapshot of these pages, and tells the next one of each. Every
-seed has other weights and another order of the samples; both schedules see the same. The comparison is that of `penstock verify --parity` (src/penstock/parity.py).
-The delay does not depend on the number of stages, so two are enough.
+A GPT of two layers (penstock.models.write_gpt) reads 48 characters of benchmarks/prose.txt, a snapshot of these pages, and tells the next one of
+each. Every seed has other weights and another order of the samples; both schedules see the same. The comparison is that of
+`penstock verify --parity` (src/penstock/parity.py). The delay does not depend on the number of stages, so two are enough.
 """
 
 from __future__ import annotations

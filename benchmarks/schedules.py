@@ -9,9 +9,9 @@ where they are apart. The workers sleep most of the time, so that eight of them 
 which a message takes as long as a forward.
 
 The schedules of a row take turns, a few batches each, round after round; a batch's time is that from the end of the one before to its own
-on the last stage, the row's the median. `formula` is that of docs/schedules.md, played by the simulator with the same times and latency; `over` is how much more
-was measured: what the runtime itself costs, and what sharing the cores costs. Live versions are counted by the workers' stores: a
-schedule that needs another number than its delay + 1 makes the exit code 1.
+on the last stage, the row's the median. `formula` is that of docs/schedules.md, played by the simulator with the same times and latency; `over`
+is how much more was measured: what the runtime itself costs, and what sharing the cores costs. Live versions are counted by the workers' stores:
+a schedule that needs another number than its delay + 1 makes the exit code 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Buffers that the forward pass changes, such as the running statistics of a batch norm: graph main reads them, then writes them.
 
 In training they move once per microbatch, in the order of microbatches, on the one stage that has them. Without training nothing moves: `at_rest`
-takes the writes out. A module of torch whose outputs depend on such a buffer is refused then, because its results would be those of its first call for
-ever; calls of an ONNX model know nothing of each other anyway.
+takes the writes out. A module of torch whose outputs depend on such a buffer is refused then, because its results would be those of its first
+call for ever; calls of an ONNX model know nothing of each other anyway.
 """
 
 from __future__ import annotations

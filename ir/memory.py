@@ -8,7 +8,8 @@ What is counted, per stage:
                  what is exchanged once per batch, until the update
     data         batches of the stage's inputs that wait in host memory; not counted for stages on GPUs
     workspace    temporaries inside one graph (storage.py), and blocks that nobody uses at the moment
-After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W nothing: that is the contract with the runtime.
+After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W nothing: that is the contract with the
+runtime.
 
 Results and temporaries of compiled graphs come from an allocator that keeps a freed block for the next one of exactly that size. So what it
 holds is, for each size, the most blocks of that size at once; the walk counts them. Memory of received values and of inputs is used again in the same

@@ -179,8 +179,8 @@ def most_in_flight(actions: Iterable[Action]) -> int:
 
 
 def format_grid(schedule: Schedule, batches: int, mark: tuple[int, int] | None = None, *, first: int = 0) -> str:
-    """One row per rank, one column per unit of time, forwards one unit and backwards two, or one and W one; U and collectives stand after the computation
-    they follow. `mark` = (rank, step) puts that action of the expanded program into brackets."""
+    """One row per rank, one column per unit of time, forwards one unit and backwards two, or one and W one; U and collectives stand after the
+    computation they follow. `mark` = (rank, step) puts that action of the expanded program into brackets."""
     played = simulate(schedule, batches, first=first)
     columns = round(played.finish)
     cells = {rank: ["."] * columns for rank in played.ranks}

@@ -5,9 +5,9 @@ A copy keeps its names, so that the rest of B stays as it is, and its reads say 
 makes again anyway (layout changes, what depends on variables alone) is placed anew with the copies. Never done again are random draws and
 operations with effects; what these make is saved where a copy needs it, and so is what comes from a variable that F changes.
 
-Modes: `none`; `all`: a stage keeps its inputs, draws, and nothing else; `auto`: a stage whose predicted peak fits its budget is left alone, otherwise the
-cheapest set found whose predicted peak fits is computed again. Peaks are those of ir/memory.py on fused graphs, seconds are the roofline of
-the stage's device. Sets that are tried:
+Modes: `none`; `all`: a stage keeps its inputs, draws, and nothing else; `auto`: a stage whose predicted peak fits its budget is left alone,
+otherwise the cheapest set found whose predicted peak fits is computed again. Peaks are those of ir/memory.py on fused graphs, seconds are the
+roofline of the stage's device. Sets that are tried:
 
   * the chain planner (recompute_chain.py) on the stage as a chain: where a single value crosses from earlier to later operations, that value is an
     element, and all that is saved between two of them is one;
@@ -150,8 +150,8 @@ def repeat(forward: Graph, backward: Graph, dropped: Iterable[Op]) -> Repeated:
 
 
 def _placed(ops: Sequence[Op], sources: Mapping[Value, Op], forward: Mapping[Value, Op]) -> tuple[Op, ...]:
-    """The operations that are no forward operations, in their order, each with what it needs of `sources` in front of it. What is placed earlier than it
-    was may need a constant that stood in between."""
+    """The operations that are no forward operations, in their order, each with what it needs of `sources` in front of it. What is placed earlier
+    than it was may need a constant that stood in between."""
     sources = {v: op for op in ops for v in op.outs} | dict(sources)
     placed: list[Op] = []
     there: set[Value] = set()

@@ -1,8 +1,9 @@
 """A rank's program as a stream of actions with look-ahead, for a number of batches that may not be known yet.
 
 The stream gives what `Schedule.expand` gives, lazily: an action is let through once it is known that its batch exists and dropped once it is
-known that it does not, which is what drains the pipeline; the list after that of the last batch may still hold what belongs to it. A feed says which batches exist. Beside each action stands the weight version that
-has no reader after it: the last action of the batch list that reads the oldest version of that list, in every batch.
+known that it does not, which is what drains the pipeline; the list after that of the last batch may still hold what belongs to it. A feed says
+which batches exist. Beside each action stands the weight version that has no reader after it: the last action of the batch list that reads the
+oldest version of that list, in every batch.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ n is 1. A version is *live* from the update that makes it until it is *retired*,
 is live in any case. An update may only write over a retired version: otherwise it is refused, naming the variable and the versions present
 (or, with `grow`, given one more buffer, which is counted: the control of the claim that n buffers are enough).
 
-Gradients have as many copies as their variable says, and those of batch t are summed in copy t mod n; optimiser state and buffers have one. Parameters that no update writes are the same in all versions. All tensors start at a
-multiple of 64 bytes, which is what torch's allocator gives. They are in the memory of the stage's device.
+Gradients have as many copies as their variable says, and those of batch t are summed in copy t mod n; optimiser state and buffers have one.
+Parameters that no update writes are the same in all versions. All tensors start at a multiple of 64 bytes, which is what torch's allocator
+gives. They are in the memory of the stage's device.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class Versions:
             return buffer
         if not grow:
             raise VerifyError(
-                f"version {version} would overwrite version {self.held[buffer]}, which still has readers; versions present: {', '.join(map(str, self.live()))}",
+                f"version {version} would overwrite version {self.held[buffer]}, which still has readers; "
+                f"versions present: {', '.join(map(str, self.live()))}",
                 where=f"@{self.var.name}",
             )
         free = [b for b, held in self.held.items() if held in self.retired and held != self.newest]

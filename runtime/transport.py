@@ -5,9 +5,10 @@ on its own, straight from and into its tensor, with the tag
 
     16 + 4 · ((number mod 4096) · width + index in the edge) + phase
 
-where the number is that of the microbatch, or of the batch in phases P and N, phase is 0 to 3 for F, B, P, N and width the largest number of values on an edge. Gloo matches by (source, tag) and keeps equal tags in order, so that two channels
-cannot be mixed up and a message cannot be taken for that of another microbatch; 4096 keeps the number of tags bounded. Nothing is packed:
-one value per message costs no copy, and edges of many values are rare.
+where the number is that of the microbatch, or of the batch in phases P and N, phase is 0 to 3 for F, B, P, N and width the largest number of
+values on an edge. Gloo matches by (source, tag) and keeps equal tags in order, so that two channels cannot be mixed up and a message cannot be
+taken for that of another microbatch; 4096 keeps the number of tags bounded. Nothing is packed: one value per message costs no copy, and edges of
+many values are rare.
 
 Receives are posted ahead of their action (their buffers exist from then on), so that a message flows while its receiver computes. Gloo moves
 data in its own thread; a send holds its tensor until the peer has it, which one thread per channel waits for. Every wait has a deadline, and

@@ -333,7 +333,10 @@ def describe_failure(error: BaseException) -> Failed:
     if isinstance(error, PenstockError):
         return Failed(type(error).__name__, error.what, error.where, error.hint)
     if _is_out_of_memory(error):
-        hint = "`penstock inspect --memory` says what was expected of tensors; a `memory` in the cluster file, or --recompute all, makes plans that need less"
+        hint = (
+            "`penstock inspect --memory` says what was expected of tensors; "
+            "a `memory` in the cluster file, or --recompute all, makes plans that need less"
+        )
         return Failed(DoesNotFit.__name__, f"the system gave no more memory, at {peak_bytes() / 2**20:.0f} MiB", hint=hint)
     return Failed("Internal", "".join(traceback.format_exception(error)).strip())
 

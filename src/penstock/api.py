@@ -117,8 +117,9 @@ def plan(
 ) -> Plan:
     """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device. `precision` is f32, bf16 or
     f16; if it is not given, training settings say it. `recompute` says what stages compute again in the backward pass instead of
-    saving it: auto (what the memory of their devices asks for), none or all. `cuda_libraries` says who computes contractions on GPUs: torch, which calls
-    the vendor's libraries, or none. `hints` is whether placement hints of the model are followed, where it has some and `split_at` is not given."""
+    saving it: auto (what the memory of their devices asks for), none or all. `cuda_libraries` says who computes contractions on GPUs: torch,
+    which calls the vendor's libraries, or none. `hints` is whether placement hints of the model are followed, where it has some and `split_at`
+    is not given."""
     from penstock.frontends.moving import at_rest
     from penstock.frontends.training import attach_loss
     from penstock.passes.manager import Call, run_passes

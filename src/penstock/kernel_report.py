@@ -8,7 +8,8 @@ what others read of it are results, and variables stay variables.
     operations of a graph = operations in kernels + operations computed where they are read (or constant tables) + reads of variables
     bytes of a kernel     = what it reads from memory, seen through layout changes, + what it stores; nothing in between
     roofline              = max(flops / rate, bytes / bandwidth), by the rates of the plan; of measured rows, by those measured
-    share                 = calls * time of the whole stage's, per batch: forward and backward run once per microbatch, the update and what it needs once
+    share                 = calls * time of the whole stage's, per batch: forward and backward run once per microbatch, the update and what it
+                            needs once
 
 Measured times come from kernel_timing.py.
 
