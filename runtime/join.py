@@ -1,8 +1,8 @@
 """One rank of a run that torchrun (or srun) started: the same Worker, with the commands of `penstock run` given by itself.
 
-Every rank goes through the same list: run so many batches, save, run, ... The rank that computes the loss sends it to rank 0, which writes the
-metrics, shows progress and indexes checkpoints. An error ends this rank with the exit code of its kind; the launcher ends the others, and their
-own deadlines do where it does not.
+Every rank goes through the same list: run so many batches, save, run, ... The rank that computes the loss sends it and the norm of the gradient
+to rank 0, which writes the metrics, shows progress and indexes checkpoints. An error ends this rank with the exit code of its kind; the launcher
+ends the others, and their own deadlines do where it does not.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from .worker import Worker, describe_failure
 
 # Below the tags of the pipeline's channels.
 _REPORT_TAG = 1
+# In place of the norm of a step that has none; no norm is negative.
+_NO_NORM = -1.0
 # A step may take any time; a lost rank shows elsewhere first.
 _STEP_TIMEOUT = timedelta(days=7)
 
@@ -47,7 +49,7 @@ class Reports:
 
     def __init__(self, worker_rank: int, loss_rank: int, microbatches: int, tables: Tables, metrics: Metrics | None) -> None:
         self._rank, self._loss_rank, self._tables, self._metrics = worker_rank, loss_rank, tables, metrics
-        self._size = 2 + microbatches
+        self._size = 3 + microbatches
         self.failure: Exception | None = None
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
@@ -56,7 +58,8 @@ class Reports:
         if self._metrics is not None:
             self._metrics.add(step)
             return
-        message = torch.tensor([step.step, step.loss, *step.losses], dtype=torch.float64)
+        norm = _NO_NORM if step.grad_norm is None else step.grad_norm
+        message = torch.tensor([step.step, step.loss, norm, *step.losses], dtype=torch.float64)
         work = dist.isend(message, 0, tag=_REPORT_TAG)
         assert work is not None
         self._sent.append((work, message))
@@ -82,9 +85,9 @@ class Reports:
                 work = dist.irecv(message, self._loss_rank, tag=_REPORT_TAG)
                 assert work is not None
                 work.wait(_STEP_TIMEOUT)
-                step, loss, *losses = message.tolist()
+                step, loss, norm, *losses = message.tolist()
                 rate = learning_rate(self._tables, int(step))
-                self._metrics.add(Step(int(step), loss, tuple(losses), rate, time.monotonic()))
+                self._metrics.add(Step(int(step), loss, tuple(losses), rate, time.monotonic(), None if norm == _NO_NORM else norm))
         except (RuntimeError, PenstockError) as error:
             # The pipeline meets the same lost connection, and says more about it; this is for the end of the chunk.
             self.failure = error

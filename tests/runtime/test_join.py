@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+import penstock as ps
+from penstock.models import write_mlp
 from penstock.runtime.job import run_bundle
 
 SCRIPT = """
@@ -58,12 +61,34 @@ def test_the_same_losses_as_a_local_run(bundle_of, tmp_path):
     expected = run_bundle(path, steps=5, timeout=20, progress=False)
     records = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert [r["loss"] for r in records] == expected.losses
+    assert [r["grad_norm"] for r in records] == [None] * 5
     assert sorted(p.name for p in (tmp_path / "ckpt").iterdir()) == ["latest", "step-000003", "step-000005"]
     assert "step 5/5  loss" in log
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1}
     resumed = run_bundle(path, steps=2, timeout=20, resume=tmp_path / "ckpt" / "step-000003", progress=False)
     assert resumed.losses == expected.losses[3:]
+
+
+def test_the_same_norms_as_a_local_run(tmp_path):
+    """Updates are clipped and one is left out; the rank of the loss is not the one that writes the metrics."""
+    rows, m, steps, spoiled = 4, 2, 4, 2
+    model = ps.from_onnx(write_mlp(tmp_path / "mlp.onnx", [6, 8, 5], None, seed=1), dims={"batch": rows})
+    training = ps.Training("cross_entropy", ps.SGD(lr=0.1), m, clip=0.5)
+    path = str(ps.compile(ps.plan(model, ps.Cluster.local(2), training, schedule="2bw"), tmp_path / "bundle", backend="numpy"))
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((steps * rows * m, 6)).astype(np.float32)
+    x[spoiled * rows * m + 1, 2] = np.nan
+    np.savez(tmp_path / "data.npz", x=x, labels=rng.integers(0, 5, len(x)))
+    options = {"steps": steps, "timeout": 20, "data": str(tmp_path / "data.npz")}
+    code, log = torchrun(tmp_path, 2, path=path, metrics=str(tmp_path / "joined"), **options)
+    assert code == 0, log
+    run_bundle(path, metrics=str(tmp_path / "local"), progress=False, **options)
+    joined, local = ([json.loads(line)["grad_norm"] for line in (tmp_path / name).read_text().splitlines()] for name in ("joined", "local"))
+    assert joined == local
+    assert [isinstance(norm, float) for norm in joined] == [i != spoiled for i in range(steps)]
+    assert joined[spoiled] == "nan"
+    assert f"the loss of step {spoiled} is nan; its update is skipped" in log
 
 
 def test_a_wrong_number_of_processes(bundle_of, tmp_path):
