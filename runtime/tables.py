@@ -1,7 +1,8 @@
 """Tables: what a compiled module reads as data, today the learning rate. Every run may have its own elements; nothing is compiled anew.
 
 In: the module, the tables of a checkpoint, what the user asks for. Out: elements by variable, for all ranks the same. What is asked for counts
-first, then the checkpoint, then the module.
+first, then the checkpoint, then the module. A checkpoint counts for the rate and its curve alone: factors of groups are numbered in the order in
+which the module uses them, so a name says nothing about another module's groups.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def tables_for_run(
         problems.append(f"module {module.name} does not train, it has no learning rate")
     if problems:
         raise UsageError("; ".join(problems))
-    kept = {name: found for name, values in compiled.items() if len(found := (saved or {}).get(name, ())) == len(values)}
+    kept = {name: found for name in (LR, CURVE) if name in compiled and len(found := (saved or {}).get(name, ())) == len(compiled[name])}
     told = [f"@{name}" for name, values in kept.items() if values != compiled[name] and name not in asked]
     warnings = []
     if told:

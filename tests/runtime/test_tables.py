@@ -7,8 +7,11 @@ import json
 import numpy as np
 import pytest
 
+import penstock as ps
+from penstock.backends.bundle import open_bundle
 from penstock.ir.errors import UsageError
 from penstock.ir.rates import CURVE, LR, Constant, Cosine, Linear
+from penstock.models import write_mlp
 from penstock.runtime import checkpoint as checkpoints
 from penstock.runtime.job import Job, run_bundle
 from penstock.runtime.tables import learning_rate, tables_for_run, tables_of
@@ -79,3 +82,38 @@ def test_a_job_of_python_takes_a_rate(bundle_of):
         after = job.parameters()
     assert [step.lr for step in steps] == [0.0] * 3
     assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_factors_of_groups_are_those_of_the_bundle(tmp_path):
+    """The first factor of the checkpoint's bundle is another group's in the bundle that goes on: steps are as long as the groups there say."""
+    rows, m = 4, 2
+    model = ps.from_onnx(write_mlp(tmp_path / "mlp.onnx", [6, 8, 5], None, seed=1), dims={"batch": rows})
+    last = ps.Group("^y.weight", lr=0.1)
+
+    def compiled(name, *groups):
+        training = ps.Training("cross_entropy", ps.SGD(lr=0.1), m, groups=groups)
+        return open_bundle(ps.compile(ps.plan(model, ps.Cluster.local(1), training), tmp_path / name, backend="numpy"))
+
+    first, other = compiled("first", last), compiled("other", ps.Group("^fc1.weight", lr=10.0), last)
+    assert (tables_of(first.module)["lr.factor"], tables_of(other.module)["lr.factor"]) == ((0.1,), (10.0,))
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.standard_normal((rows * m, 6)).astype(np.float32), "labels": rng.integers(0, 5, rows * m)}
+    with Job(first, timeout=TIMEOUT, lr=0.2) as job:
+        list(job.steps([batch]))
+        job.save(tmp_path / "ckpt")
+    assert checkpoints.read_index(checkpoints.find_checkpoint(tmp_path / "ckpt")).tables["lr.factor"] == (0.1,)
+
+    def moved(bundle):
+        with Job(bundle, timeout=TIMEOUT, resume=tmp_path / "ckpt") as job:
+            before = job.parameters()
+            (step,) = job.steps([batch])
+            after = job.parameters()
+        assert step.lr == 0.2
+        (warning,) = [text for text in job.warnings if "@lr" in text]
+        assert warning.startswith("@lr go on as in the checkpoint")
+        return {name: after[name].astype(np.float64) - before[name] for name in before}
+
+    one, two = moved(first), moved(other)
+    assert np.abs(one["fc1.weight"]).max() > 1e-4
+    for name, distance in one.items():
+        np.testing.assert_allclose(two[name], distance * (10 if name == "fc1.weight" else 1), rtol=1e-3, atol=1e-6)
