@@ -14,7 +14,8 @@ roofline of the stage's device. Sets that are tried:
   * single operations, those that cost least for their bytes first, alone and on top of chain choices;
   * of the cheapest of these that fits, what can be kept after all.
 
-Limits: the chain model is exact on chains, the choice on graphs is not; a stage whose backward is in two parts (W) is left as it is.
+Limits: the chain model is exact on chains, the choice on graphs is not; a stage whose backward is in two parts (W) is left as it is,
+and a note says so where `all` was asked for or the stage does not fit.
 """
 
 from __future__ import annotations
@@ -65,12 +66,15 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
         forward, backward = module.stage_graph(stage.index, "F"), module.stage_graph(stage.index, "B")
         if forward is None or backward is None or (options.mode == "auto" and not budget):
             continue
-        if module.stage_graph(stage.index, "W") is not None:
-            notes.append(
-                f"stage {stage.index} saves all it needs: its weight gradients are apart, and operations would be done twice again"
-            )
-            continue
         fused = fused or fuse(module, FuseOptions())
+        if module.stage_graph(stage.index, "W") is not None:
+            (memory,) = measure_memory(_alone(fused, stage.index)).values()
+            why = f", predicted peak {memory.peak}, budget {budget}" if options.mode == "auto" else ""
+            if options.mode == "all" or memory.peak > budget:
+                notes.append(
+                    f"stage {stage.index} saves all it needs{why}: its weight gradients are apart, and operations would be done twice again"
+                )
+            continue
         found = _Stage(module, fused, stage.index, forward, backward, device)
         chosen = found.everything() if options.mode == "all" else found.choose(budget)
         if options.mode == "auto" and chosen.peak > budget:
@@ -92,6 +96,14 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
 def _device(module: Module, place: str) -> Device:
     meshes = {mesh.name: mesh.devices for mesh in module.meshes}
     return module.cluster.device(meshes.get(place, (place,))[0]) if module.cluster is not None else Device(place)
+
+
+def _alone(module: Module, index: int) -> Module:
+    """The module with the program of one stage's rank and no other."""
+    schedule = module.schedule
+    assert schedule is not None
+    own = {rank: program for rank, program in schedule.ranks.items() if any(a.stage == index for a in (*program.start, *program.batch))}
+    return module.but(schedule=type(schedule)(schedule.name, schedule.microbatches, own))
 
 
 # ------------------------------------------------------------------------------------------------ graphs
@@ -192,11 +204,8 @@ class _Stage:
     """One stage, and what it costs to save less. `fused` is the whole module with kernels, for measuring."""
 
     def __init__(self, module: Module, fused: Module, index: int, forward: Graph, backward: Graph, device: Device) -> None:
-        assert module.schedule is not None
         self.index, self.forward, self.backward, self.device = index, forward, backward, device
-        schedule = module.schedule
-        own = {rank: program for rank, program in schedule.ranks.items() if any(a.stage == index for a in (*program.start, *program.batch))}
-        self.module = fused.but(schedule=type(schedule)(schedule.name, schedule.microbatches, own))
+        self.module = _alone(fused, index)
         self.free = depends_on_state_only(forward)
         safe, saved = may_repeat(forward), set(forward.saved)
         self.units = [op for op in forward.ops if safe(op) and not saved.isdisjoint(op.outs) and not self.free.issuperset(op.outs)]

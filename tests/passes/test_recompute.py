@@ -215,6 +215,25 @@ def test_a_budget_may_be_given_beside_that_of_devices(tmp_path: Path) -> None:
         recompute(wired, RecomputeOptions(mode="some"))
 
 
+def test_a_stage_in_two_parts_is_mentioned_where_it_might_have_saved_less(tmp_path: Path) -> None:
+    plan = planned(gpt(tmp_path), 2, "zb-1f1b", "none")
+    apart = [stage.index for stage in plan.module.stages if plan.module.stage_graph(stage.index, "W") is not None]
+    assert apart
+    wired = plan.module.but(schedule=plan.module.schedule.rewrite(lambda a: () if a.kind == "D" else (a,)), facts=())  # type: ignore[union-attr]
+    high = max(peaks(plan)[index] for index in apart)
+    assert not mentioned(recompute(wired, RecomputeOptions(budget=2 * high)))
+    assert not mentioned(planned(gpt(tmp_path), 2, "zb-1f1b", "auto").module)
+    assert set(mentioned(recompute(wired, RecomputeOptions(mode="all")))) == set(apart)
+    (stage,) = (index for index in apart if peaks(plan)[index] == high)
+    assert f", predicted peak {high}, budget {high - 1}: " in mentioned(recompute(wired, RecomputeOptions(budget=high - 1)))[stage]
+
+
+def mentioned(module: Module) -> dict[int, str]:
+    """Notes on stages whose backward is in two parts."""
+    found = [note.text for note in module.notes if "its weight gradients are apart" in note.text]
+    return {int(text.split()[1]): text for text in found}
+
+
 def test_the_schedule_comes_first(toy) -> None:
     with pytest.raises(UsageError, match="no schedule"):
         recompute(toy(2))
