@@ -267,14 +267,11 @@ class Choice(NamedTuple):
 def choose(base: Optimizer, group: Group | None, var: Var) -> Choice:
     """The optimiser of a parameter; `group` is the one it is in."""
     kind = group.kind if group is not None and group.kind is not None else base.kind
-    if kind == "muon" and var.type.rank != 2:
-        kind = "adamw"
-    found, factor = base, 1.0
-    if kind != base.kind:
-        # A group with a kind of its own has that kind's settings, and the rate of the run.
-        found = OPTIMIZERS[kind]()
-        if isinstance(base, Muon) and kind == "adamw":
-            found, factor = base.rest(), base.adamw_lr / base.lr
+    # A group with a kind of its own has that kind's settings, and the rate of the run; the adamw beside a muon is that muon's.
+    found, factor = base if kind == base.kind else OPTIMIZERS[kind](), 1.0
+    muon = found if isinstance(found, Muon) else base
+    if isinstance(muon, Muon) and (kind == "adamw" or (kind == "muon" and var.type.rank != 2)):
+        found, factor = muon.rest(), muon.adamw_lr / muon.lr
     if group is None:
         return Choice(found, factor)
     if group.weight_decay is not None:

@@ -241,6 +241,28 @@ def test_a_group_may_have_an_optimiser_of_its_own():
     assert differ(options, make) < 1e-9
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_what_is_no_matrix_in_a_group_with_muon_gets_the_adamw_of_muon(kind):
+    """@w and @b are in the group, at twice the rate: the vector has 3e-4 / 0.02 of it, and betas, eps and decay of muon's adamw."""
+    options = OptimizerOptions(kind, 0.04, 0.0, groups=("^[wb]${kind=muon,lr=2.0}",))
+
+    def by(rest):
+        def make(t):
+            plain = (
+                torch.optim.SGD([t["u"], t["idle"]], 0.04)
+                if kind == "sgd"
+                else torch.optim.AdamW([t["u"], t["idle"]], 0.04, weight_decay=0)
+            )
+            return [torch.optim.Muon([t["w"]], 0.08, weight_decay=0.0), rest(t["b"]), plain]
+
+        return make
+
+    assert differ(options, by(lambda b: torch.optim.AdamW([b], 0.08 * 3e-4 / 0.02, (0.9, 0.95), 1e-10, 0.0))) < 1e-9
+    # Controls: the full rate, and the defaults of an adamw on its own.
+    assert differ(options, by(lambda b: torch.optim.AdamW([b], 0.08, (0.9, 0.95), 1e-10, 0.0))) > 1e-6
+    assert differ(options, by(lambda b: torch.optim.AdamW([b], 0.08 * 3e-4 / 0.02))) > 1e-6
+
+
 def test_a_group_without_parameters_is_an_error():
     with pytest.raises(UsageError) as caught:
         updated(OptimizerOptions(groups=("nothing{lr=2}", "^w{lr=2}", "w${lr=3}", "^x{frozen=false,weight_decay=1}")))
