@@ -224,9 +224,18 @@ def slot_of(op: Op) -> Slot | None:
     return None
 
 
+def made_values(ops: Iterable[Op]) -> set[Value]:
+    return {v for op in ops for v in op.outs}
+
+
+def touched_vars(graph: Graph | None, *kinds: str) -> set[str]:
+    """The variables of the operations of these kinds; none of a graph that is not there."""
+    return {op.var for op in graph.ops if op.kind in kinds} if graph is not None else set()
+
+
 def written_vars(graph: Graph) -> set[str]:
     """The variables that a graph makes new values of. In a forward graph these are buffers that move with every microbatch."""
-    return {op.var for op in graph.ops if op.kind == "write"}
+    return touched_vars(graph, "write")
 
 
 def stepped_vars(module: Module) -> set[str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..ir.errors import VerifyError
-from ..ir.graph import GRAD, Graph, Module, Op, Value
+from ..ir.graph import GRAD, Graph, Module, Op, Value, made_values, touched_vars
 from .partition import forward_graph
 from .shared import apart, exchange
 
@@ -43,7 +43,7 @@ def split(module: Module, options: SplitOptions) -> Module:
     forward_parts = {stage: _forward_part(forward, stage, owner, wanted, saved.get(stage, ())) for stage in stages}
     ends: dict[int, list[Graph]] = {}
     if update is not None:
-        read = {s: _read(forward_parts[s]) | _read(backward_parts[s]) for s in stages}
+        read = {s: touched_vars(forward_parts[s], "read") | touched_vars(backward_parts[s], "read") for s in stages}
         told = {s: update.outs if forward.outs[0] in _own_outs(forward, s, owner) else () for s in stages}
         updates = {s: _update_part(update, s, read[s], told[s]) for s in stages}
         norms = {s: part for s in stages if (part := _norm_part(module.graphs["N"], s)).ops} if "N" in module.graphs else {}
@@ -54,10 +54,6 @@ def split(module: Module, options: SplitOptions) -> Module:
     # Sums over stages are values from here on.
     sums = {op.var for op in module.graphs["N"].ops if op.kind == "accum"} if "N" in module.graphs else set()
     return module.but(graphs=graphs, vars={name: var for name, var in module.vars.items() if name not in sums})
-
-
-def _read(graph: Graph) -> set[str]:
-    return {op.var for op in graph.ops if op.kind == "read"}
 
 
 def _owners(graph: Graph, stages: list[int]) -> dict[Value, int]:
@@ -86,14 +82,10 @@ def _needed_ops(graph: Graph, stage: int, results: Iterable[Value]) -> tuple[lis
     return kept[::-1], used
 
 
-def _made(ops: Iterable[Op]) -> set[Value]:
-    return {v for op in ops for v in op.outs}
-
-
 def _wanted(forward: Graph, stage: int, owner: Mapping[Value, int], saved: Iterable[Value]) -> set[Value]:
     """Values of other stages, and inputs, that the forward graph of a stage must be given."""
     ops, used = _needed_ops(forward, stage, (*saved, *_own_outs(forward, stage, owner)))
-    return used - _made(ops)
+    return used - made_values(ops)
 
 
 def _own_outs(forward: Graph, stage: int, owner: Mapping[Value, int]) -> list[Value]:
@@ -128,7 +120,7 @@ def _backward_part(
     exported = _used_elsewhere(backward, stage)
     outs = tuple(v for op in ops for v in op.outs if owner.get(v) == stage and v in exported)
     kept, used = _needed_ops(Graph(backward.name, backward.ins, outs, ops), stage, outs)
-    given = used - _made(kept)
+    given = used - made_values(kept)
     saved = tuple(v for v in (*forward.ins, *(v for op in forward.ops for v in op.outs)) if v in given)
     received = tuple(v for op in backward.ops for v in op.outs if v in given and v not in saved)
     return Graph(f"s{stage}.B", received + saved, outs, tuple(kept)), saved

@@ -14,10 +14,10 @@ that could wait: both stay whole. So does that of a module without stages. What 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ..ir.graph import Graph, Module, Op, Value
+from ..ir.graph import Graph, Module, Op, Value, made_values
 from .autodiff import is_repeated
 
 
@@ -48,9 +48,9 @@ def split_backward(module: Module, options: SplitBackwardOptions = SplitBackward
 def _part(backward: Graph, received: Collection[Value]) -> tuple[Graph, Graph]:
     """`received` are the inputs that come from other stages: they arrive for B, and W has them from it."""
     early, used = _needed(backward.ops, backward.outs, ())
-    made = _made(early)
+    made = made_values(early)
     late, given = _needed(backward.ops, (), made - _done_again(backward))
-    given -= _made(late)
+    given -= made_values(late)
     order = [*backward.ins, *(v for op in backward.ops for v in op.outs)]
     ins = tuple(v for v in backward.ins if v in used or v in received)
     saved = tuple(v for v in order if v in given and (v in made or v in received))
@@ -68,10 +68,6 @@ def _needed(ops: Sequence[Op], results: Collection[Value], there: Collection[Val
             kept.append(op)
             used.update(op.ins)
     return tuple(kept[::-1]), used
-
-
-def _made(ops: Iterable[Op]) -> set[Value]:
-    return {v for op in ops for v in op.outs}
 
 
 def _done_again(graph: Graph) -> set[Value]:
