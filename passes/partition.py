@@ -267,7 +267,8 @@ def _annotate(module: Module, stage_of: Mapping[int, int], devices: Sequence[Dev
     vars = _place_vars(module, readers | moving)
     if "B" in module.graphs:
         again = {v for op in forward.ops for v in op.outs}
-        graphs["B"] = _with_stages(module.graphs["B"], _backward_stages(module.graphs["B"], by_name, vars, again))
+        earliest = {f"{name}.grad": min(stages) for name, stages in readers.items()}
+        graphs["B"] = _with_stages(module.graphs["B"], _backward_stages(module.graphs["B"], by_name, vars, again, earliest))
     homes = {var.name: var.stage for var in vars.values()}
     if "U" in module.graphs:
         graphs["U"] = _with_stages(module.graphs["U"], _update_stages(module.graphs["U"], homes))
@@ -325,9 +326,11 @@ def _owner(var: Var) -> str:
     return var.name.rpartition(".")[0] if var.role in (GRAD, STATE) else ""
 
 
-def _backward_stages(backward: Graph, by_name: Mapping[str, int], vars: Mapping[str, Var], again: set[Value]) -> dict[int, int]:
-    """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the parameter's stage if it has one.
-    Forward values that are computed again are computed where they are used, so they get none."""
+def _backward_stages(
+    backward: Graph, by_name: Mapping[str, int], vars: Mapping[str, Var], again: set[Value], earliest: Mapping[str, int]
+) -> dict[int, int]:
+    """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the parameter's stage if it has one,
+    the `earliest` of several where the gradient depends on variables only. Forward values that are computed again are computed where they are used, so they get none."""
     anywhere = replicable(backward) | again
     made_on: dict[Value, int] = {}
     stages: dict[int, int] = {}
@@ -339,7 +342,7 @@ def _backward_stages(backward: Graph, by_name: Mapping[str, int], vars: Mapping[
         elif op.kind == "accum" and (home := vars[op.var].stage) is not None:
             stage = home
         else:
-            stage = min(made_on[v] for v in op.ins if v in made_on)
+            stage = min((made_on[v] for v in op.ins if v in made_on), default=earliest.get(str(op.attrs.get("var")), 0))
         stages[id(op)] = stage
         made_on |= dict.fromkeys(op.outs, stage)
     return stages

@@ -44,30 +44,35 @@ def apart(backward: Graph, shared: Iterable[str]) -> Graph:
         ops.append(Op("broadcast", (part,), (out,), {"shape": total.type.dims, "stage": stage}, loc))
         return out
 
-    def parts(value: Value) -> dict[int, Value]:
-        """What the stages contribute to a value, each of its type; one part where it is not a sum over stages."""
-        op = makers[value]
-        if "of" not in op.attrs and op.kind == "add":
-            left, right = map(parts, op.ins)
-            if len({*left, *right}) > 1:
-                return {
-                    stage: made(value, stage, op, left[stage], right[stage])
-                    if stage in left and stage in right
-                    else widened((left | right)[stage], stage, value, op.loc)
-                    for stage in sorted({*left, *right})
-                }
-        elif "of" not in op.attrs and (op.kind in _LINEAR or (op.kind == "mul" and "stage" not in makers[op.ins[1]].attrs)):
-            found = parts(op.ins[0])
-            if len(found) > 1:
-                return {stage: made(value, stage, op, part, *op.ins[1:]) for stage, part in found.items()}
-        return {int(op.attrs["stage"]): value}  # type: ignore[arg-type]
+    # What the stages contribute to a value, each of its type, where that is more than one stage.
+    parts: dict[Value, dict[int, Value]] = {}
+
+    def parts_of(value: Value, stage: int) -> dict[int, Value]:
+        """The parts of a value that is used on a stage; what depends on variables only, any stage can compute, so that one does."""
+        maker = makers.get(value)
+        home = maker.attrs.get("stage", stage) if maker is not None else stage
+        return parts.get(value) or {int(home): value}  # type: ignore[arg-type]
+
+    def taken_apart(op: Op) -> dict[int, Value]:
+        (value,), stage = op.outs, int(op.attrs["stage"])  # type: ignore[arg-type]
+        if op.kind == "add":
+            left, right = (parts_of(v, stage) for v in op.ins)
+            return {
+                s: made(value, s, op, left[s], right[s]) if s in left and s in right else widened((left | right)[s], s, value, op.loc)
+                for s in (sorted({*left, *right}) if len({*left, *right}) > 1 else ())
+            }
+        scaled = op.kind == "mul" and "stage" not in makers[op.ins[1]].attrs
+        found = parts.get(op.ins[0], {}) if op.kind in _LINEAR or scaled else {}
+        return {s: made(value, s, op, part, *op.ins[1:]) for s, part in found.items()}
 
     for op in backward.ops:
-        if op.kind != "accum" or op.var not in names:
-            ops.append(op)
+        if op.kind == "accum" and op.var in names:
+            home = int(op.attrs["stage"])  # type: ignore[arg-type]
+            ops += [Op("accum", (part,), (), {**op.attrs, "stage": s}, op.loc) for s, part in parts_of(op.ins[0], home).items()]
             continue
-        for stage, part in parts(op.ins[0]).items():
-            ops.append(Op("accum", (part,), (), {**op.attrs, "stage": stage}, op.loc))
+        ops.append(op)
+        if len(op.outs) == 1 and "stage" in op.attrs and "of" not in op.attrs and (found := taken_apart(op)):
+            parts[op.outs[0]] = found
     return drop_dead(Graph(backward.name, backward.ins, backward.outs, tuple(ops), backward.saved))
 
 

@@ -261,3 +261,23 @@ def test_late_updates_are_legal_where_the_schedule_is_and_cost_nothing(stages: i
     assert (plain is None) == (guarded is None) == (ahead > m)
     if plain is not None and guarded is not None:
         assert time_per_batch(guarded, batches=8) == time_per_batch(plain, batches=8)
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(1, "1f1b"), (2, "2bw"), (4, "1f1b"), (4, "2bw"), (4, "zb-1f1b")])
+@pytest.mark.parametrize("penalised", [("w0",), ("w3",), ("w0", "w2", "w3")], ids="-".join)
+def test_a_penalty_on_weights_is_part_of_the_loss(penalised: tuple[str, ...], stages: int, schedule: str) -> None:
+    """It depends on variables only, so that it belongs to no stage: its gradient is added once."""
+    module = network()
+    *ops, last = module.graphs["main"].ops
+    ops.append(make("mse", last.ins, ["fit"]))
+    total, reads = ops[-1].outs[0], {op.var: op.outs[0] for op in ops if op.kind == "read"}
+    for name in penalised:
+        ops.append(make("mul", (reads[name], reads[name]), [f"{name}.square"]))
+        ops.append(make("sum", ops[-1].outs, [f"{name}.penalty"], axes=(0, 1)))
+        ops.append(make("add", (total, ops[-1].outs[0]), [f"{name}.total"]))
+        total = ops[-1].outs[0]
+    graph = Graph("main", module.graphs["main"].ins, (total,), tuple(ops))
+    found, expected, _ = run_staged(module.but(outputs=(total.name,), graphs={"main": graph}), stages, schedule, None, {"clip": 0.5})
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
+    plain = run_staged(module, 1, "1f1b", None, {"clip": 0.5})[0]
+    assert not np.allclose(found.losses, plain.losses, rtol=1e-3)
