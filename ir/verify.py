@@ -23,11 +23,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from .graph import BUFFER, GRAD, PARAM, ROLES, STATE, TABLE, Graph, Module, Op, Value, written_vars
+from .graph import BUFFER, GRAD, PARAM, ROLES, STATE, TABLE, Graph, Module, Op, Value, touched_vars, written_vars
 from .ops import infer_op
 from .problems import LIMIT, Problem, op_window, to_error
 from .schedule import COMPUTE, PHASES, TAKERS
 from .types import TensorType
+from .verify_agreement import check_agreement
 from .verify_messages import check_wired
 from .verify_schedule import check_freed, check_scheduled, check_versioned
 
@@ -221,7 +222,7 @@ def _check_update(module: Module, family: dict[str, Graph]) -> Iterator[Problem]
 
 
 def _vars(graph: Graph | None, kind: str) -> set[str]:
-    return {op.var for op in graph.ops if op.kind == kind} if graph else set()
+    return touched_vars(graph, kind) if graph else set()
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -289,7 +290,7 @@ def _check_split(module: Module) -> Iterator[Problem]:
         if module.stage_graph(stage.index, "F") is None:
             yield Problem(f"stage {stage.index}", f"has no forward graph @s{stage.index}.F")
     yield from _check_providers(module)
-    yield from _check_shared(module)
+    yield from check_agreement(module)
     yield from _check_places(module)
     yield from _check_owners(module)
 
@@ -326,45 +327,6 @@ def _check_providers(module: Module) -> Iterator[Problem]:
     for name in module.outputs:
         if name not in makers["F"] and name not in fed:
             yield Problem(f"%{name}", "is an output of the module, but no stage returns it; was a layer dropped?")
-
-
-def _check_shared(module: Module) -> Iterator[Problem]:
-    """A parameter that several stages update is the same on all of them: each adds up the parts of its gradient from all stages, in one order."""
-    writers: dict[str, list[int]] = {}
-    added: dict[str, list[int]] = {}
-    for stage in module.stages:
-        for kind, verb, into in (("U", "write", writers), ("B", "accum", added), ("W", "accum", added)):
-            for name in sorted(_vars(module.stage_graph(stage.index, kind), verb)):
-                into.setdefault(name, []).append(stage.index)
-    for name, stages in writers.items():
-        sources = added.get(f"{name}.grad", [])
-        if module.vars[name].role != PARAM or len(stages) < 2:
-            continue
-        for home in stages:
-            update = module.stage_graph(home, "U")
-            assert update is not None
-            needed = _behind(update, name)
-            lost = [s for s in sources if not any(v.name in needed for v in _parts(module, s, f"{name}.grad"))]
-            for s in lost:
-                what = (
-                    f"updates @{name} without the part of its gradient from stage {s}; stages {stages} update it and must get the same sum"
-                )
-                yield Problem(f"@s{home}.U", what)
-
-
-def _parts(module: Module, stage: int, var: str) -> list[Value]:
-    graph = module.stage_graph(stage, "P")
-    taken = {v for op in graph.ops if op.kind == "take" and op.var == var for v in op.outs} if graph else set()
-    return [v for v in graph.outs if v in taken] if graph else []
-
-
-def _behind(update: Graph, var: str) -> set[str]:
-    """The names of all values that what is written to a variable is computed from."""
-    found = {v.name for op in update.ops if op.kind == "write" and op.var == var for v in op.ins}
-    for op in reversed(update.ops):
-        if any(v.name in found for v in op.outs):
-            found |= {v.name for v in op.ins}
-    return found
 
 
 def _check_places(module: Module) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..ir.graph import GRAD, Graph, Module, Namer, Op, Value
+from ..ir.graph import GRAD, Graph, Module, Namer, Op, Value, touched_vars
 from ..ir.liveness import drop_dead
 
 # Operations that may as well be done on each part of a sum.
@@ -80,12 +80,12 @@ def exchange(
     module: Module, backward: Mapping[int, Graph], norm: Mapping[int, Graph], update: Mapping[int, Graph]
 ) -> dict[int, list[Graph]]:
     """The graphs P, N and U of each stage, from the backward graphs and what N and U do on each."""
-    added = {stage: _touched(graph, "accum") for stage, graph in backward.items()}
-    counted = {stage: _touched(graph, "accum") for stage, graph in norm.items()}
+    added = {stage: touched_vars(graph, "accum") for stage, graph in backward.items()}
+    counted = {stage: touched_vars(graph, "accum") for stage, graph in norm.items()}
     users: dict[str, set[int]] = {}
     for by_stage in (norm, update):
         for stage, graph in by_stage.items():
-            for name in _touched(graph, "take", "read"):
+            for name in touched_vars(graph, "take", "read"):
                 users.setdefault(name, set()).add(stage)
     shared = {name for name, var in module.vars.items() if var.role == GRAD and var.stage is None}
     early = {name: [s for s, names in added.items() if name in names] for name in shared}
@@ -104,10 +104,6 @@ def exchange(
             graphs.append(_handing_out(module, _summed(norm[stage], parts), stage))
         graphs.append(_summed(update[stage], parts))
     return found
-
-
-def _touched(graph: Graph, *kinds: str) -> set[str]:
-    return {op.var for op in graph.ops if op.kind in kinds}
 
 
 def _part(module: Module, name: str, stage: int) -> Value:

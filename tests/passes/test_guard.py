@@ -281,3 +281,48 @@ def test_a_penalty_on_weights_is_part_of_the_loss(penalised: tuple[str, ...], st
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
     plain = run_staged(module, 1, "1f1b", None, {"clip": 0.5})[0]
     assert not np.allclose(found.losses, plain.losses, rtol=1e-3)
+
+
+def changed(module: Module, name: str, rule) -> Module:
+    """The module with every operation of one graph replaced by what `rule` gives, nothing where that is None."""
+    graph = module.graphs[name]
+    return module.with_graph(replace(graph, ops=tuple(new for op in graph.ops if (new := rule(op)) is not None)))
+
+
+def without(op: Op, kind: str, var: str) -> Op | None:
+    return None if op.kind == kind and op.attrs.get("var") == var else op
+
+
+def test_stages_that_do_not_agree_are_refused() -> None:
+    program, _ = staged(network(tied=True), 2, "2bw", {"clip": 0.5})
+    verify(program)
+    squares = {s: Value(f"gradients.squares.s{s}", TensorType("f64", ())) for s in range(2)}
+
+    def renamed(op: Op, old: Value, new: Value) -> Op:
+        return Op(op.kind, tuple(new if v == old else v for v in op.ins), op.outs, op.attrs, op.loc)
+
+    def swapped(op: Op) -> Op:
+        parts = [v.name.startswith("shared.grad.s") for v in op.ins]
+        return Op(op.kind, op.ins[::-1], op.outs, op.attrs, op.loc) if len(parts) == 2 and all(parts) else op
+
+    own = Op("read", (), (Value("own", TensorType("f32", (8, 8))),), {"var": "shared.grad"})
+    norm = program.graphs["s0.N"]
+    faults = [
+        (changed(program, "s1.U", lambda op: renamed(op, squares[0], squares[1])), "%gradients.squares is computed otherwise by @s0.U"),
+        (changed(program, "s1.U", swapped), "%shared.total is computed otherwise by @s0.U"),
+        (
+            changed(program, "s1.U", lambda op: without(op, "write", "shared.adam_m")),
+            "does not write @shared.adam_m, a copy of what stages [0]",
+        ),
+        (program.with_graph(replace(norm, ops=(own, *norm.ops))), "@s0.N: uses @shared.grad, which @s0.P has taken"),
+        (program.but(vars={**program.vars, "w0.adam_m": replace(program.vars["w0.adam_m"], versions=2)}), "state has 2 versions"),
+        (program.but(vars={n: replace(v, versions=1) if v.role == "grad" else v for n, v in program.vars.items()}), "1 buffer is kept"),
+    ]
+    written = next(op for op in program.graphs["s0.U"].ops if op.kind == "write" and op.var == "w0")
+    chosen = next(op for op in program.graphs["s0.U"].ops if written.ins[0] in op.outs)
+    bare = changed(program, "s0.U", lambda op: Op("write", (chosen.ins[2],), (), op.attrs) if op == written else op)
+    faults.append((bare, "writes @w0 without %gradients.squares.s0"))
+    for module, said in faults:
+        with pytest.raises(VerifyError) as caught:
+            verify(module)
+        assert said in str(caught.value)
