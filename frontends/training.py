@@ -38,7 +38,7 @@ from penstock.ir.errors import UsageError
 from penstock.ir.graph import BUFFER, PARAM, Attr, Graph, Module, Namer, Op, Value, Var, substitute
 from penstock.ir.liveness import live_ops
 from penstock.ir.ops import make
-from penstock.ir.optimizers import OPTIMIZERS, SGD, AdamW, Group, Momentum, Optimizer, load_group, load_optimizer, optimizer_of, sort_into
+from penstock.ir.optimizers import SGD, Group, Optimizer, load_group, load_optimizer, sort_into
 from penstock.ir.rates import Constant, Rate, rate_of
 from penstock.ir.renames import accepted, shown
 from penstock.ir.settings import pick
@@ -246,14 +246,7 @@ def _rename(graph: Graph, old: str, new: str) -> Graph:
 
 __all__ = [
     "LABELS",
-    "OPTIMIZERS",
-    "SGD",
-    "AdamW",
-    "Group",
-    "Momentum",
-    "Optimizer",
     "Training",
     "attach_loss",
     "load_training",
-    "optimizer_of",
 ]

@@ -129,8 +129,8 @@ def _number(text: str) -> bool | int | float:
 
 def _training(arguments: Namespace) -> Training | None:
     """The training settings of the flags on top of those of the file."""
-    from penstock.frontends.training import Training, load_training, optimizer_of
-    from penstock.ir.optimizers import parse_groups
+    from penstock.frontends.training import Training, load_training
+    from penstock.ir.optimizers import optimizer_of, parse_groups
     from penstock.ir.rates import parse_rate
 
     settings = load_training(arguments.train, arguments.loss) if arguments.train else None

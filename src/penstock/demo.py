@@ -34,8 +34,9 @@ def text_samples(count: int, length: int, seed: int) -> tuple[np.ndarray, np.nda
 def run_demo(out: Path, *, steps: int, schedule: str, backend: str) -> int:
     """Run it all; exit code 0 when the loss fell."""
     from penstock import api
-    from penstock.frontends.training import AdamW, Training
+    from penstock.frontends.training import Training
     from penstock.ir.cluster import Cluster
+    from penstock.ir.optimizers import AdamW
     from penstock.models import write_gpt
     from penstock.passes.manager import Dump
     from penstock.runtime.job import run_bundle

@@ -24,7 +24,7 @@ from penstock.terminal import say, table
 
 if TYPE_CHECKING:
     from penstock.api import Model
-    from penstock.frontends.training import Optimizer
+    from penstock.ir.optimizers import Optimizer
 
 PLAIN, DELAYED = "1f1b", "2bw"
 # Which part of the steps, at the end, the final loss is the mean of.
@@ -169,7 +169,7 @@ def verify_parity(models: Callable[[int], Model], optimizers: Mapping[str, Optim
 
 def optimizers_of(words: str) -> dict[str, Optimizer]:
     """`momentum:0.05,adamw`: optimisers by kind, each with its learning rate if not the default."""
-    from penstock.frontends.training import optimizer_of
+    from penstock.ir.optimizers import optimizer_of
 
     found: dict[str, Optimizer] = {}
     for word in filter(None, (part.strip() for part in words.split(","))):

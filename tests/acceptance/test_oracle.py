@@ -23,8 +23,8 @@ import torch
 import penstock as ps
 from penstock import api
 from penstock.backends.bundle import open_bundle
-from penstock.frontends.training import optimizer_of
 from penstock.ir.graph import PARAM, rewrite
+from penstock.ir.optimizers import optimizer_of
 from penstock.ir.verify import verify
 from penstock.models import write_gpt, write_mlp
 from penstock.runtime.job import Job

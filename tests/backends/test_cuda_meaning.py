@@ -28,12 +28,13 @@ from penstock.backends.tvm.load import TvmProgram
 from penstock.backends.tvm.lower import LibraryCall, plan_kernels, relax_module
 from penstock.backends.tvm.pipeline import PIPELINE
 from penstock.backends.tvm.target import machine_of, tvm_target
-from penstock.frontends.training import Momentum, Training
+from penstock.frontends.training import Training
 from penstock.ir.cluster import Cluster
 from penstock.ir.graph import Graph, Value, signature
 from penstock.ir.interp import initial_arrays
 from penstock.ir.numpy_ops import TYPED
 from penstock.ir.ops import OPS, make
+from penstock.ir.optimizers import Momentum
 from penstock.ir.types import FLOATS, parse_type
 from penstock.models import write_cnn, write_gpt
 from penstock.runtime.store import as_array

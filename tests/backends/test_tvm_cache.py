@@ -33,10 +33,10 @@ from penstock.backends.tvm.plan import Lowered
 from penstock.backends.tvm.pool import BuildError
 from penstock.backends.tvm.store import Store
 from penstock.backends.tvm.target import machine_of, tvm_target
-from penstock.frontends.training import optimizer_of
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph, signature
 from penstock.ir.ops import make
+from penstock.ir.optimizers import optimizer_of
 from penstock.models import write_cnn, write_gpt, write_mlp
 
 

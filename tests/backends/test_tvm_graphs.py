@@ -17,10 +17,10 @@ from penstock.backends.tvm.build import build_graphs
 from penstock.backends.tvm.kernels.elements import POINTWISE
 from penstock.backends.tvm.lower import plan_kernels
 from penstock.backends.tvm.target import machine_of
-from penstock.frontends.training import optimizer_of
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
 from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.ops import make
+from penstock.ir.optimizers import optimizer_of
 from penstock.ir.verify import check
 from penstock.models import write_cnn, write_gpt, write_mlp
 from penstock.passes.fuse import FuseOptions, fuse

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from penstock.frontends.onnx import import_onnx
-from penstock.frontends.training import SGD, AdamW, Momentum, Training, attach_loss, load_training, optimizer_of
+from penstock.frontends.training import Training, attach_loss, load_training
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module
 from penstock.ir.interp import DictStore, run_graph
-from penstock.ir.optimizers import Group, Muon, parse_groups
+from penstock.ir.optimizers import SGD, AdamW, Group, Momentum, Muon, optimizer_of, parse_groups
 from penstock.ir.rates import Cosine
 from penstock.ir.verify import check
 from penstock.passes.autodiff import AutodiffOptions, autodiff

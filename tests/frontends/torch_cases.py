@@ -12,9 +12,10 @@ from torch.utils import _pytree as pytree
 from penstock.frontends.imported import Imported
 from penstock.frontends.torch import import_torch
 from penstock.frontends.torch.arrays import array_of
-from penstock.frontends.training import SGD, Training, attach_loss
+from penstock.frontends.training import Training, attach_loss
 from penstock.ir.graph import Module
 from penstock.ir.interp import DictStore, run_graph
+from penstock.ir.optimizers import SGD
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify import check
 from penstock.passes.autodiff import AutodiffOptions, autodiff

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from penstock import api
-from penstock.frontends.training import AdamW, Training
+from penstock.frontends.training import Training
 from penstock.ir.cluster import Cluster
+from penstock.ir.optimizers import AdamW
 from penstock.models import write_cnn, write_gpt
 from penstock.runtime.job import run_bundle
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from penstock import api
-from penstock.frontends.training import SGD, Training
+from penstock.frontends.training import Training
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module, Op
+from penstock.ir.optimizers import SGD
 from penstock.models import write_gpt
 from penstock.passes.libraries import KINDS, LibrariesOptions, libraries
 

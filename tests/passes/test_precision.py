@@ -9,12 +9,13 @@ import pytest
 from main_graph import main_of
 
 from penstock import api
-from penstock.frontends.training import AdamW, Training, attach_loss, load_training
+from penstock.frontends.training import Training, attach_loss, load_training
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import PARAM, STATE, TABLE, Module, Op, Var, rewrite
 from penstock.ir.interp import F64, TYPED, DictStore, initial_arrays, run_graph, run_recurrence
 from penstock.ir.ops import make
+from penstock.ir.optimizers import AdamW
 from penstock.ir.types import UNIT_ROUNDOFF
 from penstock.models import write_cnn, write_gpt
 from penstock.passes.manager import run_passes
