@@ -238,11 +238,6 @@ def written_vars(graph: Graph) -> set[str]:
     return touched_vars(graph, "write")
 
 
-def touched_vars(graph: Graph, *kinds: str) -> set[str]:
-    """The variables of state operations of these kinds."""
-    return {op.var for op in graph.ops if op.kind in kinds}
-
-
 def stepped_vars(module: Module) -> set[str]:
     """Variables that have versions: updates write them, and forward or backward read them. What nobody writes is version 0 for ever."""
     updates = {name for name in module.graphs if name == "U" or name.endswith(".U")}

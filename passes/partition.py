@@ -330,7 +330,8 @@ def _backward_stages(
     backward: Graph, by_name: Mapping[str, int], vars: Mapping[str, Var], again: set[Value], earliest: Mapping[str, int]
 ) -> dict[int, int]:
     """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the parameter's stage if it has one,
-    the `earliest` of several where the gradient depends on variables only. Forward values that are computed again are computed where they are used, so they get none."""
+    the `earliest` of several where the gradient depends on variables only. Forward values that are computed again are computed where they are used,
+    so they get none."""
     anywhere = replicable(backward) | again
     made_on: dict[Value, int] = {}
     stages: dict[int, int] = {}
