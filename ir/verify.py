@@ -179,7 +179,7 @@ def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem
         "N": {"read": (GRAD,), "accum": (GRAD,)},
         "U": {"read": (PARAM, STATE, BUFFER, TABLE), "take": (GRAD,), "write": (PARAM, STATE)},
     }
-    moving = _vars(family.get("F"), "write")
+    moving = touched_vars(family.get("F"), "write")
     for kind, graph in family.items():
         done: dict[str, str] = {}
         for i, op in enumerate(graph.ops):
@@ -203,26 +203,22 @@ def _check_update(module: Module, family: dict[str, Graph]) -> Iterator[Problem]
     """Gradients of a stage are accumulated by its backward and taken by its update, or handed out for it; a parameter with a gradient is
     written there."""
     last = "W" if "W" in family else "B"
-    made = _vars(family.get(last), "accum") | _vars(family.get("N"), "accum")
-    taken = _vars(family.get("P"), "take") | _vars(family.get("U"), "take")
-    written = _vars(family.get("U"), "write")
+    made = touched_vars(family.get(last), "accum") | touched_vars(family.get("N"), "accum")
+    taken = touched_vars(family.get("P"), "take") | touched_vars(family.get("U"), "take")
+    written = touched_vars(family.get("U"), "write")
     backward = family[last].name if last in family else "the backward graph, which is missing,"
     update = f"@{family['U'].name}" if "U" in family else "the update graph, which is missing,"
     for name in sorted(made - taken):
         yield Problem(f"@{backward}", f"gradient @{name} is accumulated here and never taken by {update}")
     for name in sorted(taken - made):
         yield Problem(update, f"gradient @{name} is taken here and never accumulated by @{backward}")
-    used = {name for kind in "FBW" for name in _vars(family.get(kind), "read")}
+    used = {name for kind in "FBW" for name in touched_vars(family.get(kind), "read")}
     for name in sorted(written):
         if module.vars[name].role == PARAM and name not in used:
             yield Problem(update, f"writes @{name}, which neither forward nor backward of this stage reads")
     for name in sorted(used - written):
         if module.vars[name].role == PARAM and f"{name}.grad" in made:
             yield Problem(update, f"does not write @{name}, though its gradient is accumulated")
-
-
-def _vars(graph: Graph | None, kind: str) -> set[str]:
-    return touched_vars(graph, kind) if graph else set()
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -86,7 +86,7 @@ def _check_sums(module: Module, updates: Mapping[int, Graph]) -> Iterator[Proble
     for stage in (s.index for s in module.stages):
         for kind in ("B", "W"):
             graph = module.stage_graph(stage, kind)
-            for name in sorted(touched_vars(graph, "accum")) if graph else ():
+            for name in sorted(touched_vars(graph, "accum")):
                 added.setdefault(name, []).append(stage)
     writers = {name: [s for s, g in updates.items() if name in touched_vars(g, "write")] for name in module.vars}
     for name, stages in writers.items():
@@ -122,10 +122,10 @@ def _check_decisions(module: Module, updates: Mapping[int, Graph]) -> Iterator[P
 def _check_parts(module: Module) -> Iterator[Problem]:
     for stage in (s.index for s in module.stages):
         graph = module.stage_graph(stage, "P")
-        gone = touched_vars(graph, "take") if graph else set()
+        gone = touched_vars(graph, "take")
         for kind in ("N", "U"):
             later = module.stage_graph(stage, kind)
-            for name in sorted(gone & touched_vars(later, "read", "take")) if later else ():
+            for name in sorted(gone & touched_vars(later, "read", "take")):
                 yield Problem(f"@s{stage}.{kind}", f"uses @{name}, which @s{stage}.P has taken and handed out")
 
 

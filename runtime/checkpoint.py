@@ -62,6 +62,10 @@ class Index(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     tables: dict[str, tuple[float, ...]] = {}
 
 
+# State that belongs to no parameter.
+_COUNTERS = ("step", "updates", "loss.scale", "loss.scale.good")
+
+
 def is_kept(var: Var) -> bool:
     """Whether a checkpoint holds a variable: gradients are zero in a drained pipeline, and tables stand in the index."""
     return var.role not in (GRAD, TABLE)
@@ -190,8 +194,14 @@ def check_resume(index: Index, module: Module, data: DataSpec | None, where: str
     for name, var in used.items():
         if is_kept(var) and types.get(name) != str(var.type):
             problems.append(f"{name}: the bundle has {var.type}, the checkpoint {types.get(name, 'nothing')}")
+    for name in types.keys() - used.keys():
+        # State of the optimiser is named after its parameter, and goes with it.
+        if name.rpartition(".")[0] not in types and name not in _COUNTERS:
+            problems.append(
+                f"{name}: the bundle has no such variable; a small one that is frozen by --frozen is a constant, use a group to freeze it"
+            )
     if problems:
-        raise VerifyError("the checkpoint does not fit the bundle:" + "".join(f"\n  - {p}" for p in problems), where=where)
+        raise VerifyError("the checkpoint does not fit the bundle:" + "".join(f"\n  - {p}" for p in sorted(problems)), where=where)
     if data is not None and index.data is not None and data != index.data:
         return [f"the data is now {_describe(data)}, the checkpoint was trained on {_describe(index.data)}"]
     return []

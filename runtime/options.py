@@ -64,6 +64,8 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         named = {flag: path for flag, path in (files | {"--checkpoint": self.checkpoint}).items() if path is not None}
         for flag, path in named.items():
             problem = directory_problem(path) if flag == "--checkpoint" else file_problem(path)
+            if is_inside(path, self.bundle):
+                problem = "lies in the bundle, which holds nothing but what its manifest lists"
             if problem:
                 problems.append(f"{flag} {path}: {problem}")
         for flag in files.keys() & named.keys():

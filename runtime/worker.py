@@ -186,7 +186,8 @@ class Worker:
         for file, tensors in checkpoint.files_for(index, names, index.step).items():
             _read_tensors(checkpoint.check_file(place, index, file), {name: store.newest(name) for name in tensors})
         for version in sorted({file.version for file in index.files.values()} - {index.step}):
-            for file, tensors in checkpoint.files_for(index, names, version).items():
+            # What is not trained in this bundle has one version, though it may have had two.
+            for file, tensors in checkpoint.files_for(index, names & store.versioned.keys(), version).items():
                 _read_tensors(checkpoint.check_file(place, index, file), {name: store.restore_older(version, name) for name in tensors})
         return store
 

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import penstock as ps
 from penstock.backends.bundle import write_bundle
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
 from penstock.ir.text import parse_module
+from penstock.models import write_mlp
 from penstock.passes.manager import run_passes
 from penstock.passes.pipelines import PASSES, training_pipeline
 from penstock.runtime import checkpoint as checkpoints
@@ -214,3 +216,31 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(bundle_of, tmp_path):
     assert (tmp_path / "ckpt" / "latest").read_text() == "step-000001\n"
     assert checkpoints.read_index(first).step == 1
     assert sorted(p.name for p in (tmp_path / "ckpt").iterdir()) == ["latest", "step-000001"]
+
+
+def _frozen_plan(folder, name, *, flag=None, group=None, schedule="2bw"):
+    """A bundle of one model, with parameters frozen in one way or the other."""
+    path = write_mlp(folder / "frozen.onnx", [8, 16, 16, 4], None, seed=2)
+    model = ps.from_onnx(path, dims={"batch": 4}, frozen=flag)
+    groups = (ps.Group(group, frozen=True),) if group else ()
+    training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=0.01), microbatches=2, groups=groups)
+    plan = ps.plan(model, ps.Cluster.local(2), training, schedule=schedule)
+    return ps.compile(plan, folder / name, backend="numpy")
+
+
+def test_training_goes_on_with_parameters_that_are_frozen_now(tmp_path):
+    """A group keeps what a checkpoint has of them, though it had two versions; a constant cannot, and is refused."""
+    with ps.open(_frozen_plan(tmp_path, "all"), data="synthetic") as job:
+        list(job.steps_from_data(3))
+        job.save(tmp_path / "ckpt")
+        trained = job.parameters()
+    with ps.open(_frozen_plan(tmp_path, "some", group="fc1"), data="synthetic", resume=tmp_path / "ckpt") as job:
+        list(job.steps_from_data(2))
+        job.save(tmp_path / "later")
+    later = {name: array for path in (tmp_path / "later").glob("step-*/rank?.safetensors") for name, array in load_file(path).items()}
+    for name, array in trained.items():
+        assert np.array_equal(later[name], array) == name.startswith("fc1")
+    with pytest.raises(
+        VerifyError, match=r"fc1.bias: the bundle has no such variable; a small one that is frozen by --frozen is a constant"
+    ):
+        ps.open(_frozen_plan(tmp_path, "flag", flag="fc1"), data="synthetic", resume=tmp_path / "ckpt")
