@@ -81,12 +81,13 @@ def test_compiled_updates_agree_with_the_interpreter(kind: str, dtype: str, tmp_
 
 
 def test_control_a_wrong_rule_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The moments exchanged."""
+    """The moments exchanged. Compiled in this process, and not found in a cache, or nobody would see the wrong rule."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     right = POINTWISE["adamw"]
     monkeypatch.setitem(POINTWISE, "adamw", lambda f, a, *x: right(f, {**a, "beta1": a["beta2"], "beta2": a["beta1"]}, *x))
     module = module_of(kind="adamw")
     graph = graph_of(module)
-    built = build_graphs([graph], tmp_path / "stage.so", CompileOptions("host"))
+    built = build_graphs([graph], tmp_path / "stage.so", CompileOptions("host", jobs=1))
     assert errors(module, TvmProgram(built.path, [graph]), graph)["bias"] > 1e-3
 
 
