@@ -174,5 +174,10 @@ def test_metrics_that_fail_in_the_background_are_not_lost(monkeypatch):
 def test_nothing_is_written_into_the_bundle(refuse, bundle_of):
     """It would not be whole any more, and compiling it again would take what was written with it."""
     bundle = bundle_of(2, "2bw", 4).path
-    for flag, path in (("metrics", bundle / "m.jsonl"), ("trace", bundle / "t.json"), ("checkpoint", bundle / "ckpt"), ("checkpoint", bundle)):
+    for flag, path in (
+        ("metrics", bundle / "m.jsonl"),
+        ("trace", bundle / "t.json"),
+        ("checkpoint", bundle / "ckpt"),
+        ("checkpoint", bundle),
+    ):
         refuse(f"--{flag} {path}: lies in the bundle", **{flag: path})
