@@ -81,6 +81,12 @@ class Training:
             wrong.append(f"seed must be 0 to 2^32 - 1, got {self.seed}")
         if self.precision not in PRECISIONS:
             wrong.append(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if not isinstance(self.optimizer, Optimizer):
+            wrong.append(f"optimizer must be an optimiser such as ps.AdamW(lr=1e-3), got {self.optimizer!r}")
+        if not isinstance(self.rate, Rate):
+            wrong.append(f"rate must be a schedule such as ps.Cosine(steps=1000), got {self.rate!r}")
+        if not isinstance(self.groups, tuple) or not all(isinstance(group, Group) for group in self.groups):
+            wrong.append(f"groups must be a tuple of ps.Group(...), got {self.groups!r}")
         if not 0 <= self.clip < math.inf:
             wrong.append(f"clip must be 0 or more, got {self.clip}")
         if wrong:

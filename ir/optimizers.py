@@ -202,6 +202,8 @@ class Group:
 
     def __post_init__(self) -> None:
         wrong = _range_problems(vars(self))
+        if not self.name:
+            wrong.append("an empty pattern would match every parameter")
         try:
             re.compile(self.name)
         except re.error as error:

@@ -71,6 +71,7 @@ def test_numbers_of_a_row() -> None:
 
 def test_optimizers_by_their_words() -> None:
     assert optimizers_of("momentum:0.5, adamw") == {"momentum:0.5": ps.Momentum(lr=0.5), "adamw": ps.AdamW()}
+    assert list(optimizers_of("adamw{lr=1e-3,eps=1e-6},sgd").values()) == [ps.AdamW(lr=1e-3, eps=1e-6), ps.SGD()]
     for words, said in (
         ("adamx", "must be one of"),
         ("adamw:x", "bad learning rate 'x'"),

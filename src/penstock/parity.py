@@ -12,6 +12,7 @@ seed, which then is that of dropout and of the order of samples; few seeds give 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -172,7 +173,8 @@ def optimizers_of(words: str) -> dict[str, Optimizer]:
     from penstock.ir.optimizers import optimizer_of
 
     found: dict[str, Optimizer] = {}
-    for word in filter(None, (part.strip() for part in words.split(","))):
+    # A comma between braces is one between settings.
+    for word in filter(None, (part.strip() for part in re.split(r",(?![^{]*\})", words))):
         kind, colon, rate = word.partition(":")
         try:
             found[word] = optimizer_of(kind, **({"lr": float(rate)} if colon else {}))

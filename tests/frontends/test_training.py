@@ -102,6 +102,15 @@ def test_outputs_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
             attach_loss(whole, train(loss))
 
 
+def test_settings_of_the_wrong_type_are_told_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        Training("mse", optimizer="adamw", rate="cosine", groups=Group("x", frozen=True))  # type: ignore[arg-type]
+    for said in ("optimizer must be an optimiser such as", "rate must be a schedule such as", "groups must be a tuple of"):
+        assert said in str(caught.value)
+    with pytest.raises(UsageError, match="an empty pattern would match every parameter"):
+        Group("", frozen=True)
+
+
 def test_parameters_of_f16_are_refused(tmp_path: Path) -> None:
     body = (
         "(float[2, 3] x) => (float[2, 3] y) <float16[3, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9}> { c = Cast<to: int = 1>(w) y = MatMul(x, c) }"
