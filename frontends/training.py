@@ -164,8 +164,8 @@ def _load_groups(tables: list[object], problems: list[str]) -> tuple[Group, ...]
 
 
 def attach_loss(module: Module, training: Training, renamed: Mapping[str, str] | None = None) -> Module:
-    """`renamed` gives the model's names of outputs that are spelled otherwise. The module with a scalar loss as its only output, and `labels` among its
-    inputs where the loss needs them."""
+    """`renamed` gives the model's names of outputs that are spelled otherwise. The module with a scalar loss as its only output, and `labels` among
+    its inputs where the loss needs them."""
     main = module.graphs["main"]
     if training.loss.startswith("output:"):
         loss, inputs, ops = _own_loss(main, training.loss.removeprefix("output:"), renamed or {}), main.ins, list(main.ops)
