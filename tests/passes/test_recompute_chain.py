@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -56,6 +57,18 @@ def test_the_cheapest_choice_is_that_of_exhaustive_search(chain: list[Element], 
         assert (found.bytes, found.seconds) == cost(chain, in_flight, found.kept)
         assert found.bytes <= budget
         assert found.seconds == min(fits)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_chains_of_twelve(seed: int) -> None:
+    """The longest that exhaustive search is asked about: all 4096 choices, at 20 budgets."""
+    random = Random(seed)
+    chain = [Element(random.randrange(1, 40), float(random.randrange(1, 30))) for _ in range(12)]
+    costs = everything(chain, 3)
+    for budget in budgets(costs):
+        fits = [seconds for size, seconds in costs if size <= budget]
+        found = cheapest(chain, 3, budget)
+        assert (found.seconds if found else None) == min(fits, default=None)
 
 
 def greedy(chain: list[Element], in_flight: int, budget: int) -> Choice | None:
