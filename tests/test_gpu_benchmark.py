@@ -58,6 +58,7 @@ def test_the_contenders_compute_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
+@pytest.mark.slow
 def test_code_is_made_without_a_gpu(tmp_path: Path) -> None:
     done = run(SCRIPT, "--tiny", "--models", "bert-base", "--compile", "sm_90", "--json", tmp_path / "gpu.json")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -73,6 +73,7 @@ def test_small_rows_are_right_and_measured(tmp_path: Path) -> None:
     assert document["peaks"]["flops"] > 1e9
 
 
+@pytest.mark.slow
 def test_rows_that_are_wrong_or_do_not_compile_fail(tmp_path: Path) -> None:
     report, script = tmp_path / "report.json", tmp_path / "broken.py"
     script.write_text(BROKEN.format(folder=str(FOLDER)))

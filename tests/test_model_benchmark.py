@@ -41,6 +41,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_all_contenders_compute_the_same(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     done = run(FOLDER / "models.py", *QUICK, "--json", report)

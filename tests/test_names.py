@@ -73,6 +73,7 @@ def test_files_come_and_go_by_the_names_of_the_model(odd, tmp_path):
             assert set(found) == {"out put", "out_put", "the loss"}
 
 
+@pytest.mark.slow
 def test_training_takes_either_name(odd, tmp_path):
     _, model, _ = odd
     losses = {}

@@ -34,6 +34,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data.npz"
 
 
+@pytest.mark.slow
 def test_gaps_are_those_of_the_recurrence(mlp: Path, data: Path) -> None:
     """The final losses of real stages are what the interpreter finds with a delay of 0 and of 1, on the samples of each seed."""
     from penstock.runtime.control import DataSpec

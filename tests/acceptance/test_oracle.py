@@ -169,7 +169,7 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 GRID = [(name, d, m, kind) for name in ("mlp", "gpt") for d in (2, 4) for m in (d - 1, d, 2 * d) for kind in SETTINGS]
-QUICK = {("mlp", 2, 1, "sgd"), ("gpt", 2, 4, "adamw"), ("mlp", 4, 3, "momentum"), ("gpt", 4, 4, "sgd")}
+QUICK = {("mlp", 2, 1, "sgd"), ("gpt", 2, 4, "adamw"), ("mlp", 4, 3, "momentum")}
 
 
 def grid(quick: set[tuple[str, int, int, str]]) -> list[object]:
@@ -210,7 +210,7 @@ def test_eager_2bw_computes_what_2bw_does_with_two_versions(tmp_path: Path) -> N
     assert np.array_equal(found["2bw"], found["eager-2bw"])
 
 
-@pytest.mark.parametrize("backend", ["numpy", "tvm"])
+@pytest.mark.parametrize("backend", ["numpy", pytest.param("tvm", marks=pytest.mark.slow)])
 def test_zb_1f1b_computes_what_1f1b_does(tmp_path: Path, backend: str) -> None:
     """Bit for bit, in separate processes; weight gradients did run apart, each on the version of its backward."""
     found, parameters, log = {}, {}, []
@@ -231,7 +231,7 @@ def test_zb_1f1b_computes_what_1f1b_does(tmp_path: Path, backend: str) -> None:
     assert all(entry.version == entry.mb // 4 for entry in log if entry.phase == "W")
 
 
-@pytest.mark.parametrize(("name", "d", "m", "kind"), grid({("mlp", 2, 2, "momentum"), ("gpt", 4, 4, "adamw")}))
+@pytest.mark.parametrize(("name", "d", "m", "kind"), grid({("mlp", 2, 2, "momentum")}))
 def test_1f1b_is_plain_training(tmp_path: Path, name: str, d: int, m: int, kind: str) -> None:
     case = Case(tmp_path, name, d, m, kind, "1f1b")
     found = case.run()
@@ -241,7 +241,12 @@ def test_1f1b_is_plain_training(tmp_path: Path, name: str, d: int, m: int, kind:
 
 @pytest.mark.parametrize(
     ("schedule", "delay"),
-    [("2bw", 1), ("1f1b", 0), pytest.param("eager-2bw", 1, marks=pytest.mark.slow), pytest.param("zb-1f1b", 0, marks=pytest.mark.slow)],
+    [
+        ("2bw", 1),
+        pytest.param("1f1b", 0, marks=pytest.mark.slow),
+        pytest.param("eager-2bw", 1, marks=pytest.mark.slow),
+        pytest.param("zb-1f1b", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_adamw_with_the_usual_eps_agrees_in_float64(tmp_path: Path, schedule: str, delay: int) -> None:
     case = Case(tmp_path, "mlp", 4, 8, "adamw", schedule, dtype="f64", settings={"lr": 2e-3, "eps": 1e-8})
@@ -280,7 +285,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("f64", 1e-6), ("f32", 1e-5)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [pytest.param("f64", 1e-6, marks=pytest.mark.slow), ("f32", 1e-5)])
 def test_1f1b_equals_torch_schedule_1f1b(tmp_path: Path, dtype: str, tolerance: float) -> None:
     case = Case(tmp_path, "mlp", 2, 4, "sgd", "1f1b", dtype=dtype)
     weights = {n: w.astype(np.float64) for n, w in case.model.imported.weights.items()}

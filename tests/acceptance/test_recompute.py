@@ -52,7 +52,7 @@ def trained(plan: ps.Plan, folder: Path) -> tuple[list[float], dict[int, int]]:
         return losses, {rank: audit.activation_bytes for rank, audit in enumerate(job.audit())}
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (4, "2bw")])
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), pytest.param(4, "2bw", marks=pytest.mark.slow)])
 def test_losses_are_the_same_with_compiled_code(stages: int, schedule: str, tmp_path: Path) -> None:
     whole, again = (planned(stages, schedule, mode) for mode in ("none", "all"))
     expected, held = trained(whole, tmp_path / "whole")

@@ -110,7 +110,10 @@ def chain_bundle(folder, stages, kind):
     return write_bundle(folder, module, {}, weights, backend="numpy")
 
 
-@pytest.mark.parametrize(("kind", "before", "after"), [("2bw", 2, 3), ("1f1b", 3, 1), ("eager-2bw", 3, 2), ("zb-1f1b", 2, 3)])
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [("2bw", 2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1f1b", 3, 1), ("eager-2bw", 3, 2), ("zb-1f1b", 2, 3)))],
+)
 def test_resuming_with_other_stages(tmp_path, kind, before, after):
     batches = [batch | {"labels": batch["labels"] % 8} for batch in make_batches(6, 4)]
     with Job(chain_bundle(tmp_path / "before", before, kind), timeout=TIMEOUT) as job:
