@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 
 from .errors import UsageError
 from .graph import Attr, Var
-from .settings import changed, make, parse_call, print_call
+from .settings import changed, make, make_kind, parse_call, print_call
 
 # Allowed values by the name of a setting; all optimisers mean the same by the same name.
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -84,26 +84,28 @@ class Momentum(_Settings):
 
 
 @dataclass(frozen=True)
-class Adam(_Settings):
-    """Adam; the weight decay is added to the gradient"""
+class _Moments(_Settings):
+    """What the two forms of Adam share."""
 
-    kind: ClassVar[str] = "adam"
     lr: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class Adam(_Moments):
+    """Adam; the weight decay is added to the gradient"""
+
+    kind: ClassVar[str] = "adam"
     weight_decay: float = 0.0
 
 
 @dataclass(frozen=True)
-class AdamW(_Settings):
+class AdamW(_Moments):
     """Adam with decoupled weight decay"""
 
     kind: ClassVar[str] = "adamw"
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
     weight_decay: float = 0.01
 
 
@@ -165,11 +167,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {c.kind: c for c in (SGD, Momentum, Ada
 
 def load_optimizer(given: Mapping[str, object], prefix: str, problems: list[str]) -> Optimizer | None:
     """The optimiser that a table with `kind` describes; None, and an entry in `problems` for everything that is wrong."""
-    kind = given.get("kind")
-    if not isinstance(kind, str) or kind not in OPTIMIZERS:
-        problems.append(f"{prefix}kind must be one of {', '.join(OPTIMIZERS)}, got {kind!r}")
-        return None
-    return make(OPTIMIZERS[kind], {k: v for k, v in given.items() if k != "kind"}, prefix, problems)
+    return make_kind(OPTIMIZERS, given, prefix, problems)
 
 
 def optimizer_of(text: str, **settings: float) -> Optimizer:

@@ -23,7 +23,7 @@ from math import cos, floor, isfinite, pi
 from typing import ClassVar
 
 from .errors import UsageError
-from .settings import changed, make, parse_call, print_call
+from .settings import changed, make_kind, parse_call, print_call
 
 LR, CURVE = "lr", "lr.curve"
 ROWS, COLUMNS = 4, 5
@@ -139,11 +139,7 @@ RATES: dict[str, type[Constant] | type[Linear] | type[Cosine] | type[Steps]] = {
 
 def rate_of(given: dict[str, object], prefix: str, problems: list[str]) -> Rate | None:
     """The schedule that a table with `kind` describes; None, and an entry in `problems` for everything that is wrong."""
-    kind = given.get("kind")
-    if not isinstance(kind, str) or kind not in RATES:
-        problems.append(f"{prefix}kind must be one of {', '.join(RATES)}, got {kind!r}")
-        return None
-    return make(RATES[kind], {k: v for k, v in given.items() if k != "kind"}, prefix, problems)
+    return make_kind(RATES, given, prefix, problems)
 
 
 def parse_rate(text: str) -> Rate:

@@ -62,6 +62,16 @@ def make(maker: type[T], given: Mapping[str, object], prefix: str, problems: lis
     return made if len(problems) == before else None
 
 
+def make_kind(makers: Mapping[str, type[T]], given: Mapping[str, object], prefix: str, problems: list[str]) -> T | None:
+    """An object of the class that `kind` in a table names; None, and an entry in `problems` for everything that is wrong."""
+    kind = given.get("kind")
+    if not isinstance(kind, str) or kind not in makers:
+        found = f"got {kind!r}" if "kind" in given else "it is missing"
+        problems.append(f"{prefix}kind must be one of {', '.join(makers)}, {found}")
+        return None
+    return make(makers[kind], {k: v for k, v in given.items() if k != "kind"}, prefix, problems)
+
+
 def _kind(field: Field[Any]) -> str:
     return str(field.type).split(" ")[0]
 
