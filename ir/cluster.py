@@ -34,12 +34,17 @@ _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
 CUDA_RATES = {"sm_80": (1.95e13, 1.55e12), "sm_86": (3.74e13, 6.96e11), "sm_89": (9.16e13, 8.64e11), "sm_90": (6.7e13, 3.35e12)}
 SAME_HOST = (2e9, 5e-5)
 OTHER_HOST = (1e9, 2e-4)
+# Seconds of a kernel's launch, and of a call of a stage, where nothing was measured.
+KERNEL_OVERHEAD, CALL_OVERHEAD = 1e-6, 5e-5
+EFFICIENCY_PREFIX = "efficiency."
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`spaces` are (name, bytes) pairs; the first one holds tensors. `flops` and `bandwidth` are rates of one device, all threads."""
+    """`spaces` are (name, bytes) pairs; the first one holds tensors. `flops` (of a large float32 product) and `bandwidth` are rates of one device,
+    all threads. `efficiency` are shares of them that families of work reach (passes/cost.py), by name. `overhead` are seconds that a kernel takes
+    beside its work, `call_overhead` those that a call of a stage takes beside its kernels."""
 
     name: str
     kind: str = "cpu"
@@ -49,8 +54,17 @@ class Device:
     flops: float = 5e10
     bandwidth: float = 1e10
     spaces: tuple[tuple[str, int], ...] = ()
+    overhead: float = KERNEL_OVERHEAD
+    call_overhead: float = CALL_OVERHEAD
+    efficiency: tuple[tuple[str, float], ...] = ()
 
     def fields(self) -> dict[str, Scalar]:
+        """What text says of a device: the overheads only where they are not the usual ones."""
+        measured: dict[str, Scalar] = {}
+        if self.overhead != KERNEL_OVERHEAD:
+            measured["overhead"] = self.overhead
+        if self.call_overhead != CALL_OVERHEAD:
+            measured["call_overhead"] = self.call_overhead
         return {
             "kind": self.kind,
             "host": self.host,
@@ -58,12 +72,16 @@ class Device:
             "threads": self.threads,
             "flops": self.flops,
             "bandwidth": self.bandwidth,
+            **measured,
+            **{f"{EFFICIENCY_PREFIX}{key}": share for key, share in self.efficiency},
         }
 
     @staticmethod
     def from_fields(name: str, given: Mapping[str, Scalar], spaces: tuple[tuple[str, int], ...]) -> Device:
-        _refuse_unknown(given, Device)
-        return Device(name, **given, spaces=spaces)  # type: ignore[arg-type]
+        shares = tuple((k.removeprefix(EFFICIENCY_PREFIX), v) for k, v in given.items() if k.startswith(EFFICIENCY_PREFIX))
+        plain = {k: v for k, v in given.items() if not k.startswith(EFFICIENCY_PREFIX)}
+        _refuse_unknown(plain, Device)
+        return Device(name, **plain, spaces=spaces, efficiency=shares)  # type: ignore[arg-type]
 
     @property
     def memory(self) -> int | None:

@@ -107,6 +107,11 @@ def fuse(module: Module, options: FuseOptions) -> Module:
     return module.but(graphs=graphs).noted("fuse", *notes)
 
 
+def choose_kernels(graph: Graph, options: FuseOptions = FuseOptions()) -> Graph:
+    """One graph with its kernels chosen, no weights packed ahead; also of a model that is not cut into stages."""
+    return _Fuser(graph, options, frozenset()).run()
+
+
 def _never_changed(module: Module) -> frozenset[str]:
     """The variables of a module that computes and does not train."""
     changed = {op.var for graph in module.graphs.values() for op in graph.ops if op.kind in _EFFECTS}

@@ -8,7 +8,7 @@ gradients back) from device s-1 to s, a dynamic programme finds the cuts that mi
 
     max over stages s of  comp(cut[s], cut[s+1], s) + comm(cut[s], s)
 
-Operation time is the roofline max(flops / rate, bytes / bandwidth). A parameter lives on the stage that reads it. Where several stages read it
+Seconds are those of passes/cost.py: the kernels that `fuse` would choose, shared out over their operations. A parameter lives on the stage that reads it. Where several stages read it
 (tied weights), each has a copy, and they exchange their parts of its gradient once per batch (passes/shared.py). That is counted as transfer,
 spread over the `microbatches` of a batch, so that cuts keep such operations together where it costs too much.
 Backward operations follow the forward operation they belong to; sums of gradients run on the lowest stage among their operands, so that
@@ -31,7 +31,8 @@ import numpy.typing as npt
 from ..ir.cluster import Cluster, Device
 from ..ir.errors import UsageError
 from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Module, Op, Stage, Value, Var, written_vars
-from ..ir.ops import OPS, cost_of
+from ..ir.ops import OPS
+from .cost import GraphCost, Transfer, cost
 
 Array = npt.NDArray[np.float64]
 
@@ -107,12 +108,6 @@ def replicable(graph: Graph) -> set[Value]:
 # ------------------------------------------------------------------------------------------------ costs
 
 
-def seconds(op: Op, device: Device) -> float:
-    """Roofline time of one operation on one device."""
-    cost = cost_of(op)
-    return max(cost.flops / device.flops, cost.bytes / device.bandwidth)
-
-
 class _Costs:
     """Prefix sums of operation times per device, and transfer times per cut and pair of neighbours."""
 
@@ -123,20 +118,25 @@ class _Costs:
         self.params = _params_used(module, forward, replicable(forward))
         position = {v.name: i for v, i in index.items()}
         backward = module.graphs.get("B")
-        work: list[list[Op]] = [[op] for op in chain]
+        places = [(GraphCost(forward), [index.get(op.outs[0]) if op.outs else None for op in forward.ops])]
         if backward is not None:
-            for op in backward.ops:
-                if "of" in op.attrs:
-                    work[position[str(op.attrs["of"])]].append(op)
-        self.before = [np.concatenate([[0.0], np.cumsum([sum(seconds(op, d) for op in ops) for ops in work])]) for d in devices]
-        trips = 2.0 if backward is not None else 1.0
+            places.append((GraphCost(backward), [position[str(op.attrs["of"])] if "of" in op.attrs else None for op in backward.ops]))
+        self.before = []
+        for device in devices:
+            work = np.zeros(len(chain))
+            for graph, where in places:
+                for i, spent in zip(where, graph.op_seconds(device), strict=True):
+                    if i is not None:
+                        work[i] += spent
+            self.before.append(np.concatenate([[0.0], np.cumsum(work)]))
+        trips = 2 if backward is not None else 1
         crossing = _crossing_bytes(chain, index) * trips
         if backward is not None:
             crossing += _tied_bytes(module, chain, self.params) * (2.0 / microbatches)
         self.transfer = [np.zeros(len(chain) + 1)]
         for a, b in pairwise(devices):
             link = cluster.link(a.name, b.name)
-            self.transfer.append(np.where(crossing > 0, crossing / link.bandwidth + trips * link.latency, 0.0))
+            self.transfer.append(np.array([cost(Transfer(float(n), trips), link).seconds if n > 0 else 0.0 for n in crossing]))
 
     def of_range(self, stage: int, first: int, last: int) -> tuple[float, float]:
         """Compute and transfer seconds of one stage that runs operations first .. last-1."""

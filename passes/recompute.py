@@ -6,8 +6,8 @@ makes again anyway (layout changes, what depends on variables alone) is placed a
 operations with effects; what these make is saved where a copy needs it, and so is what comes from a variable that F changes.
 
 Modes: `none`; `all`: a stage keeps its inputs, draws, and nothing else; `auto`: a stage whose predicted peak fits its budget is left alone,
-otherwise the cheapest set found whose predicted peak fits is computed again. Peaks are those of ir/memory.py on fused graphs, seconds are the
-roofline of the stage's device. Sets that are tried:
+otherwise the cheapest set found whose predicted peak fits is computed again. Peaks are those of ir/memory.py on fused graphs, seconds those
+of passes/cost.py on the stage's device. Sets that are tried:
 
   * the chain planner (recompute_chain.py) on the stage as a chain: where a single value crosses from earlier to later operations, that value is an
     element, and all that is saved between two of them is one;
@@ -31,8 +31,8 @@ from ..ir.liveness import drop_dead
 from ..ir.memory import Memory, measure_memory
 from ..ir.ops import OPS
 from .autodiff import depends_on_state_only
+from .cost import op_seconds
 from .fuse import FuseOptions, fuse
-from .partition import seconds
 from .recompute_chain import Element, cheapest
 
 MODES = ("auto", "none", "all")
@@ -209,6 +209,8 @@ class _Stage:
         self.free = depends_on_state_only(forward)
         safe, saved = may_repeat(forward), set(forward.saved)
         self.units = [op for op in forward.ops if safe(op) and not saved.isdisjoint(op.outs) and not self.free.issuperset(op.outs)]
+        # Of each operation in its kernel, by its first result: copies have the same.
+        self.price = {op.outs[0]: spent for op, spent in zip(forward.ops, op_seconds(forward, device), strict=True) if op.outs}
         self.tried: dict[frozenset[int], Plan] = {}
         self.before = self.plan(())
 
@@ -217,7 +219,7 @@ class _Stage:
         key = frozenset(map(id, chosen))
         if key not in self.tried:
             made = repeat(self.forward, self.backward, chosen) if chosen else Repeated(self.forward, self.backward, ())
-            cost = sum(seconds(op, self.device) for op in made.copies)
+            cost = sum(self.price[op.outs[0]] for op in made.copies)
             self.tried[key] = Plan(chosen, made.forward, made.backward, made.copies, self.memory(made).peak, cost)
         return self.tried[key]
 
@@ -256,7 +258,7 @@ class _Stage:
             made = repeat(self.forward, self.backward, (op,))
             gain = size - sum(v.type.nbytes for v in made.forward.saved)
             if gain > 0:
-                prices[id(op)] = sum(seconds(copy, self.device) for copy in made.copies) / gain
+                prices[id(op)] = sum(self.price[copy.outs[0]] for copy in made.copies) / gain
         return sorted((op for op in self.units if id(op) in prices), key=lambda op: prices[id(op)])
 
     def _shortest(self, base: Sequence[Op], rest: Sequence[Op], budget: int) -> None:
@@ -295,7 +297,7 @@ class _Stage:
                 groups.append(inside)
                 inside, spent = [], 0.0
             if not self.free.issuperset(op.outs):
-                spent += seconds(op, self.device)
+                spent += self.price[op.outs[0]] if op.outs else 0.0
             if id(op) in unit:
                 inside.append(op)
                 if id(op) in crossings:
@@ -325,7 +327,7 @@ class _Stage:
         best = self._best(budget)
         if best.peak > budget:
             return best
-        dear = sorted(best.dropped, key=lambda op: -seconds(op, self.device))[:_SECOND_THOUGHTS]
+        dear = sorted(best.dropped, key=lambda op: -self.price[op.outs[0]])[:_SECOND_THOUGHTS]
         for op in dear:
             fewer = self.plan(other for other in best.dropped if other is not op)
             if fewer.peak <= budget and fewer.seconds < best.seconds:

@@ -22,9 +22,10 @@ from penstock.ir.graph import Graph, Module, Op, Slot, Stage, Value, signature
 from penstock.ir.ops import cost_of, make
 from penstock.ir.text import print_module
 from penstock.ir.types import parse_type
-from penstock.kernel_report import KernelRow, _Bodies, bytes_moved, divide, kernel_rows
+from penstock.kernel_report import KernelRow, kernel_rows
 from penstock.kernel_timing import random_arguments
 from penstock.models import write_gpt
+from penstock.passes.kernels import Bodies, bytes_moved, divide
 
 GRAPHS = [f"s{stage}.{kind}" for stage in (0, 1) for kind in "FBU"]
 
@@ -101,7 +102,7 @@ def run_apart(bodies: list[Graph], values: Mapping[Value, torch.Tensor], slots: 
 @pytest.mark.parametrize("name", [n for n in GRAPHS if n[-1] != "U"])
 def test_kernels_put_together_compute_the_graph(module: Module, name: str) -> None:
     graph = module.graphs[name]
-    bodies = _Bodies(graph, divide(graph))
+    bodies = Bodies(graph, divide(graph))
     apart = [bodies.body(kernel) for kernel in divide(graph).kernels]
     values, slots = arguments(graph, module)
     kept = {slot: x.clone() for slot, x in slots.items()}
@@ -200,7 +201,7 @@ def test_inspect_measures(backend: str, bundle: Path, module: Module, tmp_path: 
     for plain, row in zip(found, kernel_rows(module), strict=True):
         # By what this machine can do, and not by what the plan says of the device.
         assert plain["roofline_s"] == pytest.approx(max(row.flops / plain["flops_per_s"], row.moved / plain["bytes_per_s"]))
-        assert plain["flops_per_s"] != row.rates.flops
+        assert plain["flops_per_s"] != row.device.flops
         assert plain["measured_s"] > 0
     assert main(["inspect", str(target), "--measure"]) == 0
     shown = capsys.readouterr()

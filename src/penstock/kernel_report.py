@@ -20,33 +20,18 @@ as its first device. Sources are those for this machine's CPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.ir.cluster import Device
 from penstock.ir.errors import UsageError
-from penstock.ir.graph import ANNOTATIONS, Attr, Graph, Module, Op, Value, slot_of
+from penstock.ir.graph import Graph, Module, Op
 from penstock.ir.ops import cost_of
 from penstock.ir.schedule import COMPUTE, PER_BATCH
-from penstock.passes.fuse import INLINE
+from penstock.passes.cost import bound
+from penstock.passes.kernels import Bodies, bytes_moved, divide, shape_of
 from penstock.terminal import size, table
-
-_LAYOUTS = ("reshape", "transpose", "broadcast", "slice")
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a device can do in a second: floating-point operations, bytes to and from memory."""
-
-    flops: float
-    bandwidth: float
-
-    def roofline(self, flops: float, moved: float) -> float:
-        return max(flops / self.flops, moved / self.bandwidth)
-
-    def __str__(self) -> str:
-        return f"{self.flops / 1e9:.4g} GFLOP/s, {self.bandwidth / 1e9:.3g} GB/s"
 
 
 @dataclass(frozen=True)
@@ -63,7 +48,7 @@ class KernelRow:
     roofline_s: float
     per: str
     calls_per_batch: int
-    rates: Rates
+    device: Device
     measured_s: float | None = None
 
     @property
@@ -80,35 +65,7 @@ class KernelRow:
         return f"{self.graph}/{self.names[0]}"
 
 
-@dataclass(frozen=True)
-class Division:
-    """The operations of one graph by what becomes of them."""
-
-    kernels: Mapping[str, tuple[Op, ...]]
-    inline: tuple[Op, ...]
-    reads: tuple[Op, ...]
-
-
 # ------------------------------------------------------------------------------------------------ finding kernels
-
-
-def divide(graph: Graph) -> Division:
-    """Every operation exactly once. Operations without annotation are kernels of their own, named by their position."""
-    kernels: dict[str, list[Op]] = {}
-    inline, reads = [], []
-    for i, op in enumerate(graph.ops):
-        name = str(op.attrs.get("kernel", f"op{i}"))
-        if op.kind == "read":
-            reads.append(op)
-        elif name.startswith(INLINE) or _is_table(op):
-            inline.append(op)
-        else:
-            kernels.setdefault(name, []).append(op)
-    return Division({name: tuple(ops) for name, ops in kernels.items()}, tuple(inline), tuple(reads))
-
-
-def _is_table(op: Op) -> bool:
-    return op.kind == "const" and isinstance(op.attrs["value"], tuple)
 
 
 def kernel_rows(module: Module) -> list[KernelRow]:
@@ -137,113 +94,17 @@ def _device_of(module: Module, place: str) -> Device:
 def _rows_of(graph: Graph, stage: int, device: Device, per: str, times: int) -> list[KernelRow]:
     alike: dict[object, KernelRow] = {}
     division = divide(graph)
-    bodies = _Bodies(graph, division)
+    bodies = Bodies(graph, division)
     for name, ops in division.kernels.items():
         body = bodies.body(name)
-        key = _shape_of(body)
+        key = shape_of(body)
         if key in alike:
             row = alike[key]
             alike[key] = replace(row, names=(*row.names, name), calls_per_batch=row.calls_per_batch + times)
             continue
         flops, moved = sum(cost_of(op).flops for op in body.ops), bytes_moved(body, ops)
-        rates = Rates(device.flops, device.bandwidth)
-        alike[key] = KernelRow(stage, graph.name, (name,), ops, body, flops, moved, rates.roofline(flops, moved), per, times, rates)
+        alike[key] = KernelRow(stage, graph.name, (name,), ops, body, flops, moved, bound(flops, moved, device), per, times, device)
     return list(alike.values())
-
-
-class _Bodies:
-    """Cuts kernels out of a graph."""
-
-    def __init__(self, graph: Graph, division: Division) -> None:
-        self.graph, self.division = graph, division
-        self.position = {id(op): i for i, op in enumerate(graph.ops)}
-        self.copied = {v: op for op in (*division.inline, *division.reads) for v in op.outs}
-        unit = {id(op): name for name, ops in division.kernels.items() for op in ops}
-        # Which kernels read a value, be it through operations that are computed where they are read; "" is the outside.
-        self.readers: dict[Value, set[str]] = {v: {""} for v in graph.results}
-        for op in reversed(graph.ops):
-            if id(op) in unit:
-                through = {unit[id(op)]}
-            else:
-                through = {name for v in op.outs for name in self.readers.get(v, ())}
-            for v in op.ins:
-                self.readers.setdefault(v, set()).update(through)
-
-    def body(self, name: str) -> Graph:
-        ops = self.division.kernels[name]
-        made = {v for op in ops for v in op.outs}
-        found = {id(op): op for op in ops}
-        ins: dict[Value, None] = {}
-        stack = [v for op in reversed(ops) for v in reversed(op.ins)]
-        while stack:
-            v = stack.pop()
-            if v in made:
-                continue
-            maker = self.copied.get(v)
-            if maker is None:
-                ins[v] = None
-            elif id(maker) not in found:
-                found[id(maker)] = maker
-                stack += reversed(maker.ins)
-        outs = tuple(v for op in ops if op.kind != "take" for v in op.outs if self.readers.get(v, set()) - {name})
-        ordered = tuple(sorted(found.values(), key=lambda op: self.position[id(op)]))
-        return Graph(f"{self.graph.name}/{name}", tuple(ins), outs, ordered)
-
-
-def _shape_of(body: Graph) -> object:
-    """Equal for kernels that differ only in names of values, variables and places in the source."""
-    number: dict[Value, int] = {v: i for i, v in enumerate(body.ins)}
-    variables: dict[Attr, int] = {}
-    parts: list[object] = [tuple(str(v.type) for v in body.ins)]
-    for op in body.ops:
-        for v in op.outs:
-            number[v] = len(number)
-        attrs = {k: v for k, v in op.attrs.items() if k not in ANNOTATIONS and k != "var"}
-        slot = slot_of(op)
-        home = (variables.setdefault(slot.var, len(variables)), slot.slot) if slot is not None else None
-        types = tuple(str(v.type) for v in op.outs)
-        parts.append((op.kind, tuple(number[v] for v in op.ins), types, tuple(sorted(attrs.items())), home))
-    return tuple(parts), tuple(number[v] for v in body.outs)
-
-
-# ------------------------------------------------------------------------------------------------ what a kernel should cost
-
-
-def bytes_moved(body: Graph, ops: Iterable[Op]) -> float:
-    """Bytes that a kernel has to read and to write. Of a table, a lookup reads the rows that it wants, and its gradient changes those."""
-    makers = body.producers()
-    own = {v for op in ops if op.kind != "take" for v in op.outs}
-    wanted: dict[Value, dict[Value, float]] = {}
-    written = float(sum(v.type.nbytes for v in body.outs))
-    for op in ops:
-        for i, v in enumerate(op.ins):
-            if v in own:
-                continue
-            for source, count in _read(v, makers).items():
-                if op.kind == "gather" and i == 0:
-                    count = min(count, op.outs[0].type.nbytes)
-                # Read twice in the same form it is read once; in several forms, at most whole.
-                wanted.setdefault(source, {})[v] = count
-        if op.kind == "accum":
-            maker = makers.get(op.ins[0])
-            scattered = maker is not None and maker in tuple(ops) and maker.kind == "gather_grad"
-            written += 2 * (maker.ins[0].type.nbytes if scattered and maker is not None else op.ins[0].type.nbytes)
-        elif op.kind in ("write", "take"):
-            written += (op.ins or op.outs)[0].type.nbytes
-    return written + sum(min(float(source.type.nbytes), sum(forms.values())) for source, forms in wanted.items())
-
-
-def _read(value: Value, makers: Mapping[Value, Op]) -> dict[Value, float]:
-    """What reading a value once takes from memory: bytes by the value that has memory."""
-    op = makers.get(value)
-    if op is None or op.kind in ("read", "take") or _is_table(op):
-        return {value: float(value.type.nbytes)}
-    found: dict[Value, float] = {}
-    for v in op.ins:
-        for source, count in _read(v, makers).items():
-            limit = float(value.type.nbytes) if op.kind in _LAYOUTS else count
-            found[source] = found.get(source, 0.0) + min(count, limit)
-    return found
 
 
 # ------------------------------------------------------------------------------------------------ sources
@@ -274,6 +135,10 @@ def kernel_source(rows: Sequence[KernelRow], name: str) -> str:
 # ------------------------------------------------------------------------------------------------ printing
 
 
+def rates_text(device: Device) -> str:
+    return f"{device.flops / 1e9:.4g} GFLOP/s, {device.bandwidth / 1e9:.3g} GB/s"
+
+
 def format_report(rows: Sequence[KernelRow], module: Module, width: int | None = None) -> str:
     """A table for each stage, largest share first, then what each graph's operations became. Lines are at most `width` wide, if given."""
     lines: list[str] = []
@@ -282,7 +147,7 @@ def format_report(rows: Sequence[KernelRow], module: Module, width: int | None =
         device = _device_of(module, stage.place)
         total = sum(row.batch_s for row in own)
         what, origin = ("measured", "measured") if any(row.measured_s is not None for row in own) else ("roofline", "planned")
-        rates = own[0].rates if own else Rates(device.flops, device.bandwidth)
+        rates = rates_text(own[0].device if own else device)
         lines += [
             f"stage {stage.index} on {device.name} ({origin}: {rates}): {total * 1e3:.3f} ms per batch, {what}",
             _table(own, total, width),
@@ -325,8 +190,8 @@ def _plain(row: KernelRow) -> dict[str, Any]:
         "operations": [{"kind": op.kind, "ins": [str(v.type) for v in op.ins], "outs": [str(v.type) for v in op.outs]} for op in row.ops],
         "flops": row.flops,
         "bytes": row.moved,
-        "flops_per_s": row.rates.flops,
-        "bytes_per_s": row.rates.bandwidth,
+        "flops_per_s": row.device.flops,
+        "bytes_per_s": row.device.bandwidth,
         "roofline_s": row.roofline_s,
         "measured_s": row.measured_s,
     }
@@ -366,10 +231,7 @@ def _shapes(row: KernelRow) -> str:
 
 
 __all__ = [
-    "Division",
     "KernelRow",
-    "bytes_moved",
-    "divide",
     "format_report",
     "kernel_rows",
     "kernel_source",

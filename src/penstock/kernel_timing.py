@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.backends.interface import CompileOptions, Progress, StageProgram, backend_of
+from penstock.ir.cluster import Device
 from penstock.ir.graph import Graph, Module, Value, signature, slot_of
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, TensorType
-from penstock.kernel_report import KernelRow, Rates
+from penstock.kernel_report import KernelRow
+from penstock.passes.cost import bound
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +55,7 @@ def measure_rows(
     yardsticks = {f"s{stage}.{name}": graph for stage in stages for name, graph in _yardsticks().items()}
     apart = module.but(graphs=graphs | {name: replace(graph, name=name) for name, graph in yardsticks.items()})
     measured: dict[int, float] = {}
-    rates: dict[int, Rates] = {}
+    devices: dict[int, Device] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as folder:
         files = maker.compile_stages(apart, stages, Path(folder), CompileOptions(progress=progress))
         for stage in stages:
@@ -61,14 +63,15 @@ def measure_rows(
             clock = _clock_of(program, threads)
             report(len(measured), len(rows), "what this machine can do")
             seconds = {name: _median_call(program, apart.graphs[f"s{stage}.{name}"], module, clock) for name in _yardsticks()}
-            rates[stage] = Rates(2.0 * _SIDE**3 / seconds["product"], 3.0 * 4 * _LENGTH / seconds["stream"])
+            planned = next(row.device for row in rows if row.stage == stage)
+            devices[stage] = replace(planned, flops=2.0 * _SIDE**3 / seconds["product"], bandwidth=3.0 * 4 * _LENGTH / seconds["stream"])
             for i, row in enumerate(rows):
                 if row.stage == stage:
                     report(len(measured), len(rows), row.label)
                     measured[i] = _median_call(program, graphs[f"s{stage}.{i}"], module, clock)
     report(len(rows), len(rows), "measured")
     return [
-        replace(row, measured_s=measured[i], roofline_s=rates[row.stage].roofline(row.flops, row.moved), rates=rates[row.stage])
+        replace(row, measured_s=measured[i], roofline_s=bound(row.flops, row.moved, devices[row.stage]), device=devices[row.stage])
         for i, row in enumerate(rows)
     ]
 

@@ -16,9 +16,10 @@ from penstock.ir.interp import DictStore, _Pipeline, run_graph, run_recurrence, 
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
 from penstock.passes.autodiff import AutodiffOptions, autodiff
+from penstock.passes.cost import op_seconds
 from penstock.passes.manager import Call, run_passes
 from penstock.passes.optimizers import OptimizerOptions, optimizer
-from penstock.passes.partition import PartitionOptions, partition, seconds
+from penstock.passes.partition import PartitionOptions, partition
 from penstock.passes.pipelines import PASSES, training_pipeline
 from penstock.passes.shared import apart
 from penstock.passes.split import SplitOptions, split
@@ -75,11 +76,13 @@ def bottleneck(module: Module, cuts: tuple[int, ...]) -> float:
     stage_of = {op.outs[0].name: s for s, (a, b) in enumerate(pairwise(bounds)) for op in chain[a:b]}
     devices = module.cluster.devices
     load = [0.0] * (len(cuts) + 1)
-    for op in chain:
-        load[stage_of[op.outs[0].name]] += seconds(op, devices[stage_of[op.outs[0].name]])
-    for op in module.graphs["B"].ops:
-        if "of" in op.attrs:
-            load[stage_of[str(op.attrs["of"])]] += seconds(op, devices[stage_of[str(op.attrs["of"])]])
+    for stage in range(len(load)):
+        for op, spent in zip(module.graphs["F"].ops, op_seconds(module.graphs["F"], devices[stage]), strict=True):
+            if op.outs and stage_of.get(op.outs[0].name) == stage:
+                load[stage] += spent
+        for op, spent in zip(module.graphs["B"].ops, op_seconds(module.graphs["B"], devices[stage]), strict=True):
+            if stage_of.get(str(op.attrs.get("of"))) == stage:
+                load[stage] += spent
     for stage, cut in enumerate(cuts, 1):
         made = {v for op in chain[:cut] for v in op.outs}
         crossing = sum(v.type.nbytes for v in {v for op in chain[cut:] for v in op.ins} & made)

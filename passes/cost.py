@@ -1,0 +1,298 @@
+"""What things cost: the one place that planning, recomputation, simulation and reports ask.
+
+    cost(kernel or operation, device)  ->  seconds, bytes to and from memory
+    cost(transfer, link)               ->  seconds, bytes over the link
+    graph_seconds(graph, device)           a whole graph of a stage: its kernels, one call
+    op_seconds(graph, device)              the same, shared out over the operations, also before kernels are chosen
+    stage_seconds(module)                  F, B, W, U, ... of every stage, on its device
+
+Where the seconds of a kernel come from is a `Prices`, asked for one kernel at a time; who does not know answers None, and the next one is asked:
+
+    Roofline   max(operations / (rate * efficiency), bytes / (bandwidth * efficiency)) + overhead; always knows
+    a table    times of kernels that were measured on this machine, by what the kernel does and by device (src/penstock/profiling.py)
+    a learned model would be one more Prices: it sees the kernel as a graph (`Kernel.body`), `work_of(kernel)` and the device
+
+Work is divided by family: products, convolutions, attention, elements (element by element, reductions, rows, windows, lookups), layout. A device
+says which share of its rate and of its bandwidth a family reaches (`Device.efficiency`, measured by `penstock doctor`); what it does not say is
+EFFICIENCY below. Keys are `family` and `family.f16` for operations, and `family.bytes` for memory.
+
+Before stage graphs exist, kernels are those that `fuse` would choose in the whole graph: an operation that would be done while its operand stands
+in registers costs its arithmetic and no memory, and a layout change nothing. A cut may part what was one kernel, which costs a little more.
+
+Limits: the roofline knows no caches (a kernel whose operands are in one is faster) and no shapes (a product of few rows is slower); each kernel is priced by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol, overload
+
+from ..ir.cluster import Device, Link
+from ..ir.errors import UsageError
+from ..ir.graph import Graph, Module, Op
+from ..ir.ops import OPS, cost_of
+from ..ir.schedule import COMPUTE
+from .fuse import choose_kernels
+from .kernels import Kernel, bytes_moved, divide, kernels_of
+
+PRODUCTS, CONVOLUTIONS, ATTENTION, ELEMENTS, LAYOUT = FAMILIES = ("products", "convolutions", "attention", "elements", "layout")
+_OF_KIND = {
+    "matmul": PRODUCTS,
+    "conv": CONVOLUTIONS,
+    "conv_grad_input": CONVOLUTIONS,
+    "conv_grad_weight": CONVOLUTIONS,
+    "attention": ATTENTION,
+    "attention_grad": ATTENTION,
+}
+# What a device reaches that does not say: shares of `flops` (rate of a large float32 product) and of `bandwidth`.
+EFFICIENCY = {
+    PRODUCTS: 0.9,
+    CONVOLUTIONS: 0.8,
+    ATTENTION: 0.5,
+    ELEMENTS: 0.2,
+    LAYOUT: 1.0,
+    f"{PRODUCTS}.bytes": 1.0,
+    f"{CONVOLUTIONS}.bytes": 1.0,
+    f"{ATTENTION}.bytes": 1.0,
+    f"{ELEMENTS}.bytes": 1.0,
+    f"{LAYOUT}.bytes": 0.8,
+}
+
+
+class Cost(NamedTuple):
+    seconds: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What goes over a link in one direction: bytes in so many messages, while `sharers` links (this one among them) use the same NIC."""
+
+    bytes: float
+    messages: int = 1
+    sharers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a kernel has to do: operations by (family, element type), bytes to and from memory, and the family that has most to do."""
+
+    flops: tuple[tuple[str, str, float], ...]
+    bytes: float
+    family: str
+
+
+class Prices(Protocol):
+    """One source of seconds for kernels."""
+
+    def seconds(self, kernel: Kernel, device: Device) -> float | None:
+        """Of one run of the kernel, its launch included; None if this source does not know."""
+
+
+# ------------------------------------------------------------------------------------------------ work
+
+
+def family_of(op: Op) -> str:
+    """The family of work an operation belongs to."""
+    return _OF_KIND.get(op.kind) or (LAYOUT if OPS[op.kind].family in ("layout", "state", "source") else ELEMENTS)
+
+
+def work_of(kernel: Kernel) -> Work:
+    """The work of a kernel, whatever it runs on."""
+    return _work(kernel.body.ops, kernel.moved)
+
+
+def _work(ops: Sequence[Op], moved: float) -> Work:
+    flops: dict[tuple[str, str], float] = {}
+    families: dict[str, float] = {}
+    for op in ops:
+        count, family = cost_of(op).flops, family_of(op)
+        families[family] = families.get(family, 0.0) + count
+        if count:
+            dtype = (op.ins or op.outs)[0].type.dtype
+            flops[family, dtype] = flops.get((family, dtype), 0.0) + count
+    # Of nothing computed: anything is more than layout.
+    main = max(families, key=lambda f: (families[f], f != LAYOUT), default=LAYOUT)
+    return Work(tuple((family, dtype, count) for (family, dtype), count in sorted(flops.items())), moved, main)
+
+
+def efficiency_of(device: Device, family: str, what: str = "") -> float:
+    """The share of a device's rate that a family reaches: `what` is an element type, or `bytes` for memory."""
+    given = dict(device.efficiency)
+    for table in (given, EFFICIENCY):
+        for key in (f"{family}.{what}", family):
+            if key in table and not (what == "bytes" and key == family):
+                return table[key]
+    return 1.0
+
+
+def bound(flops: float, moved: float, device: Device) -> float:
+    """No kernel takes less: every operation at the full rate, every byte at the full bandwidth."""
+    return max(flops / device.flops, moved / device.bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Analytic prices; knows every kernel."""
+
+    def seconds(self, kernel: Kernel, device: Device) -> float:
+        return self.of_work(work_of(kernel), device)
+
+    def of_work(self, work: Work, device: Device) -> float:
+        compute = sum(count / (device.flops * efficiency_of(device, family, dtype)) for family, dtype, count in work.flops)
+        memory = work.bytes / (device.bandwidth * efficiency_of(device, work.family, "bytes"))
+        return max(compute, memory) + device.overhead
+
+
+ROOFLINE = Roofline()
+
+
+@dataclass
+class InTurn:
+    """Ask one source after the other, the roofline last. `known` counts the kernels that the others knew, `unknown` those that they did not."""
+
+    sources: Sequence[Prices]
+    known: int = 0
+    unknown: int = 0
+    by_device: Counter[str] = field(default_factory=Counter)
+
+    def seconds(self, kernel: Kernel, device: Device) -> float:
+        for source in self.sources:
+            found = source.seconds(kernel, device)
+            if found is not None:
+                self.known += 1
+                return found
+        self.unknown += 1
+        self.by_device[device.name] += 1
+        return ROOFLINE.seconds(kernel, device)
+
+    def told(self) -> str:
+        """How many of the kernels that were asked for had to be estimated."""
+        total = self.known + self.unknown
+        return f"{self.unknown} of {total} kernels are not in the table of measured times, and are estimated" if self.unknown else ""
+
+
+# ------------------------------------------------------------------------------------------------ costs
+
+
+@overload
+def cost(what: Op | Kernel, where: Device, prices: Prices = ...) -> Cost: ...
+@overload
+def cost(what: Transfer, where: Link, prices: Prices = ...) -> Cost: ...
+def cost(what: Op | Kernel | Transfer, where: Device | Link, prices: Prices = ROOFLINE) -> Cost:
+    """Seconds and bytes of a kernel, or of an operation as a kernel of its own, on a device; of a transfer over a link."""
+    if isinstance(what, Transfer):
+        assert isinstance(where, Link), f"transfers go over links, got {where}"
+        if not what.bytes and not what.messages:
+            return Cost(0.0, 0.0)
+        return Cost(what.messages * where.latency + what.bytes * what.sharers / where.bandwidth, what.bytes)
+    assert isinstance(where, Device), f"kernels run on devices, got {where}"
+    kernel = alone(what) if isinstance(what, Op) else what
+    return Cost(_ask(prices, kernel, where), kernel.moved)
+
+
+def alone(op: Op) -> Kernel:
+    """An operation as a kernel of its own: all operands from memory, all results to memory."""
+    return Kernel(op.kind, (op,), Graph(op.kind, tuple(dict.fromkeys(op.ins)), op.outs, (op,)))
+
+
+def _ask(prices: Prices, kernel: Kernel, device: Device) -> float:
+    found = prices.seconds(kernel, device)
+    return ROOFLINE.seconds(kernel, device) if found is None else found
+
+
+# ------------------------------------------------------------------------------------------------ graphs
+
+
+@dataclass(frozen=True)
+class GraphCost:
+    """A graph divided into kernels once, to be priced on any number of devices. Kernels are those of its annotations, else what `fuse` would choose."""
+
+    graph: Graph
+
+    @cached_property
+    def kernels(self) -> list[Kernel]:
+        return kernels_of(self._chosen)
+
+    @cached_property
+    def _chosen(self) -> Graph:
+        return self.graph if any("kernel" in op.attrs for op in self.graph.ops) else choose_kernels(self.graph)
+
+    @cached_property
+    def _alike(self) -> tuple[list[Kernel], list[int]]:
+        """One kernel of each that differ in names only, and for every kernel which of them it is like."""
+        number: dict[str, int] = {}
+        first: list[Kernel] = []
+        which = []
+        for kernel in self.kernels:
+            if kernel.key not in number:
+                number[kernel.key] = len(first)
+                first.append(kernel)
+            which.append(number[kernel.key])
+        return first, which
+
+    def kernel_seconds(self, device: Device, prices: Prices = ROOFLINE) -> list[float]:
+        """One entry per kernel."""
+        first, which = self._alike
+        found = [_ask(prices, kernel, device) for kernel in first]
+        return [found[i] for i in which]
+
+    def seconds(self, device: Device, prices: Prices = ROOFLINE) -> float:
+        """One call of the graph."""
+        return device.call_overhead + sum(self.kernel_seconds(device, prices))
+
+    def op_seconds(self, device: Device, prices: Prices = ROOFLINE) -> list[float]:
+        """For each operation of the graph its part of the kernel it is in: shares are as its work by itself, and what is computed where it is
+        read costs nothing. They sum up to the kernels' seconds; the call is nobody's."""
+        position = {id(op): i for i, op in enumerate(self._chosen.ops)}
+        parts = [0.0] * len(position)
+        for kernel, seconds in zip(self.kernels, self.kernel_seconds(device, prices), strict=True):
+            weights = [_weight(op, kernel, device) for op in kernel.ops]
+            total = sum(weights)
+            for op, weight in zip(kernel.ops, weights, strict=True):
+                parts[position[id(op)]] = seconds * weight / total if total else seconds / len(weights)
+        return parts
+
+
+def _weight(op: Op, kernel: Kernel, device: Device) -> float:
+    """What an operation adds to its kernel: its arithmetic, and memory for operands that the kernel does not make."""
+    made = {v for other in kernel.ops for v in other.outs}
+    kept = set(kernel.body.outs)
+    moved = sum(v.type.nbytes for v in op.ins if v not in made) + sum(v.type.nbytes for v in op.outs if v in kept)
+    if op.kind in ("accum", "write", "take"):
+        moved += (op.ins or op.outs)[0].type.nbytes
+    return ROOFLINE.of_work(_work((op,), moved), replace(device, overhead=0.0))
+
+
+def graph_seconds(graph: Graph, device: Device, prices: Prices = ROOFLINE) -> float:
+    """Seconds of one call of a graph on a device."""
+    return GraphCost(graph).seconds(device, prices)
+
+
+def op_seconds(graph: Graph, device: Device, prices: Prices = ROOFLINE) -> list[float]:
+    """Seconds of each operation of a graph as a part of its kernel, in order."""
+    return GraphCost(graph).op_seconds(device, prices)
+
+
+def stage_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, str], float]:
+    """Seconds of one call of each stage graph on the device of its stage, by stage and kind (F, B, W, P, N, U)."""
+    if module.cluster is None:
+        raise UsageError("the module names no devices", where=f"@{module.name}", hint="cost needs a bundle, or a dump after `partition`")
+    found: dict[tuple[int, str], float] = {}
+    meshes: Mapping[str, str] = {mesh.name: mesh.devices[0] for mesh in module.meshes}
+    for stage in module.stages:
+        device = module.cluster.device(meshes.get(stage.place, stage.place))
+        for kind in COMPUTE:
+            graph = module.stage_graph(stage.index, kind)
+            if graph is not None:
+                found[stage.index, kind] = graph_seconds(graph, device, prices)
+    return found
+
+
+__all__ = [
+    "EFFICIENCY", "FAMILIES", "ROOFLINE", "Cost", "GraphCost", "InTurn", "Kernel", "Prices", "Roofline", "Transfer", "Work", "alone", "bound", "bytes_moved", "cost",
+    "divide", "efficiency_of", "family_of", "graph_seconds", "op_seconds", "stage_seconds", "work_of",
+]  # fmt: skip
