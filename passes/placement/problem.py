@@ -1,0 +1,118 @@
+"""A placement problem, and what a placement of it costs.
+
+A node takes `times[kind]` on a device of that kind (infinity: it cannot run there) and `memory` wherever it is. Its output costs `transfer` when it
+crosses the border of a device of a kind that pays transfers, in or out, once per node and device however many edges cross. Nodes of one colour
+share a device. With S the nodes on device d of kind t,
+
+    load(d) = sum over S of times[t]
+              + sum of transfer over nodes in S with a successor elsewhere, and nodes elsewhere with a successor in S    if t pays transfers
+    sum over S of memory <= memory of t
+
+and the throughput objective is the largest load: the time per sample of a pipeline that is full.
+
+A split is contiguous when the devices can be put in an order such that edges between forward nodes lead from a device to itself or to later ones.
+Backward nodes are where the forward nodes of their colour are: a device takes a contiguous set of forward nodes with the backward nodes that belong
+to them. Where a colour has backward nodes only, or a backward node no colour, the edges from or to it among backward nodes are read the other
+way round, as those of a forward node that would belong to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`count` equal devices; `memory` is that of each of them, infinity where nobody asks."""
+
+    name: str
+    count: int
+    memory: float = inf
+    pays_transfers: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    name: str
+    times: tuple[float, ...]
+    memory: float = 0.0
+    transfer: float = 0.0
+    colour: int | str | None = None
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`edges` are pairs of positions in `nodes`, from the one that makes a value to one that uses it."""
+
+    kinds: tuple[Kind, ...]
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[int, int], ...]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The kind of every device, kind after kind."""
+        return tuple(k for k, kind in enumerate(self.kinds) for _ in range(kind.count))
+
+    def device_names(self) -> list[str]:
+        return [f"{kind.name} {i}" for kind in self.kinds for i in range(kind.count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`device_of` has a device for every node. `bound`: no placement of this sort is better, so the value is the optimum where they are equal."""
+
+    problem: Problem
+    device_of: tuple[int, ...]
+    value: float
+    bound: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """What the value can be above the optimum, as a part of the value."""
+        return max(0.0, (self.value - self.bound) / self.value) if self.value > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one device has: seconds, of which for transfers, and bytes."""
+
+    total: float
+    transfer: float
+    memory: float
+    nodes: int
+
+
+def loads(problem: Problem, device_of: Sequence[int]) -> list[Load]:
+    """The load of every device, from the definition."""
+    kinds = problem.devices
+    time, moved, memory, count = ([0.0] * len(kinds) for _ in range(4))
+    for node, device in zip(problem.nodes, device_of, strict=True):
+        time[device] += node.times[kinds[device]]
+        memory[device] += node.memory
+        count[device] += 1
+    touched: list[set[int]] = [set() for _ in problem.nodes]
+    for source, target in problem.edges:
+        touched[source].add(device_of[target])
+    for node, device, targets in zip(problem.nodes, device_of, touched, strict=True):
+        elsewhere = targets - {device}
+        for other in elsewhere | {device} if elsewhere else ():
+            moved[other] += node.transfer if problem.kinds[kinds[other]].pays_transfers else 0.0
+    rows = zip(time, moved, memory, count, strict=True)
+    return [Load(seconds + transfer, transfer, held, int(nodes)) for seconds, transfer, held, nodes in rows]
+
+
+def fits(problem: Problem, found: Sequence[Load]) -> bool:
+    """Whether every node can run where it is, and all devices hold what they have."""
+    kinds = problem.devices
+    return all(load.total < inf and holds(problem.kinds[kind], load.memory) for load, kind in zip(found, kinds, strict=True))
+
+
+def holds(kind: Kind, memory: float) -> bool:
+    """Sums of bytes that are no whole numbers are rounded, so limits are met to twelve digits."""
+    return memory <= kind.memory * (1 + 1e-12)

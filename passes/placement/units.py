@@ -1,0 +1,166 @@
+"""What must share a device, and what may share one without loss, made one: a problem over units instead of nodes.
+
+In: a problem. Out: units with times per kind and bytes, an acyclic order among them, and ties: sets of units with a cost that every device pays that has
+some of a tie's units but not all (a node's output, its maker and its users).
+
+Nodes of a colour are one unit, backward nodes with the forward nodes of theirs. The order is that of the edges among forward nodes. A unit without
+forward nodes (orphaned backward nodes) takes its place in the order from the edges among backward nodes, read the other way round. Units in a circle of the
+order can only be on one device: they are one unit.
+
+`absorb` goes on merging as long as that cannot change the optimum. Unit s goes into its neighbour m when wherever m is, s is no worse off beside it: m is the
+only unit that comes right before or after s, every tie of s holds m as well, the time s adds to a device of m's is not more than the ties of just s and
+m would cost there, and memory cannot be exceeded by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import networkx as nx
+
+from .problem import Kind, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """`order` are pairs of units, one before the other; `nodes` what each unit is made of."""
+
+    kinds: tuple[Kind, ...]
+    times: tuple[tuple[float, ...], ...]
+    memory: tuple[float, ...]
+    order: tuple[tuple[int, int], ...]
+    ties: tuple[tuple[frozenset[int], float], ...]
+    nodes: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    def neighbours(self) -> tuple[list[set[int]], list[set[int]]]:
+        """The units right before each unit, and right after it."""
+        before: list[set[int]] = [set() for _ in self.times]
+        after: list[set[int]] = [set() for _ in self.times]
+        for a, b in self.order:
+            before[b].add(a)
+            after[a].add(b)
+        return before, after
+
+    def merged(self, group_of: Sequence[int]) -> Units:
+        """One unit for each group, numbered from 0 on."""
+        count = max(group_of) + 1
+        members: list[list[int]] = [[] for _ in range(count)]
+        for unit, group in enumerate(group_of):
+            members[group].append(unit)
+        ties: dict[frozenset[int], float] = {}
+        for tie, cost in self.ties:
+            groups = frozenset(group_of[u] for u in tie)
+            if len(groups) > 1:
+                ties[groups] = ties.get(groups, 0.0) + cost
+        return Units(
+            self.kinds,
+            tuple(tuple(sum(self.times[u][k] for u in group) for k in range(len(self.kinds))) for group in members),
+            tuple(sum(self.memory[u] for u in group) for group in members),
+            tuple(sorted({(group_of[a], group_of[b]) for a, b in self.order if group_of[a] != group_of[b]})),
+            tuple(sorted(ties.items(), key=lambda row: sorted(row[0]))),
+            tuple(tuple(sorted(n for u in group for n in self.nodes[u])) for group in members),
+        )
+
+    def spread(self, device_of: Sequence[int], count: int) -> tuple[int, ...]:
+        """Devices of the `count` nodes, from those of the units."""
+        found = [-1] * count
+        for nodes, device in zip(self.nodes, device_of, strict=True):
+            for node in nodes:
+                found[node] = device
+        return tuple(found)
+
+
+def units_of(problem: Problem) -> Units:
+    """Colours and circles made one."""
+    colours: dict[object, int] = {}
+    colour_of = [colours.setdefault(i if n.colour is None else (n.colour,), len(colours)) for i, n in enumerate(problem.nodes)]
+    used_by: list[set[int]] = [set() for _ in problem.nodes]
+    order: set[tuple[int, int]] = set()
+    orphaned = set(colour_of) - {c for c, node in zip(colour_of, problem.nodes, strict=True) if not node.backward}
+    for source, target in problem.edges:
+        used_by[source].add(target)
+        pair = colour_of[source], colour_of[target]
+        if not problem.nodes[target].backward:
+            order.add(pair)
+        elif problem.nodes[source].backward and not orphaned.isdisjoint(pair):
+            order.add((pair[1], pair[0]))
+    ties = [(frozenset((i, *used_by[i])), node.transfer) for i, node in enumerate(problem.nodes) if node.transfer > 0 and used_by[i]]
+    single = Units(
+        tuple(kind for kind in problem.kinds if kind.count),
+        tuple(tuple(t for t, kind in zip(n.times, problem.kinds, strict=True) if kind.count) for n in problem.nodes),
+        tuple(node.memory for node in problem.nodes),
+        (),
+        tuple(ties),
+        tuple((i,) for i in range(len(problem.nodes))),
+    )
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(colours)))
+    graph.add_edges_from(sorted(order))
+    circles = sorted(sorted(circle) for circle in nx.strongly_connected_components(graph))
+    circle_of = {colour: i for i, circle in enumerate(circles) for colour in circle}
+    units = single.merged([circle_of[colour] for colour in colour_of])
+    pairs = {(circle_of[a], circle_of[b]) for a, b in order}
+    return Units(units.kinds, units.times, units.memory, tuple(sorted((a, b) for a, b in pairs if a != b)), units.ties, units.nodes)
+
+
+def absorb(units: Units) -> Units:
+    """Merge units into a neighbour as long as the optimum cannot change; the same object where nothing can be."""
+    limit = min((kind.memory for kind in units.kinds), default=inf)
+    roomy = sum(units.memory) <= limit
+    before, after = units.neighbours()
+    group = list(range(len(units)))
+    times, memory = list(units.times), list(units.memory)
+    ties: list[dict[frozenset[int], float]] = [{} for _ in group]
+    for tie, cost in units.ties:
+        for u in tie:
+            ties[u][tie] = ties[u].get(tie, 0.0) + cost
+    waiting = list(range(len(units)))
+    while waiting:
+        s = waiting.pop()
+        if group[s] != s:
+            continue
+        near = before[s] | after[s]
+        if len(near) != 1 or not (roomy or memory[s] == 0):
+            continue
+        (m,) = near
+        if any(m not in tie for tie in ties[s]):
+            continue
+        saved = ties[s].get(frozenset((s, m)), 0.0)
+        if not _worth(units.kinds, times[s], times[m], saved):
+            continue
+        group[s] = m
+        times[m] = tuple(a + b for a, b in zip(times[m], times[s], strict=True))
+        memory[m] += memory[s]
+        before[m].discard(s)
+        after[m].discard(s)
+        for tie, cost in ties[s].items():
+            smaller = tie - {s}
+            for u in smaller:
+                del ties[u][tie]
+                if len(smaller) > 1:
+                    ties[u][smaller] = ties[u].get(smaller, 0.0) + cost
+        # What was kept from going into m, or m itself, may be free now.
+        waiting += [m, *before[m], *after[m]]
+    return units if group == list(range(len(units))) else units.merged(_numbered(group))
+
+
+def _worth(kinds: Sequence[Kind], small: Sequence[float], large: Sequence[float], saved: float) -> bool:
+    """Whether moving the small unit to where the large one is makes no device slower."""
+    return all(s <= (saved if kind.pays_transfers else 0.0) for kind, s, t in zip(kinds, small, large, strict=True) if t < inf)
+
+
+def _numbered(parent: list[int]) -> list[int]:
+    """Groups numbered from 0 on, from links that lead to each group's root."""
+    roots: list[int] = []
+    for unit in range(len(parent)):
+        root = unit
+        while parent[root] != root:
+            root = parent[root]
+        roots.append(root)
+    numbers: Mapping[int, int] = {root: i for i, root in enumerate(sorted(set(roots)))}
+    return [numbers[root] for root in roots]
