@@ -1,0 +1,87 @@
+"""The machine that a schedule is simulated on: what messages go through, and who shares the cores of a host. In: a cluster, and where ranks are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ..ir.cluster import Cluster
+from ..ir.memory import LOOK_AHEAD, POSTED
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a message between two ranks goes through: `shares` are (name, bytes per second) of links and NICs, which all messages with the same name
+    share."""
+
+    shares: tuple[tuple[str, float], ...] = ()
+    latency: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a rank needs of a host's cores: `threads` while it computes, of each of which a quota may leave only a part (`quota`). `copying` are the
+    seconds of a core that it takes to send or receive a byte, beside the computations. `speeds` are those of the host: how fast each of 1, 2, ...
+    busy threads goes compared with one alone."""
+
+    host: str
+    cores: float
+    threads: int = 1
+    quota: float = 1.0
+    copying: float = 0.0
+    speeds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """`posted` None: messages need no posted receive."""
+
+    posted: int | None = POSTED
+    look_ahead: int = LOOK_AHEAD
+    late: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Routes between ranks, and seats of those that share a host's cores; a rank without a seat has its device to itself."""
+
+    route: Callable[[int, int], Route] = lambda source, target: Route()
+    seats: Mapping[int, Seat] = field(default_factory=dict)
+    transport: Transport = Transport()
+
+
+# Messages take no time, and every rank has its device to itself.
+FREE = Machine()
+
+
+def machine_of(
+    cluster: Cluster, devices: Mapping[int, str], seats: Mapping[int, Seat] | None = None, transport: Transport = Transport()
+) -> Machine:
+    """The machine of a cluster file; `devices` says where each rank is. A link has its bandwidth in each direction. A NIC belongs to the host that
+    all links which name it have in common, and has the bandwidth of its fastest link once for what leaves that host and once for what comes; where
+    there is no such host, or a link stays inside it, there is one medium for all."""
+    hosts = {device.name: device.host for device in cluster.devices}
+    speeds: dict[str, float] = {}
+    owners: dict[str, set[str]] = {}
+    for link in cluster.links:
+        if link.nic:
+            ends = {hosts[link.a], hosts[link.b]}
+            speeds[link.nic] = max(speeds.get(link.nic, 0.0), link.bandwidth)
+            owners[link.nic] = owners.get(link.nic, ends) & ends
+    found: dict[tuple[str, str], Route] = {}
+
+    def route(source: int, target: int) -> Route:
+        a, b = devices[source], devices[target]
+        if a == b:
+            return Route()
+        if (a, b) not in found:
+            link = cluster.link(a, b)
+            shares = [(f"{a}>{b}", link.bandwidth)]
+            if link.nic:
+                owner = owners[link.nic] if len(owners[link.nic]) == 1 and hosts[a] != hosts[b] else set()
+                way = "" if not owner else " out" if hosts[a] in owner else " in"
+                shares.append((f"{link.nic}{way}", speeds[link.nic]))
+            found[a, b] = Route(tuple(shares), link.latency)
+        return found[a, b]
+
+    return Machine(route, seats or {}, transport)

@@ -1,0 +1,157 @@
+"""What simulated work shares: links, NICs and the cores of hosts. In: tasks, each with work to do and the resources it uses meanwhile.
+Out: when each is done, as events on the simulation's heap.
+
+A task goes on at a rate of at most `cap` per second, and takes `demand` of every resource it uses for each unit of its rate. Resources are divided
+by max-min fairness: the rates of all tasks rise together (each `weight` times the common level) until a resource is used up or a task is at its cap,
+which then stay as they are, and so on. For messages the rate is bytes per second, and demand and weight are 1. For computations it is how
+fast they go compared with being alone, cap 1, and the demand is that for cores.
+
+Rates change only when a task begins or ends, and only among tasks that are connected through resources that they share; those alone are computed
+anew. Cost of a change: (tasks + resources of the connected part) times the number of different levels in it.
+
+`speeds` is for cores: the speed of each of 1, 2, ... busy threads compared with one alone, where they slow each other down though each has a core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Push = Callable[[float, "Task", int], None]
+
+
+@dataclass(slots=True, eq=False)
+class Resource:
+    """What tasks share. `busy` are the seconds in which some task used it, `moved` the units that went through."""
+
+    name: str
+    capacity: float
+    speeds: tuple[float, ...] = ()
+    tasks: dict[int, Task] = field(default_factory=dict)
+    busy: float = 0.0
+    moved: float = 0.0
+    since: float = 0.0
+
+    def slowed(self, used: float) -> float:
+        """The factor on all speeds while so many cores are in use."""
+        if not self.speeds or used <= 1:
+            return 1.0
+        last = len(self.speeds)
+        if used >= last:
+            return self.speeds[-1]
+        below = int(used)
+        return self.speeds[below - 1] + (used - below) * (self.speeds[below] - self.speeds[below - 1])
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """Work under way; `done` is called at its end. `stamp` marks the one end that still holds."""
+
+    number: int
+    left: float
+    cap: float
+    weight: float
+    demands: Sequence[tuple[Resource, float]]
+    done: Callable[[float], None]
+    rate: float = 0.0
+    at: float = 0.0
+    stamp: int = 0
+
+
+class Sharing:
+    """All tasks under way. `push(time, task, stamp)` puts an end onto the heap; the owner of the heap calls `end` when its time comes."""
+
+    def __init__(self, push: Push) -> None:
+        self._push = push
+        self._number = 0
+
+    def begin(
+        self,
+        now: float,
+        work: float,
+        demands: Sequence[tuple[Resource, float]],
+        done: Callable[[float], None],
+        *,
+        cap: float,
+        weight: float = 1.0,
+    ) -> None:
+        """Start a task with `work` > 0 units to do."""
+        self._number += 1
+        task = Task(self._number, work, cap, weight, demands, done, at=now)
+        for resource, demand in demands:
+            if not resource.tasks:
+                resource.since = now
+            resource.tasks[task.number] = task
+            resource.moved += work * demand
+        self._settle(now, [task], [resource for resource, _ in demands])
+
+    def end(self, now: float, task: Task, stamp: int) -> None:
+        """An end that was pushed has come; one that no longer holds is passed over."""
+        if stamp != task.stamp:
+            return
+        for resource, _ in task.demands:
+            del resource.tasks[task.number]
+            if not resource.tasks:
+                resource.busy += now - resource.since
+        self._settle(now, [], [resource for resource, _ in task.demands])
+        task.done(now)
+
+    def _settle(self, now: float, tasks: list[Task], resources: list[Resource]) -> None:
+        """New rates for all that is connected with these, and new ends where a rate has changed."""
+        part = {task.number: task for task in tasks}
+        reached = dict.fromkeys(resources)
+        open_ = list(reached)
+        while open_:
+            for number, task in open_.pop().tasks.items():
+                if number not in part:
+                    part[number] = task
+                    fresh = [r for r, _ in task.demands if r not in reached]
+                    reached |= dict.fromkeys(fresh)
+                    open_ += fresh
+        rates = fair_rates(part.values())
+        for number, task in part.items():
+            rate = rates[number]
+            if rate != task.rate:
+                task.left = max(0.0, task.left - task.rate * (now - task.at))
+                task.at, task.rate = now, rate
+                task.stamp += 1
+                self._push(now + task.left / rate, task, task.stamp)
+
+
+def fair_rates(tasks: Iterable[Task]) -> dict[int, float]:
+    """Max-min fair rates of tasks that share resources with nobody else."""
+    listed = sorted(tasks, key=lambda task: task.number)
+    growing = {task.number: task for task in listed}
+    rates: dict[int, float] = {}
+    free = {resource: resource.capacity for task in listed for resource, _ in task.demands}
+    pull = dict.fromkeys(free, 0.0)
+    for task in listed:
+        for resource, demand in task.demands:
+            pull[resource] += demand * task.weight
+    while growing:
+        level = min(task.cap / task.weight for task in growing.values())
+        full: list[Resource] = []
+        for resource, amount in pull.items():
+            if amount > 0:
+                reach = free[resource] / amount
+                if reach < level:
+                    level, full = reach, [resource]
+                elif reach == level:
+                    full.append(resource)
+        stopped = {number: task for resource in full for number, task in resource.tasks.items() if number in growing}
+        stopped |= {number: task for number, task in growing.items() if task.cap / task.weight <= level}
+        for number, task in stopped.items():
+            del growing[number]
+            rates[number] = level * task.weight
+            for resource, demand in task.demands:
+                free[resource] = max(0.0, free[resource] - demand * rates[number])
+                pull[resource] = pull[resource] - demand * task.weight if any(n in growing for n in resource.tasks) else 0.0
+    return _slowed(listed, rates, free)
+
+
+def _slowed(tasks: Sequence[Task], rates: dict[int, float], free: Mapping[Resource, float]) -> dict[int, float]:
+    """Rates where busy cores slow each other down."""
+    factors = {resource: resource.slowed(resource.capacity - left) for resource, left in free.items() if resource.speeds}
+    if not factors:
+        return rates
+    return {t.number: rates[t.number] * min((factors[r] for r, _ in t.demands if r in factors), default=1.0) for t in tasks}
