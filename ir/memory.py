@@ -22,11 +22,11 @@ counted: a worker measures them before it loads its variables.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .graph import GRAD, PARAM, STATE, Graph, Module, Value
-from .schedule import COMPUTE, PHASES, RECEIVES, Action
+from .schedule import COMPUTE, PHASES, RECEIVES, Action, Schedule
 from .storage import planned_blocks
 
 BATCHES = 3
@@ -83,15 +83,8 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     # One more than are ahead: a batch counts as finished when the loss is known, and stages before that one still work on it.
     data = 0 if _on_gpu(module, stage) else (BATCHES_AHEAD + 1) * batch
     walk = _Walk(module, stage, graphs)
-    drops = any(a.kind == "D" for a in (*module.schedule.ranks[rank].start, *module.schedule.ranks[rank].batch))
-    actions = list(module.schedule.expand(rank, BATCHES))
-    others = [action for action in actions if action.kind != "D"]
-    done = 0
-    for action in actions:
-        for later in others[done : done + 1 + LOOK_AHEAD]:
-            walk.post(later)
-        walk.step(action, drops)
-        done += action.kind != "D"
+    for _ in walk.follow(module.schedule, rank, BATCHES):
+        pass
     return Memory(
         stage,
         **fixed,
@@ -102,6 +95,19 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
         peak=sum(fixed.values()) + data + walk.peak,
         in_flight=walk.in_flight,
     )
+
+
+def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Action, int, int]]:
+    """After each action of a run: bytes that live then, and bytes that the process holds (freed blocks of results and messages are kept for the next).
+    With variables and data, as `measure_memory` counts them; temporaries of a graph are held from its first call on, and live during it."""
+    assert module.schedule is not None, "memory needs a schedule"
+    program = module.schedule.ranks[rank]
+    stage = next(a.stage for a in (*program.start, *program.batch))
+    row = _stage_memory(module, rank, stage)
+    walk = _Walk(module, stage, {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))})
+    for action in walk.follow(module.schedule, rank, batches):
+        values = sum(walk.now.values()) + walk.coming
+        yield action, row.fixed + row.data + values, row.fixed + row.data + sum(pool.bytes for pool in walk.pools.values())
 
 
 def _on_gpu(module: Module, stage: int) -> bool:
@@ -150,6 +156,19 @@ class _Walk:
         self.lingering: dict[tuple[str, int], list[int]] = {}
         self.coming = 0  # bytes of messages that may come before their action
         self.activations = self.boundary = self.workspace = self.peak = self.in_flight = 0
+
+    def follow(self, schedule: Schedule, rank: int, batches: int) -> Iterator[Action]:
+        """Run through the program of a rank; each action is handed out when it is done."""
+        actions = list(schedule.expand(rank, batches))
+        drops = any(a.kind == "D" for a in actions)
+        others = [action for action in actions if action.kind != "D"]
+        done = 0
+        for action in actions:
+            for later in others[done : done + 1 + LOOK_AHEAD]:
+                self.post(later)
+            self.step(action, drops)
+            done += action.kind != "D"
+            yield action
 
     def post(self, action: Action) -> None:
         """A receive that lies ahead: from now on there is memory for it, unless its channel has enough."""

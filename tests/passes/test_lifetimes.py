@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.ir.errors import UsageError
-from penstock.ir.memory import measure_memory
+from penstock.ir.memory import BATCHES, measure_memory, memory_curve
 from penstock.ir.storage import planned_blocks
 from penstock.ir.text import parse_module
 from penstock.passes.communicate import communicate
@@ -106,6 +106,20 @@ def test_memory_is_known_before_drops_are_placed(toy):
         with_drops = pipeline(toy(3, trains=SCHEDULES[kind].trains), kind, 4)
         without = with_drops.but(schedule=with_drops.schedule.rewrite(lambda a: () if a.kind == "D" else (a,)))
         assert memory_table(without) == memory_table(with_drops)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "2bw", "zb-1f1b"])
+def test_the_curve_over_a_run_ends_at_the_peak(toy, kind):
+    module = pipeline(toy(3), kind, 4)
+    for rank, row in measure_memory(module).items():
+        curve = list(memory_curve(module, rank, BATCHES))
+        assert [action for action, _, _ in curve] == list(module.schedule.expand(rank, BATCHES))
+        assert all(row.fixed + row.data <= live <= held for _, live, held in curve)
+        held = [held for _, _, held in curve]
+        assert held == sorted(held)
+        assert held[-1] == row.peak
+        # At the end of the run nothing of a microbatch is left.
+        assert curve[-1][1] == row.fixed + row.data
 
 
 def test_order_of_passes_is_checked(toy):
