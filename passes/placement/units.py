@@ -7,15 +7,15 @@ Nodes of a colour are one unit, backward nodes with the forward nodes of theirs.
 forward nodes (orphaned backward nodes) takes its place in the order from the edges among backward nodes, read the other way round. Units in a circle of the
 order can only be on one device: they are one unit.
 
-`absorb` goes on merging as long as that cannot change the optimum. Unit s goes into its neighbour m when wherever m is, s is no worse off beside it: m is the
-only unit that comes right before or after s, every tie of s holds m as well, the time s adds to a device of m's is not more than the ties of just s and
+`absorb` goes on merging as long as that cannot change the optimum. Unit s goes into unit m when wherever m is, s is no worse off beside it: no other
+unit comes right before or after s, every tie of s holds m as well, the time s adds to a device of m's is not more than the ties of just s and
 m would cost there, and memory cannot be exceeded by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 import networkx as nx
@@ -25,7 +25,7 @@ from .problem import Kind, Problem
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """`order` are pairs of units, one before the other; `nodes` what each unit is made of."""
+    """`order` are pairs of units, one before the other; `nodes` what each unit is made of, `heads` the node of each that others were absorbed by."""
 
     kinds: tuple[Kind, ...]
     times: tuple[tuple[float, ...], ...]
@@ -33,6 +33,7 @@ class Units:
     order: tuple[tuple[int, int], ...]
     ties: tuple[tuple[frozenset[int], float], ...]
     nodes: tuple[tuple[int, ...], ...]
+    heads: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.times)
@@ -46,8 +47,8 @@ class Units:
             after[a].add(b)
         return before, after
 
-    def merged(self, group_of: Sequence[int]) -> Units:
-        """One unit for each group, numbered from 0 on."""
+    def merged(self, group_of: Sequence[int], lead: Collection[int] = ()) -> Units:
+        """One unit for each group, numbered from 0 on; the head of a group is that of its first unit, or of one that is to `lead`."""
         count = max(group_of) + 1
         members: list[list[int]] = [[] for _ in range(count)]
         for unit, group in enumerate(group_of):
@@ -64,6 +65,7 @@ class Units:
             tuple(sorted({(group_of[a], group_of[b]) for a, b in self.order if group_of[a] != group_of[b]})),
             tuple(sorted(ties.items(), key=lambda row: sorted(row[0]))),
             tuple(tuple(sorted(n for u in group for n in self.nodes[u])) for group in members),
+            tuple(self.heads[next((u for u in group if u in lead), group[0])] for group in members),
         )
 
     def spread(self, device_of: Sequence[int], count: int) -> tuple[int, ...]:
@@ -75,8 +77,8 @@ class Units:
         return tuple(found)
 
 
-def units_of(problem: Problem) -> Units:
-    """Colours and circles made one."""
+def units_of(problem: Problem, contiguous: bool = True) -> Units:
+    """Colours and circles made one; only colours, without an order, where splits need not be contiguous."""
     colours: dict[object, int] = {}
     colour_of = [colours.setdefault(i if n.colour is None else (n.colour,), len(colours)) for i, n in enumerate(problem.nodes)]
     used_by: list[set[int]] = [set() for _ in problem.nodes]
@@ -85,6 +87,8 @@ def units_of(problem: Problem) -> Units:
     for source, target in problem.edges:
         used_by[source].add(target)
         pair = colour_of[source], colour_of[target]
+        if not contiguous:
+            continue
         if not problem.nodes[target].backward:
             order.add(pair)
         elif problem.nodes[source].backward and not orphaned.isdisjoint(pair):
@@ -97,6 +101,7 @@ def units_of(problem: Problem) -> Units:
         (),
         tuple(ties),
         tuple((i,) for i in range(len(problem.nodes))),
+        tuple(range(len(problem.nodes))),
     )
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(colours)))
@@ -105,7 +110,7 @@ def units_of(problem: Problem) -> Units:
     circle_of = {colour: i for i, circle in enumerate(circles) for colour in circle}
     units = single.merged([circle_of[colour] for colour in colour_of])
     pairs = {(circle_of[a], circle_of[b]) for a, b in order}
-    return Units(units.kinds, units.times, units.memory, tuple(sorted((a, b) for a, b in pairs if a != b)), units.ties, units.nodes)
+    return replace(units, order=tuple(sorted((a, b) for a, b in pairs if a != b)))
 
 
 def absorb(units: Units) -> Units:
@@ -125,9 +130,11 @@ def absorb(units: Units) -> Units:
         if group[s] != s:
             continue
         near = before[s] | after[s]
-        if len(near) != 1 or not (roomy or memory[s] == 0):
+        # Without neighbours in the order it may stand anywhere.
+        hosts = near or (frozenset.intersection(*ties[s]) - {s} if ties[s] else frozenset())
+        if not hosts or len(near) > 1 or not (roomy or memory[s] == 0):
             continue
-        (m,) = near
+        m = min(hosts)
         if any(m not in tie for tie in ties[s]):
             continue
         saved = ties[s].get(frozenset((s, m)), 0.0)
@@ -146,7 +153,8 @@ def absorb(units: Units) -> Units:
                     ties[u][smaller] = ties[u].get(smaller, 0.0) + cost
         # What was kept from going into m, or m itself, may be free now.
         waiting += [m, *before[m], *after[m]]
-    return units if group == list(range(len(units))) else units.merged(_numbered(group))
+    roots = {u for u, host in enumerate(group) if u == host}
+    return units if len(roots) == len(units) else units.merged(_numbered(group), roots)
 
 
 def _worth(kinds: Sequence[Kind], small: Sequence[float], large: Sequence[float], saved: float) -> bool:
