@@ -16,6 +16,8 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= demo-out
+TEST_PROCESSES ?= 2
+TEST_SECONDS ?= 600
 
 # The first interpreter that is new enough and can make environments; `make PYTHON=/path/to/python` chooses another.
 CAN_MAKE_ENVIRONMENTS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
@@ -42,8 +44,11 @@ $(VENV)/ready: pyproject.toml constraints.txt
 demo: $(VENV)/ready
 	$(BIN)/penstock demo --out $(OUT)
 
+# Most tests use one core: two processes share them, a file at a time, so that none makes what another file's tests share. A test that hangs
+# ends its process after TEST_SECONDS, with all stacks and a failure that names it, and a new process goes on.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+		-o faulthandler_timeout=$(TEST_SECONDS) -o faulthandler_exit_on_timeout=true
 
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m slow
