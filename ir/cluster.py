@@ -1,80 +1,69 @@
-"""The cluster: devices with their memory spaces and rates, and the links between them.
+"""The cluster: hosts, devices with their memory spaces and rates, and the links between them.
 
-A cluster file is TOML, with one table per device and per link; every key but the name has a default:
+    Device     where a stage runs, and what it can do; `flops` is the rate of a large float32 product, `efficiency` what families of work reach of it
+    Link       a two-way connection between two devices
+    Host       where devices are, and the network card through which its links go
+    LinkClass  what a pair of devices without a link of its own gets, by kind: same-host, other-host, host-to-device
+    Path       what a transfer from one device to another goes through: rate, latency, and what it shares with other transfers
 
-    [[device]]                          [[link]]
-    name = "cpu:0"                      a = "cpu:0"
-    kind = "cpu"          # or cuda     b = "cpu:1"
-    host = "localhost"                  bandwidth = 2e9     # bytes per second
-    threads = 1                         latency = 5e-5      # seconds
-    memory = "8 GiB"      # or bytes    nic = ""            # links with the same NIC share its bandwidth
-    flops = 5e10          # float32 operations per second
-    bandwidth = 1e10      # memory, bytes per second
-    target = "native"     # code generation target
-
-A device of kind cuda (or gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the architecture; its rates are by default those of
-the usual card of that architecture. Pairs of devices without a link entry get the defaults of their kind of connection: same host, or another host.
+Files are read and written by cluster_file.py, which says what they look like.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
+from functools import cached_property
+from typing import NamedTuple
 
 from .errors import UsageError
 from .graph import Scalar
+from .machine import Gpu, gpus, usable_cores, usable_memory
 
 KINDS = {"cpu": "ram", "cuda": "hbm"}
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
 # Float32 operations and bytes per second by data sheet (A100, A40, L40S, H100): what a plan starts from when the file does not say.
 CUDA_RATES = {"sm_80": (1.95e13, 1.55e12), "sm_86": (3.74e13, 6.96e11), "sm_89": (9.16e13, 8.64e11), "sm_90": (6.7e13, 3.35e12)}
-SAME_HOST = (2e9, 5e-5)
-OTHER_HOST = (1e9, 2e-4)
+# Operations per second of one thread of a processor, and bytes per second of its memory, where nothing is said.
+THREAD_FLOPS, CPU_BANDWIDTH = 5e10, 1e10
+SAME_HOST, OTHER_HOST, HOST_TO_DEVICE = "same-host", "other-host", "host-to-device"
+# Bytes per second and seconds of pairs of devices that neither a link nor the cluster says anything of: gloo on one host, a fast network, PCIe.
+CLASSES = {SAME_HOST: (2e9, 5e-5), OTHER_HOST: (1e9, 2e-4), HOST_TO_DEVICE: (1e10, 5e-5)}
 # Seconds of a kernel's launch, and of a call of a stage, where nothing was measured.
 KERNEL_OVERHEAD, CALL_OVERHEAD = 1e-6, 5e-5
 EFFICIENCY_PREFIX = "efficiency."
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """`spaces` are (name, bytes) pairs; the first one holds tensors. `flops` (of a large float32 product) and `bandwidth` are rates of one device,
-    all threads. `efficiency` are shares of them that families of work reach (passes/cost.py), by name. `overhead` are seconds that a kernel takes
-    beside its work, `call_overhead` those that a call of a stage takes beside its kernels."""
+    all threads. What fits into `cache` bytes moves at `cache_bandwidth` (0: nothing does). `efficiency` are shares of the rates that families of
+    work reach (passes/cost.py), by name. `overhead` are seconds that a kernel takes beside its work, `call_overhead` those that a call of a
+    stage takes beside its kernels."""
 
     name: str
     kind: str = "cpu"
     host: str = "localhost"
     target: str = "native"
     threads: int = 1
-    flops: float = 5e10
-    bandwidth: float = 1e10
+    flops: float = THREAD_FLOPS
+    bandwidth: float = CPU_BANDWIDTH
     spaces: tuple[tuple[str, int], ...] = ()
+    cache: int = 0
+    cache_bandwidth: float = 0.0
     overhead: float = KERNEL_OVERHEAD
     call_overhead: float = CALL_OVERHEAD
     efficiency: tuple[tuple[str, float], ...] = ()
 
     def fields(self) -> dict[str, Scalar]:
-        """What text says of a device: the overheads only where they are not the usual ones."""
-        measured: dict[str, Scalar] = {}
-        if self.overhead != KERNEL_OVERHEAD:
-            measured["overhead"] = self.overhead
-        if self.call_overhead != CALL_OVERHEAD:
-            measured["call_overhead"] = self.call_overhead
-        return {
-            "kind": self.kind,
-            "host": self.host,
-            "target": self.target,
-            "threads": self.threads,
-            "flops": self.flops,
-            "bandwidth": self.bandwidth,
-            **measured,
-            **{f"{EFFICIENCY_PREFIX}{key}": share for key, share in self.efficiency},
-        }
+        """What text says of a device; of what few devices have, only what is not usual."""
+        always = ("kind", "host", "target", "threads", "flops", "bandwidth")
+        usual = {f.name: f.default for f in fields(Device)}
+        found = {key: getattr(self, key) for key in always}
+        found |= {k: getattr(self, k) for k in ("cache", "cache_bandwidth", "overhead", "call_overhead") if getattr(self, k) != usual[k]}
+        return found | {f"{EFFICIENCY_PREFIX}{key}": share for key, share in self.efficiency}
 
     @staticmethod
     def from_fields(name: str, given: Mapping[str, Scalar], spaces: tuple[tuple[str, int], ...]) -> Device:
@@ -95,8 +84,8 @@ class Link:
 
     a: str
     b: str
-    bandwidth: float = SAME_HOST[0]
-    latency: float = SAME_HOST[1]
+    bandwidth: float = CLASSES[SAME_HOST][0]
+    latency: float = CLASSES[SAME_HOST][1]
     nic: str = ""
 
     def fields(self) -> dict[str, Scalar]:
@@ -108,6 +97,54 @@ class Link:
         return Link(a, b, **given)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine. `address` and `interface` say how other hosts reach it. Links to other hosts that no entry describes go through its network card:
+    `nic_bandwidth` (0: as fast as the links) is shared by all of them, in each direction; `nic_latency` comes on top of that of the link."""
+
+    name: str
+    address: str = ""
+    interface: str = ""
+    nic_bandwidth: float = 0.0
+    nic_latency: float = 0.0
+
+    def fields(self) -> dict[str, Scalar]:
+        return {f.name: getattr(self, f.name) for f in fields(Host) if f.name != "name" and getattr(self, f.name) != f.default}
+
+    @staticmethod
+    def from_fields(name: str, given: Mapping[str, Scalar]) -> Host:
+        _refuse_unknown(given, Host)
+        return Host(name, **given)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClass:
+    """What pairs of devices of one kind get that have no link of their own: `same-host`, `other-host` or `host-to-device`."""
+
+    kind: str
+    bandwidth: float
+    latency: float
+
+    def fields(self) -> dict[str, Scalar]:
+        return {"bandwidth": self.bandwidth, "latency": self.latency}
+
+    @staticmethod
+    def from_fields(kind: str, given: Mapping[str, Scalar]) -> LinkClass:
+        _refuse_unknown(given, LinkClass)
+        if kind not in CLASSES:
+            raise ValueError(f"no class of links {kind!r}, expected one of {', '.join(CLASSES)}")
+        return LinkClass(kind, **given)  # type: ignore[arg-type]
+
+
+class Path(NamedTuple):
+    """What a transfer goes through. `shares` are (name, bytes per second) of what it has in common with other transfers: network cards, those of hosts
+    by direction, as they send and receive at once."""
+
+    bandwidth: float
+    latency: float
+    shares: tuple[tuple[str, float], ...] = ()
+
+
 def _refuse_unknown(given: Mapping[str, Scalar], kind: type) -> None:
     known = {f.name: f.type for f in fields(kind)}
     for key in given:
@@ -115,34 +152,105 @@ def _refuse_unknown(given: Mapping[str, Scalar], kind: type) -> None:
             raise ValueError(f"unknown key {key!r}, expected one of {', '.join(known)}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cluster:
+    """`classes` are those that differ from the usual ones. A host that no entry describes has no network card worth knowing."""
+
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
+    hosts: tuple[Host, ...] = ()
+    classes: tuple[LinkClass, ...] = ()
+
+    @cached_property
+    def _devices(self) -> dict[str, Device]:
+        return {device.name: device for device in reversed(self.devices)}
+
+    @cached_property
+    def _links(self) -> dict[frozenset[str], Link]:
+        return {frozenset((link.a, link.b)): link for link in reversed(self.links)}
+
+    @cached_property
+    def _hosts(self) -> dict[str, Host]:
+        return {host.name: host for host in self.hosts}
+
+    @cached_property
+    def _cards(self) -> dict[str, tuple[float, frozenset[str]]]:
+        """Of each named network card its rate, that of the fastest of its links, and the hosts that all of its links touch."""
+        found: dict[str, tuple[float, frozenset[str]]] = {}
+        for link in self.links:
+            if link.nic:
+                ends = frozenset(self.device(end).host for end in (link.a, link.b))
+                rate, owners = found.get(link.nic, (0.0, ends))
+                found[link.nic] = max(rate, link.bandwidth), owners & ends
+        return found
 
     def device(self, name: str) -> Device:
-        for device in self.devices:
-            if device.name == name:
-                return device
-        raise UsageError(f"no device {name!r} in the cluster", hint=f"it has {', '.join(d.name for d in self.devices)}")
+        found = self._devices.get(name)
+        if found is None:
+            raise UsageError(f"no device {name!r} in the cluster", hint=f"it has {', '.join(d.name for d in self.devices)}")
+        return found
 
     def link(self, a: str, b: str) -> Link:
-        """The connection between two devices, by entry or by default."""
-        for link in self.links:
-            if {link.a, link.b} == {a, b}:
-                return link
-        same = self.device(a).host == self.device(b).host
-        return Link(a, b, *(SAME_HOST if same else OTHER_HOST))
+        """The connection between two devices, by entry or by class. That of a class is no faster than the network cards it goes through."""
+        found = self._links.get(frozenset((a, b)))
+        return found if found is not None else self._by_class(a, b)
+
+    def _by_class(self, a: str, b: str) -> Link:
+        first, second = self.device(a), self.device(b)
+        if first.host == second.host:
+            kind = HOST_TO_DEVICE if "cuda" in (first.kind, second.kind) else SAME_HOST
+            return Link(a, b, *self.link_class(kind))
+        bandwidth, latency = self.link_class(OTHER_HOST)
+        cards = [self._hosts[h] for h in (first.host, second.host) if h in self._hosts]
+        rates = [card.nic_bandwidth for card in cards if card.nic_bandwidth]
+        if rates and not any(c.kind == OTHER_HOST for c in self.classes):
+            bandwidth = min(rates)  # better than a guess
+        return Link(a, b, min((bandwidth, *rates)), latency + sum(card.nic_latency for card in cards))
+
+    def link_class(self, kind: str) -> tuple[float, float]:
+        """Bandwidth and latency of a class of links."""
+        return next(((c.bandwidth, c.latency) for c in self.classes if c.kind == kind), CLASSES[kind])
+
+    def path(self, a: str, b: str) -> Path:
+        """What a transfer from `a` to `b` goes through. The card of a link is shared by direction where all its links have one host in common and
+        this one leaves it; otherwise it is one medium for all. Links by class share the cards of both hosts."""
+        link, source, target = self.link(a, b), self.device(a), self.device(b)
+        shares: list[tuple[str, float]] = []
+        if link.nic:
+            rate, owners = self._cards[link.nic]
+            way = "" if len(owners) != 1 or source.host == target.host else " out" if source.host in owners else " in"
+            shares.append((f"{link.nic}{way}", rate))
+        elif frozenset((a, b)) not in self._links and source.host != target.host:
+            for host, way in ((source.host, "out"), (target.host, "in")):
+                card = self._hosts.get(host)
+                if card is not None and card.nic_bandwidth:
+                    shares.append((f"nic of {host} {way}", card.nic_bandwidth))
+        return Path(link.bandwidth, link.latency, tuple(shares))
 
     @staticmethod
-    def local(count: int) -> Cluster:
-        """`count` equal CPU devices on this machine, sharing its threads and memory evenly."""
+    def local(count: int | None = None, threads: Sequence[int] = ()) -> Cluster:
+        """CPU devices on this machine: `count` equal ones that share its threads and memory evenly, or one for each number of threads, with memory
+        in proportion to them. Rates are guesses; `penstock doctor` measures them."""
+        if count is None:
+            count = len(threads) or 1
         if count < 1:
             raise UsageError(f"a cluster needs at least one device, got {count}")
-        threads = max(1, usable_cores() // count)
-        memory = _physical_memory() // count // 2**30 * 2**30
-        spaces = (("ram", memory),) if memory else ()
-        return Cluster(tuple(Device(f"cpu:{i}", threads=threads, flops=5e10 * threads, spaces=spaces) for i in range(count)))
+        if threads and (len(threads) != count or min(threads) < 1):
+            raise UsageError(f"{count} devices need {count} numbers of threads of 1 or more, got {', '.join(map(str, threads))}")
+        each = tuple(threads) or (max(1, usable_cores() // count),) * count
+        total = usable_memory()
+        rams = [total * n // sum(each) // 2**30 * 2**30 or total * n // sum(each) for n in each]
+        return Cluster(
+            tuple(
+                Device(f"cpu:{i}", threads=n, flops=THREAD_FLOPS * n, spaces=(("ram", ram),) if ram else ())
+                for i, (n, ram) in enumerate(zip(each, rams, strict=True))
+            )
+        )
+
+    @staticmethod
+    def detect() -> Cluster:
+        """The devices of this machine, nothing measured: its NVIDIA devices where a driver answers, and one CPU device with all cores."""
+        return Cluster((*Cluster.local(1).devices, *(device_of_gpu(gpu) for gpu in gpus()[0])))
 
     @staticmethod
     def listed(names: str) -> Cluster:
@@ -162,22 +270,16 @@ class Cluster:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Cluster:
-        """Read a cluster file; one UsageError lists everything that is wrong with it."""
-        try:
-            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise UsageError(f"cannot read the cluster: {error}", where=str(path)) from error
-        return _ClusterReader(str(path)).read(data)
+        """Read a cluster file, TOML or YAML; one UsageError lists everything that is wrong with it."""
+        from .cluster_file import read_cluster
+
+        return read_cluster(path)
 
     def to_toml(self) -> str:
         """The cluster file that `load` reads back as this cluster."""
-        lines: list[str] = []
-        for device in self.devices:
-            lines += ["[[device]]", f'name = "{device.name}"', *_toml_fields(device.fields())]
-            lines += [f"memory = {size}" for _, size in device.spaces[:1]] + [""]
-        for link in self.links:
-            lines += ["[[link]]", f'a = "{link.a}"', f'b = "{link.b}"', *_toml_fields(link.fields()), ""]
-        return "\n".join(lines)
+        from .cluster_file import cluster_toml
+
+        return cluster_toml(self)
 
 
 def is_architecture(name: str) -> bool:
@@ -185,109 +287,33 @@ def is_architecture(name: str) -> bool:
     return _ARCHITECTURE.fullmatch(name) is not None
 
 
+def cuda_rates(target: str) -> tuple[float, float]:
+    """Operations and bytes per second of the usual card of an architecture."""
+    return CUDA_RATES.get(target, CUDA_RATES["sm_80"])
+
+
 def _cuda_device(name: str, target: str) -> Device:
-    flops, bandwidth = CUDA_RATES.get(target, CUDA_RATES["sm_80"])
+    flops, bandwidth = cuda_rates(target)
     return Device(name, "cuda", target=target, flops=flops, bandwidth=bandwidth)
 
 
-def _toml_fields(given: Mapping[str, Scalar]) -> list[str]:
-    return [f'{k} = "{v}"' if isinstance(v, str) else f"{k} = {v!r}" for k, v in given.items()]
+def device_of_gpu(gpu: Gpu) -> Device:
+    """A device for a GPU of this machine, with the rates of its architecture and what its driver says."""
+    flops, bandwidth = cuda_rates(gpu.arch)
+    spaces = (("hbm", gpu.memory),) if gpu.memory else ()
+    return Device(f"cuda:{gpu.index}", "cuda", target=gpu.arch, flops=flops, bandwidth=gpu.bandwidth or bandwidth, spaces=spaces)
 
 
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _physical_memory() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return 0
-
-
-class _ClusterReader:
-    """Checks a parsed cluster file and collects every problem before complaining."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.problems: list[str] = []
-
-    def read(self, data: Mapping[str, object]) -> Cluster:
-        self.problems += [f"unknown table [{key}], expected [[device]] and [[link]]" for key in data if key not in ("device", "link")]
-        devices = [self._device(i, table) for i, table in enumerate(self._tables(data, "device"))]
-        links = [self._link(i, table) for i, table in enumerate(self._tables(data, "link"))]
-        names = [d.name for d in devices]
-        self.problems += [f"device {n!r} is listed twice" for n in sorted({n for n in names if names.count(n) > 1})]
-        self.problems += [f"link {i}: no device {end!r}" for i, link in enumerate(links) for end in (link.a, link.b) if end not in names]
-        if not devices:
-            self.problems.append("there is no [[device]]")
-        if self.problems:
-            raise UsageError("the cluster has problems:" + "".join(f"\n  - {p}" for p in self.problems), where=self.path)
-        return Cluster(tuple(devices), tuple(links))
-
-    def _tables(self, data: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
-        found = data.get(key, [])
-        if isinstance(found, list) and all(isinstance(t, dict) for t in found):
-            return found
-        self.problems.append(f"[{key}] must be a list of tables, written [[{key}]]")
-        return []
-
-    def _take(self, where: str, table: Mapping[str, object], spec: Mapping[str, tuple[type, Scalar]]) -> dict[str, Scalar]:
-        values: dict[str, Scalar] = {key: default for key, (_, default) in spec.items()}
-        for key, value in table.items():
-            if key not in spec:
-                self.problems.append(f"{where}: unknown key {key!r}, expected one of {', '.join(spec)}")
-                continue
-            kind = spec[key][0]
-            if kind is float and type(value) is int:
-                value = float(value)
-            if type(value) is not kind:
-                self.problems.append(f"{where}: {key} must be {kind.__name__}, got {value!r}")
-            elif kind is not str and not value > 0 and key != "latency":  # type: ignore[operator]
-                self.problems.append(f"{where}: {key} must be positive, got {value!r}")
-            else:
-                values[key] = value  # type: ignore[assignment]
-        return values
-
-    def _device(self, index: int, table: Mapping[str, object]) -> Device:
-        where = f"device {table.get('name', index)!r}"
-        memory = self._bytes(where, table.get("memory"))
-        spec: dict[str, tuple[type, Scalar]] = {
-            "name": (str, ""), "kind": (str, "cpu"), "host": (str, "localhost"), "target": (str, "native"), "threads": (int, 1), "flops": (float, 5e10), "bandwidth": (float, 1e10), "arch": (str, ""),
-        }  # fmt: skip
-        if table.get("kind") in ("cuda", "gpu"):
-            table = {**table, "kind": "cuda"}
-            target = table.get("arch", table.get("target"))
-            if not isinstance(target, str) or not is_architecture(target):
-                self.problems.append(f'{where}: a cuda device needs an architecture, e.g. arch = "sm_90"')
-            flops, bandwidth = CUDA_RATES.get(str(target), CUDA_RATES["sm_80"])
-            spec |= {"target": (str, ""), "flops": (float, flops), "bandwidth": (float, bandwidth)}
-        elif "arch" in table:
-            self.problems.append(f"{where}: arch is for cuda devices; a cpu has a target")
-        values = self._take(where, {k: v for k, v in table.items() if k != "memory"}, spec)
-        arch = values.pop("arch")
-        if arch:
-            values["target"] = arch
-        if not values["name"] or any(c.isspace() for c in str(values["name"])):
-            self.problems.append(f"{where}: needs a name without blanks")
-        if values["kind"] not in KINDS:
-            self.problems.append(f"{where}: kind must be one of {', '.join(KINDS)}, got {values['kind']!r}")
-        space = KINDS.get(str(values["kind"]), "ram")
-        return Device(**values, spaces=((space, memory),) if memory else ())  # type: ignore[arg-type]
-
-    def _link(self, index: int, table: Mapping[str, object]) -> Link:
-        spec: dict[str, tuple[type, Scalar]] = {
-            "a": (str, ""), "b": (str, ""), "bandwidth": (float, SAME_HOST[0]), "latency": (float, SAME_HOST[1]), "nic": (str, ""),
-        }  # fmt: skip
-        return Link(**self._take(f"link {index}", table, spec))  # type: ignore[arg-type]
-
-    def _bytes(self, where: str, value: object) -> int | None:
-        if value is None or (type(value) is int and value > 0):
-            return value
-        number, _, unit = str(value).strip().partition(" ")
-        try:
-            return int(float(number) * _UNITS[unit.strip().upper() or "B"])
-        except (ValueError, KeyError):
-            self.problems.append(f"{where}: memory must be bytes or a size like '8 GiB', got {value!r}")
-            return None
+__all__ = [
+    "CLASSES",
+    "Cluster",
+    "Device",
+    "Host",
+    "Link",
+    "LinkClass",
+    "Path",
+    "cuda_rates",
+    "device_of_gpu",
+    "is_architecture",
+    "usable_cores",
+]

@@ -1,7 +1,9 @@
 """Text form of a module: printer and parser, side by side. One operation per line, so that every error has a line number and `diff` works.
 
     module    = "module @" name [" facts(" name {", " name} ")"] " {" {line} "}"
-    line      = device | link | mesh | stage | input | output | var | edge | graph | schedule | note
+    line      = links | host | device | link | mesh | stage | input | output | var | edge | graph | schedule | note
+    links     = "links " class {" " key "=" literal}
+    host      = "host " name {" " key "=" literal}
     device    = "device " name {" " key "=" literal} {" " space ":" bytes}
     link      = "link " name " " name {" " key "=" literal}
     mesh      = "mesh @" name " (" axis "=" size {", " axis "=" size} ") " device {" " device}
@@ -31,7 +33,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NoReturn
 
-from .cluster import Cluster, Device, Link
+from .cluster import Cluster, Device, Host, Link, LinkClass
 from .errors import ParseError
 from .graph import ROLES, Attr, Edge, Graph, Mesh, Module, Note, Op, Scalar, Stage, Value, Var
 from .schedule import Action, Program, Schedule
@@ -108,6 +110,10 @@ def _print_lines(module: Module) -> Iterator[str]:
     facts = f" facts({', '.join(module.facts)})" if module.facts else ""
     yield f"module @{module.name}{facts} {{"
     if module.cluster is not None:
+        for kind in module.cluster.classes:
+            yield f"  links {kind.kind}{_print_fields(kind.fields())}"
+        for host in module.cluster.hosts:
+            yield f"  host {host.name}{_print_fields(host.fields())}"
         for device in module.cluster.devices:
             spaces = "".join(f" {name}:{size}" for name, size in device.spaces)
             yield f"  device {device.name}{_print_fields(device.fields())}{spaces}"
@@ -291,6 +297,8 @@ class _ModuleParser:
         self.facts: tuple[str, ...] = ()
         self.devices: list[Device] = []
         self.links: list[Link] = []
+        self.hosts: list[Host] = []
+        self.classes: list[LinkClass] = []
         self.meshes: list[Mesh] = []
         self.stages: list[Stage] = []
         self.inputs: list[Value] = []
@@ -303,7 +311,7 @@ class _ModuleParser:
         self.programs: dict[int, dict[str, tuple[Action, ...]]] | None = None
         self.notes: list[Note] = []
         self.rules: dict[str, Callable[[str], None]] = {
-            "device": self._device, "link": self._link, "mesh": self._mesh, "stage": self._stage, "input": self._input, "output": self._output,
+            "links": self._class, "host": self._host, "device": self._device, "link": self._link, "mesh": self._mesh, "stage": self._stage, "input": self._input, "output": self._output,
             "var": self._var, "edge": self._edge, "graph": self._graph, "schedule": self._schedule, "note": self._note,
         }  # fmt: skip
 
@@ -339,8 +347,15 @@ class _ModuleParser:
 
     def _link(self, line: str) -> None:
         a, b, *words = line.split(" ")[1:]
-        matches = [_fullmatch(_FIELD, w, "key=value") for w in words]
-        self.links.append(Link.from_fields(a, b, {m[1]: _parse_scalar(m[2]) for m in matches}))
+        self.links.append(Link.from_fields(a, b, _fields(words)))
+
+    def _host(self, line: str) -> None:
+        name, *words = line.split(" ")[1:]
+        self.hosts.append(Host.from_fields(name, _fields(words)))
+
+    def _class(self, line: str) -> None:
+        kind, *words = line.split(" ")[1:]
+        self.classes.append(LinkClass.from_fields(kind, _fields(words)))
 
     def _mesh(self, line: str) -> None:
         match = _fullmatch(_MESH, line, "mesh @name (axis=size, ...) device ...")
@@ -408,11 +423,16 @@ class _ModuleParser:
     def finish(self) -> Module:
         if not self.closed or self.name is None:
             raise ValueError("the text ends before the module does, expected '}'")
-        cluster = Cluster(tuple(self.devices), tuple(self.links)) if self.devices else None
+        cluster = Cluster(tuple(self.devices), tuple(self.links), tuple(self.hosts), tuple(self.classes)) if self.devices else None
         return Module(
             self.name, tuple(self.inputs), tuple(self.outputs), cluster, tuple(self.meshes), tuple(self.stages), self.vars,
             self.graphs, tuple(self.edges), self.schedule, self.facts, tuple(self.notes),
         )  # fmt: skip
+
+
+def _fields(words: Iterable[str]) -> dict[str, Scalar]:
+    matches = [_fullmatch(_FIELD, word, "key=value") for word in words]
+    return {m[1]: _parse_scalar(m[2]) for m in matches}
 
 
 def _fullmatch(pattern: re.Pattern[str], line: str, expected: str) -> re.Match[str]:

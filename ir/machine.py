@@ -1,0 +1,167 @@
+"""What this machine has: cores, threads, caches, memory within the limits of control groups, and NVIDIA devices.
+
+Out: plain facts, read and not measured; a fact that the machine does not tell is None or empty. GPUs are asked through nvidia-ml-py when it is
+installed; why they cannot be is told, not guessed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """`memory` and `free` in bytes; `bandwidth` (memory) and `pcie` in bytes per second, 0 where the driver does not say."""
+
+    index: int
+    name: str
+    arch: str
+    memory: int
+    free: int
+    bandwidth: float = 0.0
+    pcie: float = 0.0
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def core_quota() -> float | None:
+    """Cores' worth of time that the control group allows; None without a limit."""
+    for path in _groups("cpu.max"):
+        quota, _, period = _read(path).partition(" ")
+        with suppress(ValueError):
+            return float(quota) / float(period)
+    with suppress(ValueError, OSError):
+        quota_us = int(_read(_CGROUP / "cpu" / "cpu.cfs_quota_us") or -1)
+        if quota_us > 0:
+            return quota_us / int(_read(_CGROUP / "cpu" / "cpu.cfs_period_us"))
+    return None
+
+
+def physical_memory() -> int:
+    """Bytes of the machine; 0 where it does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return 0
+
+
+def memory_limit() -> int | None:
+    """Bytes that the control group allows; None without a limit."""
+    limits = []
+    for path in (*_groups("memory.max"), _CGROUP / "memory" / "memory.limit_in_bytes"):
+        with suppress(ValueError):
+            limits.append(int(_read(path)))
+    physical = physical_memory()
+    real = [limit for limit in limits if not physical or limit < physical]
+    return min(real, default=None)
+
+
+def usable_memory() -> int:
+    """Bytes that programs here may use, all together; 0 where the machine does not say."""
+    return memory_limit() or physical_memory()
+
+
+def free_memory() -> int | None:
+    """Bytes that could be had now, within the limit."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo")))
+    free = int(found[1]) * 1024 if found else None
+    limit, used = memory_limit(), _used_in_group()
+    if limit is not None and used is not None:
+        free = max(0, limit - used) if free is None else min(free, max(0, limit - used))
+    return free
+
+
+def processor_name() -> str:
+    found = re.search(r"^(?:model name|Model)\s*:\s*(.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def caches() -> dict[str, int]:
+    """Bytes of each cache of the first core by level: L1d, L2, L3."""
+    found = {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = (_read(folder / name) for name in ("level", "type", "size"))
+        match = re.fullmatch(r"(\d+)([KM]?)", size)
+        if level and match and kind != "Instruction":
+            found[f"L{level}{'d' if kind == 'Data' else ''}"] = int(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2]]
+    return found
+
+
+def gpus() -> tuple[list[Gpu], str]:
+    """NVIDIA devices, and why there are none or some facts are missing, if so."""
+    try:
+        import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        there = any(Path("/dev").glob("nvidia[0-9]*"))
+        hint = "nvidia-ml-py is not installed, so GPUs cannot be asked for"
+        return [], f"there is an NVIDIA device, but {hint} (pip install 'penstock[gpu]')" if there else hint
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return [], f"no NVIDIA driver answers: {error}"
+    try:
+        found = [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError as error:
+        return [], f"the NVIDIA driver does not say what devices there are: {error}"
+    finally:
+        pynvml.nvmlShutdown()
+    return found, "" if found else "the NVIDIA driver has no devices"
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def ask(question: str, *given: object) -> Any:
+        """None for what this device does not support."""
+        try:
+            return getattr(nvml, question)(handle, *given)
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_Unknown):
+            return None
+
+    name = nvml.nvmlDeviceGetName(handle)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    clock, width = ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM), ask("nvmlDeviceGetMemoryBusWidth")
+    generation, lanes = ask("nvmlDeviceGetMaxPcieLinkGeneration"), ask("nvmlDeviceGetMaxPcieLinkWidth")
+    # Memory moves twice per clock; a PCIe lane of generation 3 moves just under 1 GB/s, each later one twice that of the one before.
+    bandwidth = 2.0 * clock * 1e6 * width / 8 if clock and width else 0.0
+    pcie = 0.985e9 * 2.0 ** (generation - 3) * lanes if generation and lanes else 0.0
+    return Gpu(
+        index, name if isinstance(name, str) else name.decode(), f"sm_{major}{minor}", int(memory.total), int(memory.free), bandwidth, pcie
+    )
+
+
+# ------------------------------------------------------------------------------------------------ control groups
+
+
+def _groups(name: str) -> list[Path]:
+    """A file of the control group (version 2) of this process and of those above it."""
+    match = re.search(r"^0::(/.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
+    folder = _CGROUP / (match[1].strip("/") if match else "")
+    folders = [folder, *folder.parents]
+    return [f / name for f in folders if f == _CGROUP or _CGROUP in f.parents if (f / name).is_file()]
+
+
+def _used_in_group() -> int | None:
+    for path in (*_groups("memory.current"), _CGROUP / "memory" / "memory.usage_in_bytes"):
+        with suppress(ValueError):
+            return int(_read(path))
+    return None
+
+
+def _read(path: Path) -> str:
+    """The text of a file of the kernel; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
