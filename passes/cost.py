@@ -9,7 +9,7 @@
 Where the seconds of a kernel come from is a `Prices`, asked for one kernel at a time; who does not know answers None, and the next one is asked:
 
     Roofline   max(operations / (rate * efficiency), bytes / (bandwidth * efficiency)) + overhead; always knows
-    a table    times of kernels that were measured on this machine, by what the kernel does and by device (src/penstock/profiling.py)
+    a table    times of kernels that were measured on this machine, by what the kernel does and by device (src/penstock/measured.py)
     a learned model would be one more Prices: it sees the kernel as a graph (`Kernel.body`), `work_of(kernel)` and the device
 
 Work is divided by family: products, convolutions, attention, elements (element by element, reductions, rows, windows, lookups), layout. A device

@@ -53,8 +53,8 @@ def cache_bound() -> int:
 class Store:
     """Entries by key, which is a file name."""
 
-    def __init__(self, folder: Path | None, bound: int = _BOUND) -> None:
-        self.folder = folder / "tvm" if folder is not None else None
+    def __init__(self, folder: Path | None, bound: int = _BOUND, part: str = "tvm") -> None:
+        self.folder = folder / part if folder is not None else None
         self.bound = bound
         self.trouble = ""
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import difflib
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import GRAD, PARAM, Module
 from penstock.ir.schedule import PER_BATCH
 from penstock.ir.text import parse_module, print_graph, print_module, print_op
 from penstock.terminal import Progress, say, size, table, terminal_width
+
+if TYPE_CHECKING:
+    from penstock.kernel_report import KernelRow
 
 
 def check_cache(backend: str) -> None:
@@ -82,12 +86,26 @@ def _print_kernels(module: Module, arguments: Namespace) -> None:
         check_devices(rows, module, backend)
         say(f"measuring {len(rows)} kernels on this machine, one by one, back end {backend}, threads: {threads}")
         rows = measure_rows(rows, module, backend, threads, Progress("kernels"))
+        _keep_times(rows, backend, threads)
     if arguments.json:
         print(kernel_report.report_json(rows))
     elif arguments.kernels or arguments.measure:
         print(kernel_report.format_report(rows, module, terminal_width()))
     if arguments.source:
         print(kernel_report.kernel_source(rows, arguments.source))
+
+
+def _keep_times(rows: Sequence[KernelRow], backend: str, threads: int) -> None:
+    """Measured kernels go into the table that plans may use."""
+    from penstock.measured import Measured
+    from penstock.passes.kernels import Kernel
+
+    table = Measured(backend)
+    for row in rows:
+        if row.device.kind == "cpu" and row.measured_s:
+            table.keep(Kernel(row.names[0], row.ops, row.body), threads, row.measured_s)
+    if table.store.trouble:
+        say(f"measured times are not kept: {table.store.trouble}")
 
 
 def _measured_with(path: str) -> tuple[str, int]:
