@@ -195,6 +195,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "grid-zb-1f1b": grid("zb-1f1b", 3, 4, 2),
     "period-2bw": period("2bw", 3, 4),
     "cluster-file": lambda: docstring("penstock.ir.cluster_file", "[[device]]", "Numbers are in bytes"),
+    "planner-model": lambda: docstring("penstock.passes.planner.cost", "Notation"),
     "bundle-files": lambda: docstring("penstock.backends.bundle", "manifest.json", "`write_bundle`"),
     "checkpoint-files": lambda: docstring("penstock.runtime.checkpoint", "DIR/latest", "A checkpoint is"),
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),

@@ -1,0 +1,160 @@
+"""What is planned: a chain of layers, in order, with what each costs as a function of the device and of b, the samples of a microbatch.
+
+Seconds come from a `Timer`, asked once per kind of device and b:
+
+    Roofline       max(flops / rate, bytes / bandwidth) of work that grows with b
+    TimeTable      given (or measured) seconds by device kind and b; what is not in it is an error, not a guess
+    any function   (chain, device, b) -> Times
+
+Bytes are `Amount`s, fixed + each * b. A layer's `saved` is what its forward leaves for its backward, `out` what crosses the boundary behind it (all
+that is made before and used later, skip edges included), `back` the gradients of that, which come back. Parameters, gradients and optimiser state
+do not depend on b. `cut` says whether a stage may start at the layer.
+
+Limits: a chain, in this order; what several layers read (tied parameters) belongs to one of them, or no cut is allowed between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from ...ir.cluster import Device
+from ...ir.errors import UsageError
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Bytes (or operations) of a microbatch of b samples: fixed + each * b."""
+
+    fixed: int = 0
+    each: int = 0
+
+    def at(self, b: int) -> int:
+        return self.fixed + self.each * b
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the roofline asks of a phase of a layer: operations, and bytes to and from memory."""
+
+    flops: Amount = Amount()
+    moved: Amount = Amount()
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """`weight` is the part of `backward` that makes weight gradients; `again` what recomputation repeats (by default the whole forward)."""
+
+    name: str
+    params: int = 0
+    grads: int = 0
+    state: int = 0
+    saved: Amount = Amount()
+    out: Amount = Amount()
+    back: Amount = Amount()
+    workspace: Amount = Amount()
+    cut: bool = True
+    forward: Work = Work()
+    backward: Work = Work()
+    weight: Work = Work()
+    again: Work | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of every layer on one device, for one microbatch; `update` once per batch. `backward` includes `weight`."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    again: tuple[float, ...]
+    update: tuple[float, ...]
+
+
+Timer = Callable[["Chain", Device, int], Times]
+
+
+def roofline(chain: Chain, device: Device, b: int) -> Times:
+    """Every phase of every layer by itself; an update reads and writes parameters, gradients and state."""
+
+    def seconds(work: Work) -> float:
+        return max(work.flops.at(b) / device.flops, work.moved.at(b) / device.bandwidth)
+
+    layers = chain.layers
+    return Times(
+        tuple(seconds(x.forward) for x in layers),
+        tuple(seconds(x.backward) for x in layers),
+        tuple(min(seconds(x.weight), seconds(x.backward)) for x in layers),
+        tuple(seconds(x.forward if x.again is None else x.again) for x in layers),
+        tuple((2 * x.params + x.grads + 2 * x.state) / device.bandwidth for x in layers),
+    )
+
+
+@dataclass(frozen=True)
+class TimeTable:
+    """Times by (kind of device, b), where the kind is what `name_of` makes of a device: by default its target."""
+
+    rows: Mapping[tuple[str, int], Times]
+    name_of: Callable[[Device], str] = lambda device: device.target
+
+    def __call__(self, chain: Chain, device: Device, b: int) -> Times:
+        found = self.rows.get((self.name_of(device), b))
+        if found is None:
+            raise UsageError(
+                f"no times of layers on {self.name_of(device)!r} for microbatches of {b}", hint="measure them, or plan by roofline"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`entry` are the bytes of a microbatch of the model's inputs, which the first stage keeps where it computes again."""
+
+    layers: tuple[Layer, ...]
+    timer: Timer = field(default=roofline)
+    entry: Amount = Amount()
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise UsageError("there are no layers to plan for")
+
+
+class Table:
+    """A chain at one b: prefix sums of bytes, and per kind of device of seconds. Row i of a prefix sum is what layers 0 .. i-1 take."""
+
+    def __init__(self, chain: Chain, b: int) -> None:
+        self.chain, self.b, self.count = chain, b, len(chain.layers)
+        layers = chain.layers
+        self.params, self.grads, self.state = (self._sums([getattr(x, what) for x in layers]) for what in ("params", "grads", "state"))
+        self.saved = self._sums([x.saved.at(b) for x in layers])
+        # What crosses position i, forwards and backwards; nothing before the first layer and behind the last.
+        self.out = np.array([0, *(x.out.at(b) for x in layers[:-1]), 0], np.int64)
+        self.back = np.array([0, *(x.back.at(b) for x in layers[:-1]), 0], np.int64)
+        self.entry = self.out.copy()
+        self.entry[0] = chain.entry.at(b)
+        self.cut = np.array([True, *(x.cut for x in layers[1:]), True])
+        self.workspace = np.zeros((self.count + 1, self.count + 1), np.int64)
+        sizes = [x.workspace.at(b) for x in layers]
+        for first in range(self.count):
+            self.workspace[first, first + 1 :] = list(accumulate(sizes[first:], max))
+        self._times: dict[Device, tuple[Floats, ...]] = {}
+
+    def _sums(self, values: list[int]) -> Ints:
+        return np.concatenate([[0], np.cumsum(np.array(values, np.int64))])
+
+    def times(self, device: Device) -> tuple[Floats, ...]:
+        """Prefix sums of forward, backward, weight gradient, recomputation and update seconds."""
+        if device not in self._times:
+            given = self.chain.timer(self.chain, device, self.b)
+            columns = (given.forward, given.backward, given.weight, given.again, given.update)
+            if any(len(column) != self.count for column in columns):
+                raise UsageError(f"times for {self.count} layers are needed, on {device.name} there are {[len(c) for c in columns]}")
+            self._times[device] = tuple(np.concatenate([[0.0], np.cumsum(np.array(column, np.float64))]) for column in columns)
+        return self._times[device]

@@ -1,0 +1,285 @@
+"""The cost model: seconds per batch and bytes per device of a plan. Every planner here minimises what this file says.
+
+Notation: m microbatches per batch, of b samples. Stage s lies on r_s replicas; replica j runs n_j of the m. t_j = forward + backward (+ forward again)
+seconds of a microbatch there, U_j of an update. R_s devices run later stages, K all. c_s is the round trip of a message over the boundary behind stage s: latency
++ bytes / bandwidth, forward and back, on the slowest path between the two stages. Stages with equally many, equal replicas send from the j-th to the j-th, others
+from each to each. A_s is the all-reduce of the stage's gradients, a ring over its replicas in the plan's order:
+2(r-1) steps of latency + part / bandwidth of the slowest link, where a NIC is shared by the steps that use it.
+
+    warm-up      w_s = ceil(R_s / r_s) forwards before the first backward of a replica (d-1-s without replicas); eager-2bw: twice that
+    in flight    1f1b min(n_j, w_s+1)    2bw, eager-2bw w_s+1    gpipe n_j    zb-1f1b min(n_j, ceil(K / r_s))
+    legal        every n_j >= 1; 2bw, eager-2bw: n_j >= w_s; zb-1f1b: n_j >= w_s+1 (m >= d without replicas)
+
+2bw, eager-2bw, which never drain; x_s = max_j n_j t_j + max_j U_j:
+
+    step = max over  x_s,  A_s,  m l_s,  and for all stages p <= q   (sum_{p..q} r_s x_s + m sum_{p..q-1} c_s) / (r_p + k sum_{p+1..q} r_s)
+
+where k is 1 for 2bw, 2 for eager-2bw, and l_s the seconds of a microbatch on the busiest link or NIC of the boundary. The last term is the mean
+round trip that a schedule with so many forwards in hand waits for: without latency it is never more than the slowest stage.
+
+1f1b, gpipe, zb-1f1b, which fill and drain; a_s = A_s + max_j U_j:
+
+    step = sum_s (max_j t_j + c_s) + max over s of  max_j (n_j - 1) t_j + (ceil(m / r_s) - 1) c_s + a_s  and  (m - 1) l_s
+
+gpipe's messages overlap: no c_s inside the maximum. zb-1f1b: max_j max(t_j - 2 g_j, 0) in the sum, and 2 max_j g_j more in the maximum, with g_j the seconds of
+weight gradients. The simulator gives what these formulas give for 2bw and eager-2bw, and for 1f1b where stages are equal and
+messages take no time; otherwise they are a little high for 1f1b, and within some percent for gpipe and zb-1f1b (docs/planner.md).
+
+Bytes of a replica: parameters * versions (2 when delayed) + gradients (twice when delayed and replicated: those of a batch wait for the others while the
+next one adds up) + optimiser state + activations + workspace + transport buffers + base. Activations are saved * in flight; with recomputation what comes in *
+in flight + saved of one. Buffers are POSTED receives and one send of every boundary.
+
+`step` also holds what the boundaries and rings of different stages add up to on one NIC; `pipe` leaves that out, because it is what a search over stages can see.
+
+Known limits: microbatches are spread evenly for the load of links; a sum overlaps with computation under 2bw at no cost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ...ir.memory import POSTED
+from .chain import Ints, Table
+from .fleet import Fleet
+from .plan import DELAYED, Bytes, Judged, Plan
+
+
+def warm_up(schedule: str, later: int, replicas: int) -> int:
+    """Forwards of a replica before its first backward, when `later` devices run the stages behind it."""
+    return -(-later // replicas) * (2 if schedule == "eager-2bw" else 1)
+
+
+def in_flight(schedule: str, share: int, warm: int, devices: int, replicas: int) -> int:
+    """Microbatches whose activations a replica holds at once; `devices` are all that the plan uses."""
+    if schedule == "gpipe":
+        return share
+    if schedule == "zb-1f1b":
+        return min(share, -(-devices // replicas))
+    return warm + 1 if schedule in DELAYED else min(share, warm + 1)
+
+
+def least_share(schedule: str, warm: int) -> int:
+    """The fewest microbatches of a batch that a replica may have: below that the schedule is illegal."""
+    return warm + 1 if schedule == "zb-1f1b" else max(1, warm if schedule in DELAYED else 1)
+
+
+def versions_of(schedule: str) -> int:
+    return 2 if schedule in DELAYED else 1
+
+
+def gradient_copies(schedule: str, replicas: int) -> int:
+    return 2 if schedule in DELAYED and replicas > 1 else 1
+
+
+# ------------------------------------------------------------------------------------------------ transfers
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """A boundary between the devices of two stages. A message of x bytes forward and y back takes latency + x/bandwidth for each path in `ways`, as
+    (latency, forward bandwidth, back latency, back bandwidth). `busy` is what a microbatch moves over a link or NIC, (forward part, back part, bytes per
+    second), without repetitions, `nics` the same by name of the NIC."""
+
+    ways: tuple[tuple[float, float, float, float], ...]
+    busy: tuple[tuple[float, float, float], ...]
+    nics: tuple[tuple[str, float, float, float], ...]
+
+    def round_trip(self, out: float, back: float) -> float:
+        forward = max(latency + out / speed for latency, speed, _, _ in self.ways) if out else 0.0
+        return forward + (max(latency + back / speed for _, _, latency, speed in self.ways) if back else 0.0)
+
+    def load(self, out: float, back: float) -> float:
+        """Seconds of one microbatch on the busiest link or NIC."""
+        return max((out * forward + back * backward) / speed for forward, backward, speed in self.busy)
+
+
+def hop_of(fleet: Fleet, kinds: Sequence[int], source: Sequence[int], target: Sequence[int]) -> Hop:
+    """From the replicas of one stage to those of the next."""
+    aligned = len(source) == len(target) and len({kinds[i] for i in source}) == len({kinds[i] for i in target}) == 1
+    pairs = list(zip(source, target, strict=True)) if aligned else [(a, b) for a in source for b in target]
+    part = 1.0 / len(pairs)
+    ways = set()
+    forward: dict[tuple[str, float], float] = {}
+    back: dict[tuple[str, float], float] = {}
+    for a, b in pairs:
+        there, here = fleet.path(a, b), fleet.path(b, a)
+        ways.add((there.latency, there.bandwidth, here.latency, here.bandwidth))
+        for load, way, name in ((forward, there, f"link {a}>{b}"), (back, here, f"link {b}>{a}")):
+            for share in ((name, way.bandwidth), *((f"NIC {nic}", speed) for nic, speed in way.shares)):
+                load[share] = load.get(share, 0.0) + part
+    loads = [(name, forward.get((name, speed), 0.0), back.get((name, speed), 0.0), speed) for name, speed in sorted({*forward, *back})]
+    busy = tuple(sorted({(there, here, speed) for _, there, here, speed in loads}))
+    return Hop(tuple(sorted(ways)), busy, tuple(load for load in loads if load[0].startswith("NIC ")))
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """An all-reduce of x bytes takes fixed + x * each seconds. `nics` are seconds per byte of each NIC."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+    nics: tuple[tuple[str, float], ...] = ()
+
+
+def ring_of(fleet: Fleet, devices: Sequence[int]) -> Ring:
+    count = len(devices)
+    if count == 1:
+        return Ring()
+    used: Counter[tuple[str, float]] = Counter()
+    latency = 0.0
+    for a, b in pairwise((*devices, devices[0])):
+        path = fleet.path(a, b)
+        latency = max(latency, path.latency)
+        used.update([(f"link {a}>{b}", path.bandwidth), *((f"NIC {nic}", speed) for nic, speed in path.shares)])
+    steps = 2 * (count - 1)
+    return Ring(
+        steps * latency,
+        steps / count * max(times / speed for (_, speed), times in used.items()),
+        tuple((name, steps / count * times / speed) for (name, speed), times in sorted(used.items()) if name.startswith("NIC ")),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def fixed_bytes(table: Table, first: int, last: int, schedule: str, replicas: int, recompute: bool, base: int) -> Bytes:
+    """What a replica holds whatever is in flight; `activations` are those of the one microbatch that recomputation makes anew."""
+
+    def part(sums: Ints) -> int:
+        return int(sums[last]) - int(sums[first])
+
+    received = table.out[first] + table.back[last]
+    sent = table.out[last] + table.back[first]
+    return Bytes(
+        weights=part(table.params) * versions_of(schedule),
+        gradients=part(table.grads) * gradient_copies(schedule, replicas),
+        state=part(table.state),
+        activations=part(table.saved) if recompute else 0,
+        workspace=int(table.workspace[first, last]),
+        buffers=int(POSTED * received + sent),
+        base=base,
+    )
+
+
+def bytes_in_flight(table: Table, first: int, last: int, recompute: bool) -> int:
+    """What a replica holds of each microbatch in flight."""
+    return int(table.entry[first]) if recompute else int(table.saved[last] - table.saved[first])
+
+
+def memory_of(table: Table, plan: Plan, stage: int, replica: int, base: int) -> Bytes:
+    part = plan.stages[stage]
+    replicas, later = len(part.devices), sum(len(s.devices) for s in plan.stages[stage + 1 :])
+    held = in_flight(plan.schedule, part.shares[replica], warm_up(plan.schedule, later, replicas), len(plan.devices), replicas)
+    fixed = fixed_bytes(table, part.first, part.last, plan.schedule, replicas, part.recompute, base)
+    more = held * bytes_in_flight(table, part.first, part.last, part.recompute)
+    return Bytes(fixed.weights, fixed.gradients, fixed.state, fixed.activations + more, fixed.workspace, fixed.buffers, base)
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Per replica: seconds of a microbatch, of its weight gradients, of an update. `ring` is the all-reduce, `trip` and `load` the boundary behind."""
+
+    each: tuple[float, ...]
+    weight: tuple[float, ...]
+    update: tuple[float, ...]
+    ring: float
+    trip: float
+    load: float
+
+
+def stage_times(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Plan, stage: int) -> StageTimes:
+    part = plan.stages[stage]
+    rows = [[float(column[part.last] - column[part.first]) for column in table.times(fleet.devices[i])] for i in part.devices]
+    ring = ring_of(fleet, part.devices)
+    trip = load = 0.0
+    if stage + 1 < len(plan.stages):
+        hop = hop_of(fleet, kinds, part.devices, plan.stages[stage + 1].devices)
+        out, back = float(table.out[part.last]), float(table.back[part.last])
+        trip, load = hop.round_trip(out, back), hop.load(out, back)
+    return StageTimes(
+        tuple(forward + backward + (again if part.recompute else 0.0) for forward, backward, _, again, _ in rows),
+        tuple(weight for _, _, weight, _, _ in rows),
+        tuple(update for *_, update in rows),
+        ring.fixed + ring.each * float(table.grads[part.last] - table.grads[part.first]) if len(part.devices) > 1 else 0.0,
+        trip,
+        load,
+    )
+
+
+def judge(table: Table, fleet: Fleet, plan: Plan, base: int = 0) -> Judged:
+    """The model's word on a plan, legal or not."""
+    kinds = fleet.kinds()
+    times = [stage_times(table, fleet, kinds, plan, s) for s in range(len(plan.stages))]
+    limits = (_delayed if plan.schedule in DELAYED else _flushed)(plan, times)
+    pipe = max(limits.values())
+    limits |= _shared(table, fleet, kinds, plan)
+    memory = {d: memory_of(table, plan, s, j, base) for s, part in enumerate(plan.stages) for j, d in enumerate(part.devices)}
+    return Judged(max(limits.values()), pipe, limits, memory, tuple(_against(table, fleet, plan, memory)))
+
+
+def _delayed(plan: Plan, times: Sequence[StageTimes]) -> dict[str, float]:
+    m, limits = plan.count, dict[str, float]()
+    busy = [
+        max(n * t for n, t in zip(part.shares, x.each, strict=True)) + max(x.update) for part, x in zip(plan.stages, times, strict=True)
+    ]
+    kept = 2 if plan.schedule == "eager-2bw" else 1
+    for s, x in enumerate(times):
+        limits[f"stage {s}"] = busy[s]
+        if len(plan.stages[s].devices) > 1:
+            limits[f"sum of gradients over stage {s}"] = x.ring
+        if s + 1 < len(times):
+            limits[f"link behind stage {s}"] = m * x.load
+        total, window = len(plan.stages[s].devices) * busy[s], len(plan.stages[s].devices)
+        for q in range(s + 1, len(times)):
+            total += m * times[q - 1].trip + len(plan.stages[q].devices) * busy[q]
+            window += kept * len(plan.stages[q].devices)
+            limits[f"round trip from stage {s} to {q}"] = total / window
+    return limits
+
+
+def _flushed(plan: Plan, times: Sequence[StageTimes]) -> dict[str, float]:
+    m, limits, parted = plan.count, dict[str, float](), plan.schedule == "zb-1f1b"
+    fill = sum(max(max(t - 2 * w, 0.0) if parted else t for t, w in zip(x.each, x.weight, strict=True)) + x.trip for x in times)
+    for s, (part, x) in enumerate(zip(plan.stages, times, strict=True)):
+        steady = max((n - 1) * t for n, t in zip(part.shares, x.each, strict=True)) + x.ring + max(x.update)
+        if plan.schedule != "gpipe":
+            steady += (-(-m // len(part.devices)) - 1) * x.trip
+        limits[f"stage {s}"] = fill + steady + (2 * max(x.weight) if parted else 0.0)
+        if s + 1 < len(times):
+            limits[f"link behind stage {s}"] = fill + (m - 1) * x.load
+    return limits
+
+
+def _shared(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Plan) -> dict[str, float]:
+    """Seconds per batch of each NIC, over all stages."""
+    used: dict[str, float] = {}
+    for s, part in enumerate(plan.stages):
+        if len(part.devices) > 1:
+            moved = float(table.grads[part.last] - table.grads[part.first])
+            for name, each in ring_of(fleet, part.devices).nics:
+                used[name] = used.get(name, 0.0) + each * moved
+        if s + 1 < len(plan.stages):
+            out, back = float(table.out[part.last]), float(table.back[part.last])
+            for name, forward, backward, speed in hop_of(fleet, kinds, part.devices, plan.stages[s + 1].devices).nics:
+                used[name] = used.get(name, 0.0) + plan.count * (out * forward + back * backward) / speed
+    return used
+
+
+def _against(table: Table, fleet: Fleet, plan: Plan, memory: dict[int, Bytes]) -> list[str]:
+    found = []
+    for s, part in enumerate(plan.stages):
+        later = sum(len(x.devices) for x in plan.stages[s + 1 :])
+        least = least_share(plan.schedule, warm_up(plan.schedule, later, len(part.devices)))
+        if min(part.shares) < least:
+            found.append(f"stage {s}: {plan.schedule} needs {least} microbatches per replica, one has {min(part.shares)}")
+    for device, held in memory.items():
+        limit = fleet.devices[device].memory
+        if limit is not None and held.total > limit:
+            found.append(f"{fleet.devices[device].name} needs {held.total} bytes, it has {limit}")
+    return found

@@ -1,0 +1,148 @@
+"""Which devices may follow which: the graphs that the search walks. In: a fleet. Out: `Layout`s.
+
+A node is (devices used so far, devices of the stage placed last); stages are placed from the last one to the first. An edge places one more stage: its
+devices, how many devices run later stages, and the boundary between it and the stage behind it. A path from node 0 is the devices of a plan.
+
+`exhaustive` has an edge for every choice of devices, up to exchange of devices that are alike and connected alike (fleet.classes), so a search over it
+misses nothing. Its edges grow with product over classes of (n+1)(n+2)(n+3)/6. `ordered` are for larger fleets: devices in a row, stages take the next ones. Rows are made of
+hosts one after another, or of the first devices of p hosts, their second devices, and so on, so that the replicas of a stage lie on different hosts; slower
+devices at either end or left out; all stages with equally many replicas, or (`mixed`) with any number from a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from .cost import Hop, Ring, hop_of, ring_of
+from .fleet import Fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    source: int
+    target: int
+    devices: tuple[int, ...]
+    later: int
+    hop: Hop | None
+    ring: Ring
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`last[n]` are the devices of the stage placed last at node n, `used[n]` how many are used; edges come in the order of `used` of their source."""
+
+    name: str
+    last: tuple[tuple[int, ...], ...]
+    used: tuple[int, ...]
+    edges: tuple[Edge, ...]
+
+
+class _Builder:
+    def __init__(self, fleet: Fleet, kinds: Sequence[int]) -> None:
+        self.fleet, self.kinds = fleet, kinds
+        self.hops: dict[tuple[tuple[int, ...], tuple[int, ...]], Hop] = {}
+        self.rings: dict[tuple[int, ...], Ring] = {}
+
+    def edge(self, source: int, target: int, devices: tuple[int, ...], later: int, behind: tuple[int, ...]) -> Edge:
+        if devices not in self.rings:
+            self.rings[devices] = ring_of(self.fleet, devices)
+        hop = None
+        if behind:
+            if (devices, behind) not in self.hops:
+                self.hops[devices, behind] = hop_of(self.fleet, self.kinds, devices, behind)
+            hop = self.hops[devices, behind]
+        return Edge(source, target, devices, later, hop, self.rings[devices])
+
+
+def exhaustive_size(classes: Sequence[Sequence[int]]) -> int:
+    """How many edges the exhaustive layout would have, without a limit on replicas."""
+    edges = 1
+    for group in classes:
+        n = len(group)
+        edges *= (n + 1) * (n + 2) * (n + 3) // 6
+    return edges
+
+
+def exhaustive(fleet: Fleet, most_replicas: int = 0) -> Layout:
+    classes = fleet.classes()
+    most = most_replicas or len(fleet)
+    build = _Builder(fleet, fleet.kinds())
+    empty = tuple(0 for _ in classes)
+    index = {(empty, empty): 0}
+    last: list[tuple[int, ...]] = [()]
+    levels: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = [[(empty, empty)], *([] for _ in fleet.devices)]
+    edges: list[Edge] = []
+    for level, nodes in enumerate(levels):
+        for used, before in nodes:
+            for more in product(*(range(len(group) - n + 1) for group, n in zip(classes, used, strict=True))):
+                if not 1 <= sum(more) <= most:
+                    continue
+                now = tuple(a + b for a, b in zip(used, more, strict=True))
+                # Devices of a class are taken in order; which of them does not matter. Replicas stand class by class.
+                devices = tuple(i for group, a, b in zip(classes, used, now, strict=True) for i in group[a:b])
+                if (now, more) not in index:
+                    index[now, more] = len(last)
+                    last.append(devices)
+                    levels[sum(now)].append((now, more))
+                behind = last[index[used, before]]
+                edges.append(build.edge(index[used, before], index[now, more], devices, level, behind))
+    counts = [sum(used) for used, _ in index]
+    return Layout("every choice of devices", tuple(last), tuple(counts), tuple(edges))
+
+
+def in_a_row(fleet: Fleet, kinds: Sequence[int], row: Sequence[int], sizes: Sequence[int], name: str, most_stages: int) -> Layout:
+    """Stages take the next devices of the row, the last stage first, a number from `sizes` each."""
+    build = _Builder(fleet, kinds)
+    index = {(0, 0): 0}
+    last: list[tuple[int, ...]] = [()]
+    edges: list[Edge] = []
+    levels: list[list[tuple[int, int]]] = [[(0, 0)], *([] for _ in row)]
+    for level, nodes in enumerate(levels):
+        for used, size in nodes:
+            for more in sizes:
+                if used + more > len(row) or (len(sizes) == 1 and used // more >= most_stages):
+                    continue
+                key = (used + more, more)
+                # Replicas in the order of the fleet: a ring then crosses between hosts as seldom as it can.
+                devices = tuple(sorted(row[used : used + more]))
+                if key not in index:
+                    index[key] = len(last)
+                    last.append(devices)
+                    levels[used + more].append(key)
+                edges.append(build.edge(index[used, size], index[key], devices, level, last[index[used, size]]))
+    return Layout(name, tuple(last), tuple(used for used, _ in index), tuple(edges))
+
+
+def rows(fleet: Fleet, speed: Sequence[float]) -> Iterator[tuple[str, list[int]]]:
+    """Orders in which stages may take devices, by name, without repetitions. `speed` is how fast each device is."""
+    hosts: dict[str, list[int]] = {}
+    for i, device in enumerate(fleet.devices):
+        hosts.setdefault(device.host, []).append(i)
+    groups = list(hosts.values())
+    seen: set[tuple[int, ...]] = set()
+    kinds = fleet.kinds()
+    ranks = sorted({kinds[i]: speed[i] for i in range(len(fleet))}.items(), key=lambda item: -item[1])
+    for kept in range(len(ranks), 0, -1):
+        chosen = {kind for kind, _ in ranks[:kept]}
+        spans = [p for p in range(1, len(groups) + 1) if len(groups) % p == 0]
+        for span in spans:
+            row = [
+                i
+                for start in range(0, len(groups), span)
+                for i in _dealt([[x for x in group if kinds[x] in chosen] for group in groups[start : start + span]])
+            ]
+            for way, order in (
+                ("", row),
+                (", slow first", sorted(row, key=lambda i: speed[i])),
+                (", fast first", sorted(row, key=lambda i: -speed[i])),
+            ):
+                if tuple(order) not in seen:
+                    seen.add(tuple(order))
+                    yield f"{span} hosts at a time{way}" + ("" if kept == len(ranks) else f", {kept} fastest kinds"), order
+
+
+def _dealt(groups: Sequence[Sequence[int]]) -> list[int]:
+    """The first of each, the second of each, and so on."""
+    return [group[n] for n in range(max(map(len, groups), default=0)) for group in groups if n < len(group)]

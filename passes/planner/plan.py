@@ -1,0 +1,104 @@
+"""What a plan is: stages with layers, devices, shares and recomputation; a schedule; microbatches. And what may be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...ir.errors import UsageError
+
+SCHEDULES = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
+# Schedules whose weights are one update behind: they have two versions of them, and never drain.
+DELAYED = ("2bw", "eager-2bw")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """`batch` samples per update, in microbatches of `sizes` (empty: every divisor, at most `most_microbatches` of them). `recompute` is auto, none or
+    all. `base` bytes are taken on every device by the runtime. A stage has at most `replicas`; 0 does not limit them. A search ends when no plan can be
+    better by more than the part `tolerance`."""
+
+    batch: int
+    schedules: tuple[str, ...] = SCHEDULES
+    recompute: str = "auto"
+    sizes: tuple[int, ...] = ()
+    base: int = 0
+    replicas: int = 0
+    most_microbatches: int = 512
+    tolerance: float = 1e-4
+
+    def __post_init__(self) -> None:
+        problems = [f"unknown schedule {s!r}, expected one of {', '.join(SCHEDULES)}" for s in self.schedules if s not in SCHEDULES]
+        if self.recompute not in ("auto", "none", "all"):
+            problems.append(f"recompute is auto, none or all, got {self.recompute!r}")
+        if self.batch < 1:
+            problems.append(f"a batch has at least one sample, got {self.batch}")
+        problems += [f"microbatches of {b} do not make a batch of {self.batch}" for b in self.sizes if b < 1 or self.batch % b]
+        if problems:
+            raise UsageError("; ".join(problems), where="planner")
+
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """Those that are to be tried, the largest first."""
+        given = self.sizes or tuple(
+            b for b in range(1, self.batch + 1) if self.batch % b == 0 and self.batch // b <= self.most_microbatches
+        )
+        return tuple(sorted(given, reverse=True))
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Layers first .. last-1. Replica j is `devices[j]` (an index into the fleet) and runs `shares[j]` of the microbatches of a batch."""
+
+    first: int
+    last: int
+    devices: tuple[int, ...]
+    shares: tuple[int, ...]
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`size` samples per microbatch, `count` microbatches per batch."""
+
+    schedule: str
+    size: int
+    count: int
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(device for stage in self.stages for device in stage.devices)
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """The predicted peak of one device, by purpose."""
+
+    weights: int
+    gradients: int
+    state: int
+    activations: int
+    workspace: int
+    buffers: int
+    base: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.state + self.activations + self.workspace + self.buffers + self.base
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the cost model says of a plan. `step` is seconds per batch, `pipe` the same without what different stages add to one NIC. `limits` are the
+    seconds that each part alone asks for, by name; `memory` is by device. `against` says what forbids the plan."""
+
+    step: float
+    pipe: float
+    limits: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[int, Bytes] = field(default_factory=dict)
+    against: tuple[str, ...] = ()
+
+    @property
+    def binding(self) -> str:
+        """The part that sets the pace."""
+        return max(self.limits, key=lambda name: self.limits[name])

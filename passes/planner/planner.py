@@ -1,0 +1,167 @@
+"""plan_chain: a chain of layers and a fleet in, the best plan out, with how far it can be from the best there is.
+
+For every schedule that may be used, every microbatch size and every layout of devices a search (search.py) finds the best plan. Small fleets are searched
+over every choice of devices for every stage: then `bound` is that of the search, and a plan that reaches it is the best of the stated model (cost.py). Larger
+ones are restricted to rows of devices (layouts.py); `Outcome.restricted` says so, and the bound is
+
+    m * seconds of a microbatch on the fastest device / sum over devices of how many times as fast as that one they can be on any layer
+
+which no schedule and no cut can beat. NICs that several stages use are part of a plan's seconds and not of the search's bound, so a plan may be above its bound
+in spite of an exhaustive search; `proven` is said only of one that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...ir.errors import UsageError
+from .chain import Chain, Table
+from .fleet import Fleet
+from .layouts import Layout, exhaustive, exhaustive_size, in_a_row, rows
+from .plan import Judged, Plan, Wanted
+from .search import Search
+from .stages import Stages
+
+# Elements that one run of the dynamic programme may look at, for every choice of devices, and for stages with different numbers of replicas.
+_EXHAUSTIVE, _MIXED = 3e7, 4e7
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The best plan found of one schedule; no plan at all takes less than `bound` seconds per batch."""
+
+    plan: Plan
+    judged: Judged
+    bound: float
+    restricted: str
+
+    @property
+    def step(self) -> float:
+        return self.judged.step
+
+    def gap(self) -> float:
+        """By which part of its time it may be slower than the best."""
+        return max(0.0, 1 - self.bound / self.step)
+
+    def proven(self, tolerance: float) -> bool:
+        return not self.restricted and self.gap() <= 2 * tolerance
+
+
+class Planner:
+    """Keeps tables and layouts between searches over the same chain and fleet."""
+
+    def __init__(self, chain: Chain, fleet: Fleet, wanted: Wanted) -> None:
+        if not len(fleet):
+            raise UsageError("there are no devices to plan for")
+        self.chain, self.fleet, self.wanted = chain, fleet, wanted
+        self.kinds = fleet.kinds()
+        self._tables: dict[int, Table] = {}
+        self._layouts: list[Layout] = []
+        self._costs: dict[tuple[str, int, int], Stages] = {}
+        size = (len(chain.layers) + 1) ** 2
+        classes = fleet.classes() if len(fleet) <= 32 else []
+        self.everything = bool(classes) and exhaustive_size(classes) * size <= _EXHAUSTIVE
+
+    def table(self, b: int) -> Table:
+        if b not in self._tables:
+            self._tables[b] = Table(self.chain, b)
+        return self._tables[b]
+
+    def layouts(self) -> list[Layout]:
+        if not self._layouts:
+            self._layouts = [exhaustive(self.fleet, self.wanted.replicas)] if self.everything else list(self._rows())
+        return self._layouts
+
+    def _rows(self) -> Iterator[Layout]:
+        fleet, layers = self.fleet, len(self.chain.layers)
+        most = self.wanted.replicas or len(fleet)
+        speed = self.speeds(self.table(min(self.wanted.microbatch_sizes())))
+        for name, row in rows(fleet, speed):
+            for size in sorted({len(row) // d for d in range(1, min(layers, len(row)) + 1)}):
+                if size <= most:
+                    yield in_a_row(fleet, self.kinds, row, (size,), f"{name}, stages of {size}", layers)
+
+    def speeds(self, table: Table) -> list[float]:
+        """How many times as fast as the fastest device each one can be on any layer; 1 for that device, up to 1 for slower ones."""
+        times = {kind: table.times(self.fleet.devices[kind]) for kind in dict.fromkeys(self.kinds)}
+        rows = {kind: forward + backward for kind, (forward, backward, *_) in times.items()}
+        reference = np.diff(min(rows.values(), key=lambda sums: float(sums[-1])))
+        found = {}
+        for kind, sums in rows.items():
+            own = np.diff(sums)
+            share = np.where(own > 0, reference / np.maximum(own, 1e-300), np.where(reference > 0, np.inf, 0.0))
+            found[kind] = float(share.max())
+        return [found[kind] for kind in self.kinds]
+
+    def least(self, b: int) -> float:
+        """Seconds per batch that no plan can be below."""
+        return self.wanted.batch // b * self._whole(b) / max(sum(self.speeds(self.table(b))), 1e-300)
+
+    def _whole(self, b: int) -> float:
+        """Seconds of a microbatch on the fastest device."""
+        table = self.table(b)
+        rows = [table.times(self.fleet.devices[kind]) for kind in dict.fromkeys(self.kinds)]
+        return min(float(forward[-1] + backward[-1]) for forward, backward, *_ in rows)
+
+    def best(self, schedule: str) -> Outcome | None:
+        """The best plan of one schedule, or None where none fits."""
+        plan: Plan | None = None
+        judged: Judged | None = None
+        step, bound = np.inf, np.inf
+        for b in self.wanted.microbatch_sizes():
+            least = self.least(b)
+            bound = min(bound, least) if not self.everything else bound
+            if least >= step:
+                bound = min(bound, least)
+                continue
+            for layout in self.layouts():
+                low, pace = self.least_of(schedule, b, layout)
+                if low >= step:
+                    bound = min(bound, low)
+                    continue
+                for search in self._searches(schedule, b, layout):
+                    found = search.best(step, low, pace)
+                    if self.everything:
+                        bound = min(bound, found.bound)
+                    if found.plan is not None and found.step < step:
+                        plan, judged, step = found.plan, found.judged, found.step
+        if plan is None or judged is None:
+            return None
+        restricted = "" if self.everything else "stages take devices in a row, with equally many replicas each"
+        return Outcome(plan, judged, min(bound, step), restricted)
+
+    def least_of(self, schedule: str, b: int, layout: Layout) -> tuple[float, float]:
+        """What no plan of a layout can be below: seconds per batch, and the maximum in the formula of schedules that drain. Its devices share the work;
+        replicas with (n_j - 1) t_j <= T run m <= r + T * sum 1/t_j microbatches; and the sum is at least the whole model once."""
+        count, whole, speeds = self.wanted.batch // b, self._whole(b), self.speeds(self.table(b))
+        used = {device for devices in layout.last for device in devices}
+        busy = count * whole / max(sum(speeds[i] for i in used), 1e-300)
+        pace = busy * max(0, count - max(map(len, layout.last))) / count
+        return (whole + pace if schedule in ("1f1b", "gpipe") else busy), pace
+
+    def _searches(self, schedule: str, b: int, layout: Layout) -> Iterator[Search]:
+        """One, or for zb-1f1b one for every number of devices that a plan may use: what is in flight depends on it."""
+        if schedule != "zb-1f1b":
+            yield Search(self.table(b), self.fleet, self._stages(schedule, b, 0), layout)
+            return
+        totals = sorted({used for used in layout.used if used})
+        for total in totals if self.everything else totals[-1:]:
+            yield Search(self.table(b), self.fleet, self._stages(schedule, b, total), layout, frozenset((total,)))
+
+    def _stages(self, schedule: str, b: int, total: int) -> Stages:
+        key = (schedule, b, total)
+        if key not in self._costs:
+            # Those of one schedule and b serve all layouts; keeping more would only take memory.
+            kept = {k: v for k, v in self._costs.items() if k[:2] == key[:2]}
+            self._costs = kept | {key: Stages(self.table(b), self.fleet, self.kinds, schedule, self.wanted.batch // b, self.wanted, total)}
+        return self._costs[key]
+
+
+def plan_chain(chain: Chain, fleet: Fleet, wanted: Wanted) -> dict[str, Outcome]:
+    """The best plan of every schedule that fits, the fastest first."""
+    planner = Planner(chain, fleet, wanted)
+    found = {schedule: outcome for schedule in wanted.schedules if (outcome := planner.best(schedule)) is not None}
+    return dict(sorted(found.items(), key=lambda item: item[1].step))

@@ -1,0 +1,202 @@
+"""The search: the best plan of one schedule, microbatch size and layout. In: matrices of stages (stages.py), a layout. Out: plans and a lower bound.
+
+A dynamic programme places stages from the last one to the first. State: a node of the layout (devices used, devices of the stage placed last) and the
+first layer of that stage. Under a limit T on what must not be exceeded it minimises one number per state; every quantity of the cost model is either
+such a limit or grows with that number, so nothing else has to be remembered:
+
+    2bw, eager-2bw   limits: r x <= T, A <= T, m l <= T. The number is the worst round trip that ends here, e = r x + max(0, m c + e' - k T r'), which must stay
+                     below r T: e' and r' are those of the stage behind. A plan exists iff some state at layer 0 is left: bisection finds the least T.
+    the others       limits: the maximum of the formula of cost.py <= T. The number is its sum, so sum + T bounds all plans whose maximum is at most
+                     T; intervals of T are split until none can hold a better plan (branch and bound).
+
+Both end when no plan is better by more than `tolerance`. What stages add up to on one NIC is not seen here (`Judged.pipe`): the bound leaves it out,
+plans are compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from .chain import Floats, Table
+from .cost import Hop, judge
+from .fleet import Fleet
+from .layouts import Edge, Layout
+from .plan import DELAYED, Judged, Plan, StagePlan
+from .stages import Option, Stages
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan, what the model says of it, and the bound: no plan of this search takes less than `bound`."""
+
+    plan: Plan | None
+    judged: Judged | None
+    bound: float
+
+    @property
+    def step(self) -> float:
+        return self.judged.step if self.judged is not None else np.inf
+
+
+# A limit that no plan reaches, in seconds; finite, so that sums and differences are.
+_FREE = 1e30
+
+
+class Search:
+    """One schedule, m and layout. `ends` are the nodes at which a plan may end: those that use as many devices as it may say."""
+
+    def __init__(self, table: Table, fleet: Fleet, stages: Stages, layout: Layout, ends: frozenset[int] | None = None) -> None:
+        self.table, self.fleet, self.stages, self.layout = table, fleet, stages, layout
+        self.schedule, self.count, self.wanted = stages.schedule, stages.count, stages.wanted
+        self.delayed = self.schedule in DELAYED
+        self.kept = 2.0 if self.schedule == "eager-2bw" else 1.0
+        self.ends = [n for n in range(1, len(layout.last)) if ends is None or layout.used[n] in ends]
+        self.value = 0.0
+        self._trips: dict[object, tuple[Floats, Floats]] = {}
+        self.work: list[tuple[Edge, list[Option], Floats, Floats]] = []
+        zero = np.zeros(table.count + 1)
+        for edge in layout.edges:
+            options = stages.options(edge.devices, edge.later, edge.ring)
+            if options:
+                self.work.append((edge, options, *(self._boundary(edge.hop) if edge.hop is not None else (zero, zero))))
+
+    def _boundary(self, hop: Hop) -> tuple[Floats, Floats]:
+        """Round trips and loads of a microbatch at every position."""
+        key = hop.ways, hop.busy
+        if key not in self._trips:
+            out, back = self.table.out.astype(np.float64), self.table.back.astype(np.float64)
+            there = np.max([np.where(out > 0, latency + out / speed, 0.0) for latency, speed, _, _ in hop.ways], 0)
+            here = np.max([np.where(back > 0, latency + back / speed, 0.0) for _, _, latency, speed in hop.ways], 0)
+            load = np.max([(out * forward + back * backward) / speed for forward, backward, speed in hop.busy], 0)
+            self._trips[key] = there + here, load
+        return self._trips[key]
+
+    # -------------------------------------------------------------------------------------------- bisection, and branch and bound
+
+    def best(self, below: float, least: float, pace: float) -> Found:
+        """The plan that takes least; none where all take `below` or more. No plan takes less than `least` seconds, nor has the others' maximum below
+        `pace`."""
+        return self._bisect(below, least) if self.delayed else self._branch(below, least, pace)
+
+    def _bisect(self, below: float, low: float) -> Found:
+        found, tolerance = Found(None, None, below), self.wanted.tolerance
+        high = below
+        first = True
+        while first or high - low > tolerance * high:
+            # The first question is whether there is anything better at all.
+            ask = min(high * (1 - tolerance), _FREE) if first else (low + high) / 2
+            first = False
+            plan = self.under(ask)
+            if plan is None:
+                if ask == _FREE:
+                    return Found(None, None, np.inf)
+                low = ask
+                continue
+            judged = self._judged(plan)
+            assert judged.pipe <= ask * (1 + 1e-9), (judged.pipe, ask, plan)
+            high = min(judged.pipe, ask)
+            if judged.step < found.step:
+                found = Found(plan, judged, 0.0)
+        return Found(found.plan, found.judged, min(low, below))
+
+    def _branch(self, below: float, least: float, pace: float) -> Found:
+        found, bar = Found(None, None, below), below
+        tolerance = self.wanted.tolerance
+        # Intervals (bound, sum, lower end, upper end), the most promising first: plans whose maximum is in there add up to at least `sum`.
+        heap: list[tuple[float, float, float, float]] = []
+
+        def enter(total: float, low: float, high: float) -> None:
+            heappush(heap, (max(least, total + low), total, low, high))
+
+        def explore(low: float, high: float) -> None:
+            nonlocal found, bar
+            plan = self.under(high)
+            if plan is not None:
+                judged, total = self._judged(plan), self.value
+                bar = min(bar, judged.pipe)
+                if judged.step < found.step:
+                    found = Found(plan, judged, 0.0)
+                # Plans with a maximum above that of this plan are no better than it.
+                enter(total, low, min(judged.pipe - total, high))
+
+        explore(pace, min(below, _FREE))
+        while heap:
+            bound, total, low, high = heappop(heap)
+            if bound >= bar * (1 - tolerance):
+                return Found(found.plan, found.judged, min(bound, below))
+            middle = (low + high) / 2
+            if low < middle < high:
+                enter(total, middle, high)
+                explore(low, middle)
+        return Found(found.plan, found.judged, min(bar, below))
+
+    def _judged(self, plan: Plan) -> Judged:
+        judged = judge(self.table, self.fleet, plan, self.wanted.base)
+        assert not judged.against, (judged.against, plan)
+        return judged
+
+    # -------------------------------------------------------------------------------------------- the dynamic programme
+
+    def under(self, limit: float) -> Plan | None:
+        """The plan with the least sum (or round trip) whose parts stay below the limit."""
+        positions = self.table.count + 1
+        values = np.full((len(self.layout.last), positions), np.inf)
+        values[0, -1] = 0.0
+        came = np.zeros((len(self.layout.last), positions, 3), np.int64)
+        rows = np.arange(positions)
+        for number, (edge, options, trips, loads) in enumerate(self.work):
+            behind = values[edge.source]
+            if not np.isfinite(behind).any():
+                continue
+            for which, reached in self._placed(edge, options, trips, loads, behind, limit):
+                at = reached.argmin(1)
+                best = reached[rows, at]
+                better = best < values[edge.target]
+                if better.any():
+                    values[edge.target] = np.where(better, best, values[edge.target])
+                    came[edge.target, better] = np.stack([np.full(positions, number), np.full(positions, which), at], 1)[better]
+        if not self.ends:
+            return None
+        end = min(self.ends, key=lambda n: values[n, 0])
+        self.value = float(values[end, 0])
+        return self._traced(end, came) if np.isfinite(self.value) else None
+
+    def _placed(
+        self, edge: Edge, options: list[Option], trips: Floats, loads: Floats, behind: Floats, limit: float
+    ) -> Iterator[tuple[int, Floats]]:
+        """For every option of the edge the new values, by first layer and by first layer of the stage behind."""
+        replicas, m = len(edge.devices), self.count
+        if self.delayed:
+            follow = len(self.layout.last[edge.source])
+            waits = np.maximum(m * trips + behind - self.kept * (limit * follow if follow else 0.0), 0.0) if follow else behind
+            waits = np.where(m * loads <= limit, waits, np.inf)
+            for which, option in enumerate(options):
+                reached = option.cost + waits[None, :]
+                allowed = reached <= limit * replicas
+                if option.ring is not None:
+                    allowed &= option.ring <= limit * replicas
+                yield which, np.where(allowed, reached, np.inf)
+            return
+        more = 0.0 * trips if self.schedule == "gpipe" else (-(-m // replicas) - 1) * trips
+        start = np.where((m - 1) * loads <= limit, behind + trips, np.inf)
+        for which, option in enumerate(options):
+            yield which, np.where(option.pace + more[None, :] <= limit, option.cost + start[None, :], np.inf)
+
+    def _traced(self, end: int, came: np.ndarray) -> Plan:
+        stages: list[StagePlan] = []
+        node, first = end, 0
+        while node:
+            number, which, last = (int(x) for x in came[node, first])
+            edge, options, _, _ = self.work[number]
+            stages.append(self._stage(edge, options[which], first, last))
+            node, first = edge.source, last
+        return Plan(self.schedule, self.table.b, self.count, tuple(stages))
+
+    def _stage(self, edge: Edge, option: Option, first: int, last: int) -> StagePlan:
+        stages, devices = self.stages, edge.devices
+        shares = stages.shares(devices, edge.later, option.recompute, first, last)
+        return StagePlan(first, last, devices, shares, option.recompute)

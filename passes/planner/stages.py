@@ -1,0 +1,201 @@
+"""Costs of one stage for all ranges of layers at once, as matrices over (first layer, last layer + 1). In: a table of layers at one microbatch size, a
+schedule, m. Out: `Option`s for the devices of a stage: without recomputation, and with it where memory asks for it. Entries that are not allowed are infinite.
+
+The microbatches of a batch are dealt out to replicas so that the slowest one is as fast as can be: the m smallest of n * t_j over all n and j, each
+replica having at least `least` and at most what its memory holds. No other shares have a smaller maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ...ir.memory import POSTED
+from .chain import Floats, Ints, Table
+from .cost import Ring, gradient_copies, in_flight, least_share, versions_of, warm_up
+from .fleet import Fleet
+from .plan import DELAYED, Wanted
+
+_PLENTY = 1 << 40
+_Number = TypeVar("_Number", np.float64, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """`pace` is what must stay below the limit that the search sets, `ring` too; `cost` is what it adds up."""
+
+    recompute: bool
+    pace: Floats
+    cost: Floats
+    ring: Floats | None
+
+
+class Stages:
+    """Matrices of one table, schedule and number of microbatches; `all_devices` are how many the plan uses (zb-1f1b asks)."""
+
+    def __init__(
+        self, table: Table, fleet: Fleet, kinds: Sequence[int], schedule: str, count: int, wanted: Wanted, all_devices: int
+    ) -> None:
+        self.table, self.fleet, self.kinds, self.schedule = table, fleet, kinds, schedule
+        self.count, self.wanted, self.all_devices = count, wanted, all_devices
+        n = table.count
+        first, last = np.indices((n + 1, n + 1))
+        self.allowed = (first < last) & table.cut[:, None] & table.cut[None, :]
+        self.grads = _ranges(table.grads)
+        self._seconds: dict[tuple[int, bool], tuple[Floats, Floats, Floats]] = {}
+        self._room: dict[tuple[int, bool, int], Ints] = {}
+        self._equals: dict[tuple[object, ...], Option] = {}
+        self._found: dict[tuple[object, ...], list[Option]] = {}
+
+    def options(self, devices: Sequence[int], later: int, ring: Ring) -> list[Option]:
+        """What a stage on these devices, with `later` of them behind it, may be."""
+        kinds = tuple(self.kinds[i] for i in devices)
+        warm = warm_up(self.schedule, later, len(devices))
+        key = (kinds, warm, ring.fixed, ring.each)
+        if key not in self._found:
+            self._found[key] = list(self._options(kinds, warm, ring))
+        return self._found[key]
+
+    def shares(self, devices: Sequence[int], later: int, recompute: bool, first: int, last: int) -> tuple[int, ...]:
+        """The shares of the replicas of one stage."""
+        kinds = tuple(self.kinds[i] for i in devices)
+        warm, head = warm_up(self.schedule, later, len(devices)), 0 if self.schedule in DELAYED else 1
+        here = (slice(first, first + 1), slice(last, last + 1))
+        each = [self._times(kind, recompute)[0][here] for kind in kinds]
+        held = [room[here] for room in self.most_shares(kinds, warm, recompute)]
+        dealt = _shares(each, held, least_share(self.schedule, warm), self.count, head)
+        return tuple(int(n) for n in dealt[:, 0, 0])
+
+    def _options(self, kinds: tuple[int, ...], warm: int, ring: Ring) -> list[Option]:
+        found: list[Option] = []
+        if len(kinds) * least_share(self.schedule, warm) > self.count:
+            return found
+        for recompute in {"none": (False,), "all": (True,), "auto": (False, True)}[self.wanted.recompute]:
+            option, everywhere = (self._equal if len(set(kinds)) == 1 else self._unequal)(kinds, warm, ring, recompute)
+            if option is not None:
+                found.append(option)
+            if everywhere:
+                break
+        return found
+
+    def most_shares(self, kinds: Sequence[int], warm: int, recompute: bool) -> list[Ints]:
+        """For each replica the most microbatches of a batch that its memory lets it run."""
+        replicas = len(kinds)
+        full = in_flight(self.schedule, self.count, warm, self.all_devices, replicas)
+        found = {}
+        for kind in dict.fromkeys(kinds):
+            room = self._most_in_flight(kind, recompute, replicas)
+            short = 0 if self.schedule in DELAYED else room
+            found[kind] = np.where(room >= full, self.count, short) if self.schedule != "gpipe" else room
+        return [found[kind] for kind in kinds]
+
+    def _equal(self, kinds: tuple[int, ...], warm: int, ring: Ring, recompute: bool) -> tuple[Option | None, bool]:
+        """The option of replicas that are alike, and whether memory allows it everywhere."""
+        replicas, kind = len(kinds), kinds[0]
+        most, full = -(-self.count // replicas), in_flight(self.schedule, self.count, warm, self.all_devices, replicas)
+        need = most if self.schedule == "gpipe" else full if self.schedule in DELAYED else min(full, most)
+        fits = self.allowed & (self._most_in_flight(kind, recompute, replicas) >= need)
+        count = np.count_nonzero(fits)
+        if not count:
+            return None, False
+        everywhere = bool(count == np.count_nonzero(self.allowed))
+        key = (kinds, ring.fixed, ring.each, recompute)
+        if key not in self._equals:
+            times = self._times(kind, recompute)
+            slowest = (most - (0 if self.schedule in DELAYED else 1)) * times[0]
+            self._equals[key] = self._priced(np.where(self.allowed, slowest, np.inf), [times], replicas, ring, recompute)
+        whole = self._equals[key]
+        if everywhere:
+            return whole, True
+        pace = np.where(fits, whole.pace, np.inf)
+        return Option(recompute, pace, pace if self.schedule in DELAYED else whole.cost, whole.ring), False
+
+    def _unequal(self, kinds: tuple[int, ...], warm: int, ring: Ring, recompute: bool) -> tuple[Option | None, bool]:
+        rows = [self._times(kind, recompute) for kind in kinds]
+        held = self.most_shares(kinds, warm, recompute)
+        head = 0 if self.schedule in DELAYED else 1
+        shares = _shares([row[0] for row in rows], held, least_share(self.schedule, warm), self.count, head)
+        slowest = _most([(n - head) * row[0] for n, row in zip(shares, rows, strict=True)])
+        slowest = np.where(self.allowed & (shares.sum(0) == self.count), slowest, np.inf)
+        everywhere = all(bool((room[self.allowed] >= self.count).all()) for room in held)
+        return (self._priced(slowest, rows, len(kinds), ring, recompute) if np.isfinite(slowest).any() else None), everywhere
+
+    def _priced(self, slowest: Floats, rows: Sequence[tuple[Floats, Floats, Floats]], replicas: int, ring: Ring, recompute: bool) -> Option:
+        """What the slowest replica's seconds make of a stage; `rows` are the times of its kinds of devices."""
+        each, weight, update = ([row[k] for row in rows] for k in range(3))
+        pace = slowest + _most(update)
+        summing = ring.fixed + ring.each * self.grads if replicas > 1 else None
+        if self.schedule in DELAYED:
+            pace = replicas * pace
+            return Option(recompute, pace, pace, None if summing is None else np.asarray(replicas * summing, np.float64))
+        if summing is not None:
+            pace = pace + summing
+        if self.schedule == "zb-1f1b":
+            pace = pace + 2 * _most(weight)
+            each = [np.maximum(t - 2 * w, 0.0) for t, w in zip(each, weight, strict=True)]
+        return Option(recompute, pace, _most(each), None)
+
+    def _times(self, kind: int, recompute: bool) -> tuple[Floats, Floats, Floats]:
+        """Seconds of a microbatch, its weight gradients and an update."""
+        if (kind, recompute) not in self._seconds:
+            forward, backward, weight, again, update = self.table.times(self.fleet.devices[kind])
+            each = _ranges(forward) + _ranges(backward)
+            self._seconds[kind, recompute] = (each + _ranges(again) if recompute else each, _ranges(weight), _ranges(update))
+        return self._seconds[kind, recompute]
+
+    def _most_in_flight(self, kind: int, recompute: bool, replicas: int) -> Ints:
+        """The most microbatches in flight that fit, for every range of layers; below 0 where not even the rest does."""
+        copies = gradient_copies(self.schedule, replicas)
+        if (kind, recompute, copies) not in self._room:
+            table, memory = self.table, self.fleet.devices[kind].memory
+            if memory is None:
+                self._room[kind, recompute, copies] = np.full_like(table.workspace, _PLENTY)
+            else:
+                saved = _ranges(table.saved)
+                fixed = (
+                    _ranges(table.params) * versions_of(self.schedule)
+                    + _ranges(table.grads) * copies
+                    + _ranges(table.state)
+                    + table.workspace
+                )
+                fixed = fixed + (POSTED * table.out + table.back)[:, None] + (POSTED * table.back + table.out)[None, :] + self.wanted.base
+                per = np.broadcast_to(table.entry[:, None], saved.shape) if recompute else saved
+                left = memory - fixed - (saved if recompute else 0)
+                room = np.where(per > 0, left // np.maximum(per, 1), _PLENTY)
+                self._room[kind, recompute, copies] = np.where(left < 0, -1, room)
+        return self._room[kind, recompute, copies]
+
+
+def _ranges(sums: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+    """Entry (i, j) of a prefix sum: what layers i .. j-1 take."""
+    return sums[None, :] - sums[:, None]
+
+
+def _most(matrices: Sequence[Floats]) -> Floats:
+    found = matrices[0]
+    for matrix in matrices[1:]:
+        found = found if matrix is found else np.maximum(found, matrix)
+    return found
+
+
+def _shares(each: Sequence[Floats], held: Sequence[Ints], least: int, count: int, head: int) -> Ints:
+    """Shares for every entry, which minimise max_j (n_j - head) t_j; where none are possible they do not add up to `count`."""
+    replicas = len(each)
+    times = np.maximum(np.stack(each), 1e-30)
+    room = np.minimum(np.stack(held), count)
+    possible = (room >= least).all(0) & (room.sum(0) >= count)
+    # All n with (n - head) t_j <= T are among the smallest, for the T at which replicas would end together if microbatches could be divided.
+    together = (count - head * replicas) / (1.0 / times).sum(0)
+    start = np.clip(head + np.floor(together / times * (1 - 1e-12)), least, np.maximum(room, least)).astype(np.int64)
+    shares = np.where(start.sum(0) > count, least, start)
+    shares = np.where(possible, shares, 0)
+    while True:
+        open_ = possible & (shares.sum(0) < count)
+        if not open_.any():
+            return shares
+        following = np.where(shares < room, (shares + 1 - head) * times, np.inf)
+        np.put_along_axis(shares, following.argmin(0)[None], np.take_along_axis(shares, following.argmin(0)[None], 0) + open_[None], 0)
