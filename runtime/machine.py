@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..ir.cluster import Cluster
 from ..ir.memory import LOOK_AHEAD, POSTED
+
+# What gloo on one host took where it was measured (benchmarks/truth.py --calibrate): seconds of a rank for each end of a message, seconds of a core to
+# write or read a byte, and how much a send writes before it returns.
+MESSAGE_SECONDS, SOCKET_SECONDS, SOCKET_BUFFER = 6e-5, 4.5e-10, 4e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +24,18 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a rank needs of a host's cores: `threads` while it computes, of each of which a quota may leave only a part (`quota`). `copying` are the
-    seconds of a core that it takes to send or receive a byte, beside the computations. `speeds` are those of the host: how fast each of 1, 2, ...
-    busy threads goes compared with one alone."""
+    """What a rank needs of a host's cores: `threads` while it computes, of each of which a quota may leave only a part (`quota`). `speeds` are those of
+    the host: how fast each of 1, 2, ... busy threads goes compared with one alone. Sockets take processor time: a send writes its first `buffer` bytes
+    itself, at `writing` seconds a byte, before the rank goes on, and what the rank receives takes `reading` seconds of a core for each byte, beside
+    its computations."""
 
     host: str
     cores: float
     threads: int = 1
     quota: float = 1.0
-    copying: float = 0.0
+    writing: float = 0.0
+    buffer: float = 0.0
+    reading: float = 0.0
     speeds: tuple[float, ...] = ()
 
 
@@ -48,6 +55,11 @@ class Machine:
     route: Callable[[int, int], Route] = lambda source, target: Route()
     seats: Mapping[int, Seat] = field(default_factory=dict)
     transport: Transport = Transport()
+
+
+def sockets(seat: Seat) -> Seat:
+    """The seat of a rank whose messages go through sockets."""
+    return replace(seat, writing=SOCKET_SECONDS, buffer=SOCKET_BUFFER, reading=SOCKET_SECONDS)
 
 
 # Messages take no time, and every rank has its device to itself.

@@ -12,7 +12,7 @@ earlier. What the runtime does is modelled as it does it:
 * AR starts when all ranks of the stage are there: a ring, in which every rank sends and receives 2(n-1)/n of the bytes over its link to the next one,
   2(n-1) latencies long. The ranks go on meanwhile; the first U, P or N of that batch waits for it.
 * Ranks that share a host share its cores: threads have equal parts, none more than one core, and a rank with a quota no more than that. Moving a byte
-  may cost processor time at both ends (`Seat.copying`), in competition with what is computed.
+  may cost processor time (`Seat`): of the rank that sends it, while the message moves already, and in competition with what the receiver computes.
 
 Times are those of the period: an action takes the same in every batch. Known limits: a link has one path; no routing, no loss of packets, no jitter;
 a computation slowed by its neighbours is slowed by their number, not by what they do.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -237,12 +237,13 @@ class _Simulation:
             other = seats.setdefault(seat.host, seat)
             if (other.cores, other.speeds) != (seat.cores, seat.speeds):
                 raise UsageError(f"two seats of host {seat.host} say different things of its cores", where="simulate")
-            wanted[seat.host] = wanted.get(seat.host, 0.0) + seat.threads * seat.quota + (2.0 if seat.copying else 0.0)
+            wanted[seat.host] = wanted.get(seat.host, 0.0) + seat.threads * seat.quota + (1.0 if seat.reading else 0.0)
         crowded = {
             host: Resource(f"cores of {host}", seat.cores, seat.speeds)
             for host, seat in seats.items()
             if wanted[host] > seat.cores or any(speed != 1 for speed in seat.speeds)
         }
+        self.writing = {rank: seat for rank, seat in self.machine.seats.items() if seat.writing > 0}
         self.cores = {
             rank: (crowded[seat.host], seat) for rank, seat in self.machine.seats.items() if seat.host in crowded and rank in self.lines
         }
@@ -298,19 +299,22 @@ class _Simulation:
                 ):
                     break
                 starts[position] = now
-                if step.seconds > 0:
+                lasts = step.seconds
+                if code == _SEND and rank in self.writing:
+                    seat = self.writing[rank]
+                    lasts += seat.writing * min(step.channel.nbytes, seat.buffer)  # type: ignore[attr-defined]
+                    self._send(step.channel, mb, now, position)  # type: ignore[arg-type]
+                if lasts > 0:
                     if rank in self.cores and code in (_COMPUTE, _TAKE):
                         resource, seat = self.cores[rank]
                         demands = ((resource, seat.threads * seat.quota),)
-                        self.sharing.begin(
-                            now, step.seconds, demands, lambda time: self._advance(rank, time, 1), cap=1.0, weight=1 / seat.quota
-                        )
+                        self.sharing.begin(now, lasts, demands, lambda time: self._advance(rank, time, 1), cap=1.0, weight=1 / seat.quota)
                     else:
-                        self.push(now + step.seconds, _WAKE, rank, 1)
+                        self.push(now + lasts, _WAKE, rank, 1)
                     break
             passed = 0
             finishes[position] = now
-            if code == _SEND:
+            if code == _SEND and rank not in self.writing:
                 self._send(step.channel, mb, now, position)  # type: ignore[arg-type]
             elif code == _REDUCE:
                 self._join(rank, position, mb, now)
@@ -358,7 +362,7 @@ class _Simulation:
 
     def _ready(self, what: tuple[_Channel, int, float, int, float], _: int, now: float) -> None:
         channel, mb, sent, position, posted = what
-        copies = [self.cores[r] for r in (channel.source, channel.target) if r in self.cores and self.cores[r][1].copying > 0]
+        reader = self.cores.get(channel.target)
         size = channel.nbytes
 
         def arrive(begun: float, end: float) -> None:
@@ -368,13 +372,13 @@ class _Simulation:
                 channel.awaited = -1
                 self.push(end, _WAKE, channel.target)
 
-        self._move(channel.pair, size, now, arrive, copies)
+        self._move(channel.pair, size, now, arrive, reader if reader and reader[1].reading > 0 else None)
 
     def _move(
-        self, pair: _Pair, size: float, now: float, arrive: Callable[[float, float], None], copies: Sequence[tuple[Resource, Seat]] = ()
+        self, pair: _Pair, size: float, now: float, arrive: Callable[[float, float], None], reader: tuple[Resource, Seat] | None = None
     ) -> None:
         """Let bytes go through a pair when it is free; `arrive` is told when they began to move and when they are there."""
-        if not pair.demands and not copies:
+        if not pair.demands and reader is None:
             begun = max(now, pair.free)
             pair.free = begun + size / pair.cap
             for use, times in pair.uses:
@@ -384,7 +388,7 @@ class _Simulation:
             return
 
         def begin(time: float) -> None:
-            left = 1 + len(copies)
+            left = 2
 
             def finish(at: float) -> None:
                 nonlocal left
@@ -400,11 +404,10 @@ class _Simulation:
                 if not pair.demands:
                     use.busy += size / pair.cap
             pair.moving = True
-            for resource, seat in copies:
-                if size > 0:
-                    self.sharing.begin(time, size * seat.copying, ((resource, 1.0),), finish, cap=1.0)
-                else:
-                    left -= 1
+            if reader is not None and size > 0:
+                self.sharing.begin(time, size * reader[1].reading, ((reader[0], 1.0),), finish, cap=1.0)
+            else:
+                finish(time)
             if size > 0 and (pair.demands or pair.cap < math.inf):
                 self.sharing.begin(time, size, pair.demands, finish, cap=pair.cap)
             else:

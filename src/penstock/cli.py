@@ -163,6 +163,22 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--source", metavar="NAME", help="print the source of one kernel, e.g. s0.F/k3")
     inspect.add_argument("--batches", type=_positive, default=3, metavar="N", help="batches to show with --schedule (default: 3)")
 
+    simulate = add("simulate", "run a bundle's program against modelled times, links, NICs, cores and memory")
+    simulate.add_argument("file", metavar="BUNDLE|FILE.ir")
+    simulate.add_argument("--cluster", metavar="FILE", help="other devices and links than those it was planned for, under the same names")
+    simulate.add_argument("--batches", type=_positive, default=10, metavar="N", help="batches to run (default: 10)")
+    simulate.add_argument(
+        "--costs",
+        choices=("analytic", "measured"),
+        default="analytic",
+        help="where times of computations come from: the rates of the cluster, or each rank of the bundle run by itself here (default: analytic)",
+    )
+    simulate.add_argument("--latency", type=float, metavar="S", help="seconds on all links, in place of the cluster's")
+    simulate.add_argument("--bandwidth", type=float, metavar="X", help="bytes per second of all links and NICs, in place of the cluster's")
+    simulate.add_argument("--gantt", metavar="FILE.svg", help="draw every rank's run, with memory over time")
+    simulate.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every action")
+    simulate.add_argument("--json", action="store_true", help="print all numbers as JSON")
+
     diff = add("diff", "compare two IR files or bundles: removed lines, new lines, and the words that changed")
     diff.add_argument("a", metavar="A")
     diff.add_argument("b", metavar="B")

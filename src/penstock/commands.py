@@ -18,6 +18,7 @@ from penstock.ir.text import print_literal, print_module
 from penstock.looking import check_cache, load_module
 from penstock.looking import diff_command as diff_command
 from penstock.looking import inspect_command as inspect_command
+from penstock.simulating import simulate_command as simulate_command
 from penstock.terminal import Progress, say, size, table
 
 if TYPE_CHECKING:

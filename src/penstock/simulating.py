@@ -1,0 +1,257 @@
+"""The command simulate: the program of a bundle or IR file, run against modelled times, links, NICs, cores and memory.
+
+Times of computations come from the costs of passes/cost.py, or are measured here: each rank of the bundle by itself (runtime/rehearse.py). Messages take the
+links of the cluster. Ranks on CPU devices of this machine share its cores; of other hosts a cluster file does not say how many they have.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.ir.cluster import Cluster, usable_cores
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import GRAD, Module
+from penstock.ir.memory import measure_memory, memory_curve
+from penstock.ir.schedule import RECEIVES, SENDS
+from penstock.looking import load_module
+from penstock.runtime.machine import MESSAGE_SECONDS, Route, Seat, machine_of, sockets
+from penstock.runtime.simulate import Seconds, simulate
+from penstock.runtime.simulated import Simulated
+from penstock.terminal import say, size, table
+
+LOCAL = "localhost"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A simulated module. `drained` is the time of one batch from an empty pipeline to an empty pipeline."""
+
+    module: Module
+    found: Simulated
+    devices: Mapping[int, str]
+    drained: float
+
+    @property
+    def samples(self) -> int:
+        """Of one batch."""
+        from penstock.runtime.program import microbatch_size
+
+        return microbatch_size(self.module) * self.found.schedule.microbatches
+
+    def curves(self) -> dict[int, list[tuple[float, float]]]:
+        """Live bytes of every rank over time."""
+        found = {}
+        for rank, line in self.found.lines.items():
+            sizes = (live for _, live, _ in memory_curve(self.module, rank, self.found.batches))
+            found[rank] = [(time, float(live)) for time, live in zip(line.finishes, sizes, strict=True)]
+        return found
+
+
+def devices_of(module: Module) -> dict[int, str]:
+    """Where each rank is."""
+    assert module.schedule is not None
+    places = {stage.index: stage.place for stage in module.stages}
+    return {rank: places[next(a.stage for a in (*p.start, *p.batch))] for rank, p in module.schedule.ranks.items()}
+
+
+def forecast(module: Module, seconds: Seconds, batches: int, change: Callable[[Route], Route] = lambda route: route) -> Forecast:
+    """Simulate a module on its cluster; `change` stands in for other links."""
+    schedule, cluster = module.schedule, module.cluster
+    if schedule is None or (not module.edges and len(module.stages) > 1):
+        raise UsageError(
+            "has no schedule with sends and receives",
+            where=f"@{module.name}",
+            hint="simulate needs a bundle, or a dump after `communicate`",
+        )
+    if cluster is None:
+        raise UsageError("names no devices", where=f"@{module.name}", hint="simulate needs a bundle, or a dump after `partition`")
+    devices = devices_of(module)
+    sizes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
+    summed: dict[int, int] = {}
+    for var in module.vars.values():
+        if var.role == GRAD and var.stage is not None:
+            summed[var.stage] = summed.get(var.stage, 0) + var.type.nbytes
+    seats = {rank: seat for rank, name in devices.items() if (seat := seat_of(cluster, name)) is not None}
+    plain = machine_of(cluster, devices, seats)
+    machine = replace(plain, route=lambda a, b: change(plain.route(a, b)))
+
+    def run(count: int) -> Simulated:
+        return simulate(
+            schedule, count, seconds, lambda phase, a, b: sizes[phase, a, b], machine, reduced=lambda stage: summed.get(stage, 0)
+        )
+
+    return Forecast(module, run(batches), devices, run(1).finish)
+
+
+def seat_of(cluster: Cluster, name: str) -> Seat | None:
+    """CPU devices take cores of their host, for messages, too; a GPU has itself, and its host's part in messages is not modelled."""
+    device = cluster.device(name)
+    if device.kind != "cpu":
+        return None
+    return sockets(Seat(device.host, usable_cores() if device.host == LOCAL else math.inf, device.threads))
+
+
+def analytic(module: Module) -> Seconds:
+    """Costs of passes/cost.py, and what the worker itself needs for a message."""
+    from penstock.passes.cost import stage_seconds
+
+    found = stage_seconds(module)
+    return lambda rank, action: found.get((action.stage, action.kind), MESSAGE_SECONDS if action.kind in (*SENDS, *RECEIVES) else 0.0)
+
+
+def measured(path: Path) -> Seconds:
+    """Every rank of a bundle on this machine, one after another."""
+    from penstock.backends.bundle import open_bundle
+    from penstock.runtime.rehearse import rehearse
+
+    bundle = open_bundle(path)
+    times: dict[int, dict[str, float]] = {}
+    for rank in range(bundle.world_size):
+        say(f"measuring rank {rank} of {bundle.world_size} by itself, threads: {bundle.rank(rank).threads}")
+        times[rank] = rehearse(bundle, [rank])[0]
+    return lambda rank, action: times[rank].get(action.kind, 0.0) + (MESSAGE_SECONDS if action.kind in (*SENDS, *RECEIVES) else 0.0)
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def simulate_command(arguments: Namespace) -> None:
+    module = load_module(arguments.file)
+    if arguments.cluster:
+        module = module.but(cluster=_other_cluster(module, Cluster.load(arguments.cluster)))
+    if arguments.costs == "measured" and not Path(arguments.file).is_dir():
+        raise UsageError("only a bundle can be measured", where=arguments.file, hint="compile it, or use --costs analytic")
+    for flag, value, least in (("--bandwidth", arguments.bandwidth, 0.0), ("--latency", arguments.latency, -1.0)):
+        if value is not None and not (math.isfinite(value) and value > least):
+            raise UsageError(f"{flag} must be a {'positive ' if least == 0 else ''}number, got {value}")
+
+    def change(route: Route) -> Route:
+        speed, latency = arguments.bandwidth, arguments.latency
+        shares = route.shares if speed is None else tuple((name, speed) for name, _ in route.shares)
+        return Route(shares, route.latency if latency is None else latency)
+
+    if module.schedule is None:
+        raise UsageError("has no schedule", where=arguments.file, hint="simulate needs a bundle, or a dump after `communicate`")
+    seconds = measured(Path(arguments.file)) if arguments.costs == "measured" else analytic(module)
+    made = forecast(module, seconds, arguments.batches, change)
+    if arguments.gantt:
+        from penstock.runtime.gantt import svg_gantt
+
+        Path(arguments.gantt).write_text(svg_gantt(made.found, f"{module.name}, {module.schedule.name}", made.curves()), encoding="utf-8")
+        say(f"wrote {arguments.gantt}")
+    if arguments.trace:
+        from penstock.runtime.trace import write_trace
+
+        write_trace(
+            Path(arguments.trace), [[(str(a), start, end) for a, start, end in made.found.timed(rank)] for rank in made.found.lines]
+        )
+        say(f"wrote {arguments.trace}")
+    if arguments.json:
+        print(json.dumps(as_dict(made), indent=2))
+    else:
+        print_forecast(made)
+
+
+def _other_cluster(module: Module, cluster: Cluster) -> Cluster:
+    known = {device.name for device in cluster.devices}
+    missing = sorted({stage.place for stage in module.stages} - known)
+    if missing:
+        raise UsageError(f"the cluster has no device {', '.join(missing)}, on which stages are", hint=f"it has {', '.join(sorted(known))}")
+    return cluster
+
+
+def as_dict(made: Forecast) -> dict[str, Any]:
+    """All that the table says, in seconds and bytes."""
+    found, memory = made.found, measure_memory(made.module)
+    start, end, count = found.window
+    return {
+        "module": made.module.name,
+        "schedule": found.schedule.name,
+        "batches": found.batches,
+        "step_s": found.step_seconds,
+        "drained_s": made.drained,
+        "finish_s": found.finish,
+        "samples_per_s": made.samples / found.step_seconds if found.step_seconds else None,
+        "window": {"from_s": start, "to_s": end, "batches": count},
+        "ranks": [{**use._asdict(), "device": made.devices[use.rank], "peak_bytes": memory[use.rank].peak} for use in found.ranks],
+        "links": [
+            {"name": use.name, "bandwidth": use.bandwidth, "bytes": use.nbytes, "busy_s": use.busy, "busy": _share(use.busy, found.finish)}
+            for use in found.links
+        ],
+        "critical_path": found.critical_path,
+        "bound_by": binding(made),
+    }
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def binding(made: Forecast) -> str:
+    """What a faster one of would help: a rank or a link that is busy nearly all the time, else the largest part of the critical path."""
+    found = made.found
+    start, end, _ = found.window
+    rank = max(found.ranks, key=lambda use: use.busy, default=None)
+    link = max(found.links, key=lambda use: use.busy, default=None)
+    busy = _share(rank.busy, end - start) if rank is not None else 0.0
+    moving = _share(link.busy, found.finish) if link is not None else 0.0
+    if link is not None and moving >= 0.9 and moving > busy:
+        return f"link {link.name}: busy {moving:.0%} of the time"
+    if rank is not None and busy >= 0.9:
+        return f"rank {rank.rank} (stage {rank.stage} on {made.devices[rank.rank]}): busy {busy:.0%} of the time"
+    path = found.critical_path
+    computing = _share(sum(s for what, s in path.items() if what.startswith("computing")), sum(path.values()))
+    told = f"nobody is busy all the time (at most {busy:.0%}): the critical path is {computing:.0%} computing"
+    if computing < 1:
+        worst = next(what for what in path if not what.startswith("computing"))
+        told += f", then {worst} with {_share(path[worst], sum(path.values())):.0%}"
+    return told
+
+
+def print_forecast(made: Forecast) -> None:
+    from penstock.runtime.gantt import text_gantt
+
+    found, memory = made.found, measure_memory(made.module)
+    schedule = found.schedule
+    print(
+        f"{made.module.name}: schedule {schedule.name}, {schedule.microbatches} microbatches per batch, {found.batches} batches simulated"
+    )
+    step = found.step_seconds
+    rows = [
+        [
+            u.rank,
+            u.stage,
+            made.devices[u.rank],
+            *(f"{_share(s, u.busy + u.waiting + u.idle):.1%}" for s in (u.busy, u.waiting, u.idle)),
+            size(memory[u.rank].peak),
+        ]
+        for u in found.ranks
+    ]
+    print(table(["rank", "stage", "device", "busy", "waiting", "idle", "peak memory"], rows))
+    if found.links:
+        links = [[u.name, f"{u.nbytes / found.batches / 1e6:.3f}", f"{_share(u.busy, found.finish):.1%}"] for u in found.links]
+        print(table(["link", "MB per batch", "busy"], links))
+    print(
+        text_gantt(found, until=found.ends[min(1, found.batches - 1)])
+        if len(found.lines) <= 64
+        else f"{len(found.lines)} ranks: --gantt draws them"
+    )
+    print(
+        f"one batch takes {_seconds(step)} in steady state, {_seconds(made.drained)} by itself; {made.samples / step:.1f} samples/s"
+        if step
+        else "takes no time"
+    )
+    print(f"bound by: {binding(made)}")
+    total = sum(found.critical_path.values())
+    parts = [f"{what} {_share(spent, total):.0%}" for what, spent in list(found.critical_path.items())[:5]]
+    print(f"critical path: {', '.join(parts)}")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"

@@ -1,0 +1,114 @@
+"""The command simulate, and the times that it measures. Runs on the reference back end, which needs no compiler."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from penstock.backends.bundle import open_bundle
+from penstock.cli import main
+from penstock.ir.cluster import Cluster
+from penstock.ir.errors import PenstockError
+from penstock.ir.memory import measure_memory
+from penstock.ir.schedule import RECEIVES, SENDS
+from penstock.models import write_mlp
+from penstock.runtime.rehearse import rehearse
+
+
+def call(*words):
+    return main([str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("simulate")
+    path = write_mlp(folder / "mlp.onnx", [32, 64, 64, 8], batch=16)
+    words = ["--devices", 2, "--loss", "cross_entropy", "--lr", 0.01, "--microbatches", 4, "--schedule", "2bw", "--backend", "numpy"]
+    assert call("compile", path, "-o", folder / "bundle", *words, "--dump-ir", folder / "dumps") == 0
+    return folder / "bundle"
+
+
+def read(capsys, *words):
+    assert call("simulate", *words, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_numbers_fit_together(bundle, capsys):
+    found = read(capsys, bundle)
+    module = open_bundle(bundle).module
+    window = found["window"]["to_s"] - found["window"]["from_s"]
+    assert found["step_s"] == pytest.approx(window / found["window"]["batches"])
+    assert found["samples_per_s"] == pytest.approx(64 / found["step_s"])
+    assert found["step_s"] <= found["drained_s"] <= found["finish_s"]
+    for row in found["ranks"]:
+        assert row["busy"] + row["waiting"] + row["idle"] == pytest.approx(window)
+        assert row["peak_bytes"] == measure_memory(module)[row["rank"]].peak
+    sizes = {edge.phase: sum(value.type.nbytes for value in edge.values) for edge in module.edges}
+    assert {row["name"]: row["bytes"] for row in found["links"]} == {"cpu:0>cpu:1": 40 * sizes["F"], "cpu:1>cpu:0": 40 * sizes["B"]}
+    assert sum(found["critical_path"].values()) == pytest.approx(window)
+
+
+def test_other_links_and_clusters(bundle, tmp_path, capsys):
+    usual = read(capsys, bundle)["step_s"]
+    slow = read(capsys, bundle, "--bandwidth", 1e4)
+    assert slow["step_s"] > 10 * usual
+    assert slow["bound_by"].startswith("link cpu:")
+    assert read(capsys, bundle, "--latency", 0.5)["step_s"] > 0.5
+    cluster = open_bundle(bundle).module.cluster
+    faster = tmp_path / "faster.toml"
+    text = cluster.to_toml()
+    faster.write_text(text.replace("flops = 5", "flops = 50").replace("bandwidth = 1", "bandwidth = 10"))
+    assert Cluster.load(faster) != cluster
+    assert read(capsys, bundle, "--cluster", faster)["step_s"] < usual
+    other = tmp_path / "other.toml"
+    other.write_text('[[device]]\nname = "cpu:0"\n')
+    assert call("simulate", bundle, "--cluster", other) == 2
+    assert "no device cpu:1, on which stages are" in capsys.readouterr().err
+
+
+def test_tables_pictures_and_traces(bundle, tmp_path, capsys):
+    picture, trace = tmp_path / "run.svg", tmp_path / "run.json"
+    assert call("simulate", bundle, "--batches", 3, "--gantt", picture, "--trace", trace) == 0
+    out = capsys.readouterr().out
+    assert "rank 0 | F" in out
+    assert "bound by: " in out
+    drawing = ElementTree.fromstring(picture.read_text())
+    titles = [node.text for node in drawing.iter("{http://www.w3.org/2000/svg}title")]
+    expected = [a for rank in (0, 1) for a in open_bundle(bundle).module.schedule.expand(rank, 3) if a.kind in "FBU"]
+    assert [title.partition(":")[0] for title in titles if ":" in title] == [str(a) for a in expected]
+    assert sum("live" in title for title in titles) == 2
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["name"] for event in events} >= {str(a) for a in expected}
+
+
+def test_dumps_can_be_simulated_once_they_are_wired(bundle, capsys):
+    dumps = bundle.parent / "dumps"
+    (wired,), (early,), (unwired,) = dumps.glob("*_lifetimes.ir"), dumps.glob("*_split.ir"), dumps.glob("*_weight-versions.ir")
+    assert read(capsys, wired) == read(capsys, bundle)
+    for path in (early, unwired):
+        assert call("simulate", path) == 2
+        assert "a dump after `communicate`" in capsys.readouterr().err
+    assert call("simulate", wired, "--costs", "measured") == 2
+    assert "only a bundle can be measured" in capsys.readouterr().err
+    assert call("simulate", wired, "--bandwidth", "0") == 2
+    assert "--bandwidth must be a positive number" in capsys.readouterr().err
+
+
+def test_measured_times(bundle, capsys):
+    """Every kind of action that a rank runs has a time; the command simulates with them."""
+    opened = open_bundle(bundle)
+    (row,) = rehearse(opened, [1], seconds=0.2)
+    assert row.keys() == {a.kind for a in opened.module.schedule.ranks[1].batch}
+    assert all(seconds > 0 for kind, seconds in row.items() if kind not in (*SENDS, *RECEIVES))
+    found = read(capsys, bundle, "--costs", "measured", "--batches", 4)
+    assert all(use["busy"] > 0 for use in found["ranks"])
+
+
+def test_a_rank_that_cannot_be_measured_says_why(bundle, tmp_path):
+    copy = open_bundle(shutil.copytree(bundle, tmp_path / "copy"))
+    copy.weights_file(1).unlink()
+    with pytest.raises(PenstockError, match=r"(?s)rank 1.*measuring failed.*s1\.safetensors"):
+        rehearse(copy, [1])
