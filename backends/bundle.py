@@ -243,7 +243,10 @@ def write_bundle(
             source_hash,
             backend,
             dict(tools if tools is not None else tool_versions()),
-            tuple(_rank_entry(module, rank, stage.place, stage.index, of_stage[stage.index]) for rank, stage in enumerate(module.stages)),
+            tuple(
+                _rank_entry(module, rank, device, stage, of_stage[stage])
+                for rank, (stage, device) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True))
+            ),
             files,
         )
         text = msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=2) + b"\n"

@@ -71,7 +71,8 @@ class Backend(Protocol):
     def check_host(self, module: Module, stage: int) -> None:
         """UsageError where this host lacks the device of a stage, which `load_stage` would say, too: for those who compile first."""
 
-    def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1) -> StageProgram: ...
+    def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None) -> StageProgram:
+        """The code of a stage, for one of its devices: the first if none is named."""
 
 
 def backend_of(name: str) -> Backend:
@@ -93,10 +94,11 @@ def stage_graphs(module: Module, stage: int) -> tuple[Graph, ...]:
     return tuple(g for name, g in module.graphs.items() if name.startswith(prefix))
 
 
-def device_of(module: Module, stage: int) -> Device | None:
-    """The device of the cluster that a stage runs on; None in a module without a cluster."""
-    place = next((s.place for s in module.stages if s.index == stage), None)
-    return module.cluster.device(place) if module.cluster is not None and place is not None else None
+def device_of(module: Module, stage: int, name: str | None = None) -> Device | None:
+    """The device of the cluster that a stage runs on, the first if it has several and none is named; None in a module without a cluster."""
+    if module.cluster is None or stage not in (s.index for s in module.stages):
+        return None
+    return module.cluster.device(name or module.devices_of(stage)[0])
 
 
 def target_of(module: Module, stage: int, processor: str) -> str:

@@ -35,7 +35,7 @@ class NumpyBackend:
     def check_host(self, module: Module, stage: int) -> None:
         """Everything is interpreted here, whatever device it is for."""
 
-    def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1) -> StageProgram:
+    def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None) -> StageProgram:
         return NumpyProgram(stage_graphs(module, stage))
 
 

@@ -127,7 +127,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the model and where it runs: a device name, or the name of a mesh. A stage is not a rank."""
+    """A part of the model and where it runs: a device name, or the name of a mesh. A stage is not a rank: each device of its mesh is one."""
 
     index: int
     place: str
@@ -190,6 +190,19 @@ class Module:
     def noted(self, origin: str, *texts: str) -> Module:
         return self.but(notes=self.notes + tuple(Note(origin, text) for text in texts))
 
+    def devices_of(self, stage: int) -> tuple[str, ...]:
+        """The devices that a stage lies on, one rank each: one, or those of its mesh."""
+        place = self.stages[stage].place
+        return next((mesh.devices for mesh in self.meshes if mesh.name == place), (place,))
+
+    def rank_devices(self) -> list[str]:
+        """The device of every rank: ranks are numbered stage by stage."""
+        return [device for stage in self.stages for device in self.devices_of(stage.index)]
+
+    def rank_stages(self) -> list[int]:
+        """The stage of every rank."""
+        return [stage.index for stage in self.stages for _ in self.devices_of(stage.index)]
+
     def stage_graph(self, stage: int, kind: str) -> Graph | None:
         """The graph of one stage: kind is F, B, W or U."""
         return self.graphs.get(f"s{stage}.{kind}")
@@ -231,6 +244,12 @@ def made_values(ops: Iterable[Op]) -> set[Value]:
 def touched_vars(graph: Graph | None, *kinds: str) -> set[str]:
     """The variables of the operations of these kinds; none of a graph that is not there."""
     return {op.var for op in graph.ops if op.kind in kinds} if graph is not None else set()
+
+
+def summed_vars(module: Module, stage: int) -> list[str]:
+    """The gradients that a stage adds to, in the order of the module's variables: what its ranks have to sum up."""
+    added = touched_vars(module.stage_graph(stage, "B"), "accum") | touched_vars(module.stage_graph(stage, "W"), "accum")
+    return [name for name in module.vars if name in added]
 
 
 def written_vars(graph: Graph) -> set[str]:

@@ -10,7 +10,7 @@ Out: graph results, or a `Run`: outputs per microbatch, the log of versions, liv
 With `precision="f64"` every float is computed in float64: that is the oracle; "typed" follows the declared element types.
 
 A module may be run at any point of its way: without versions a read takes the newest version; without send and receive actions values are
-handed over by name, and an action waits until what it needs exists. Known limits: a rank runs the stage of the same number; no AR.
+handed over by name, and an action waits until what it needs exists. AR hands a rank's gradients of a batch to the sum over its stage; who uses it waits for all ranks, and adds in their order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .errors import UsageError, VerifyError
-from .graph import GRAD, MICROBATCH, Graph, Module, Op, Value, Var, rewrite, slot_of, stepped_vars
+from .graph import GRAD, MICROBATCH, Graph, Module, Op, Value, Var, rewrite, slot_of, stepped_vars, summed_vars
 from .interp_store import Arrays, DictStore, Store, VersionStore, as_value, initial_arrays
 from .numpy_ops import F64, NUMPY, PRECISIONS, TYPED, Array, apply_op
 from .schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, VERSIONED, Action
@@ -229,6 +229,8 @@ class _Rank:
         self.index, self.program, self.store = index, program, store
         self.step = 0
         self.values: dict[int, dict[str, Array]] = {}
+        # Batches whose gradients it has brought to a sum that it has not used yet.
+        self.waiting: set[int] = set()
 
     def action(self) -> Action | None:
         return self.program[self.step] if self.step < len(self.program) else None
@@ -252,8 +254,11 @@ class _Pipeline:
         self.channels: dict[tuple[int, int, str], deque[tuple[int, dict[str, Array]]]] = {}
         self.stepped = stepped_vars(module)
         self.ranks = {}
+        self.homes, self.members = module.schedule.homes(), module.schedule.members()
+        # What the ranks of a stage have brought to the sum of a batch, by stage and batch.
+        self.sums: dict[tuple[int, int], dict[int, dict[str, Array]]] = {}
         for index, program in programs.items():
-            graphs = [g for g in (module.stage_graph(index, kind) for kind in COMPUTE) if g is not None]
+            graphs = [g for g in (module.stage_graph(self.homes.get(index, index), kind) for kind in COMPUTE) if g is not None]
             names = dict.fromkeys(slot.var for g in graphs for slot in map(slot_of, g.ops) if slot is not None)
             store = VersionStore(module.vars, self.stepped, initial_arrays(module, weights, list(names), precision), first)
             self.ranks[index] = _Rank(index, program, store)
@@ -281,7 +286,21 @@ class _Pipeline:
             raise VerifyError(f"messages were never received: {', '.join(left)}", where=f"schedule of {self.module.name}")
         for rank in self.ranks.values():
             _collect(self.run_found, self.module, rank.store)
+        self._compare_ranks()
         return self.run_found
+
+    def _compare_ranks(self) -> None:
+        """The ranks of a stage have the same variables in the end."""
+        for stage, ranks in self.members.items():
+            for rank in ranks[1:]:
+                for name in self.ranks[rank].store.slots:
+                    if self.module.vars[name].role == GRAD:
+                        continue
+                    here, there = (self.ranks[r].store.latest(name) for r in (ranks[0], rank))
+                    if not np.array_equal(here, there, equal_nan=True):
+                        raise VerifyError(
+                            f"ranks {ranks[0]} and {rank} of stage {stage} end with different @{name}", where=self.module.name
+                        )
 
     def _perform(self, rank: _Rank, action: Action) -> bool:
         """Execute one action; False when it has to wait."""
@@ -294,6 +313,8 @@ class _Pipeline:
                     self._send(rank, action)
                 case "RF" | "RB" | "RP" | "RN":
                     return self._receive(rank, action)
+                case "AR":
+                    self._bring(rank, action)
                 case "D":
                     if rank.values.pop(action.mb, None) is None:
                         raise VerifyError(f"microbatch {action.mb} holds nothing that could be dropped")
@@ -326,6 +347,8 @@ class _Pipeline:
         if missing:
             listed = ", ".join("%" + n for n in missing)
             raise VerifyError(f"@{graph.name} needs {listed} of {_unit(action)}, which this rank does not hold")
+        if action.kind in ("P", "N", "U") and action.mb in rank.waiting and not self._take_sum(rank, action):
+            return False
         batch = action.batch(self.per_batch)
         if action.kind == "U":
             results = run_graph(graph, ins, rank.store.at(made=action.version, batch=batch), self.precision)
@@ -346,6 +369,25 @@ class _Pipeline:
             self.run_found.outputs.setdefault(action.mb, {}).update(shown)
         return True
 
+    def _bring(self, rank: _Rank, action: Action) -> None:
+        """A rank's gradients of a batch go to the sum over the ranks of its stage."""
+        store = rank.store.at(batch=action.mb)
+        brought = self.sums.setdefault((action.stage, action.mb), {})
+        brought[rank.index] = {name: store.take(name) for name in summed_vars(self.module, action.stage)}
+        rank.waiting.add(action.mb)
+
+    def _take_sum(self, rank: _Rank, action: Action) -> bool:
+        """Put the sum of a batch in the place of the rank's own gradients; False while other ranks still add to it."""
+        brought, members = self.sums[action.stage, action.mb], self.members[action.stage]
+        if len(brought) < len(members):
+            return False
+        rank.waiting.remove(action.mb)
+        store = rank.store.at(batch=action.mb)
+        for member in members:
+            for name, part in brought[member].items():
+                store.accumulate(name, part)
+        return True
+
     def _channel(self, src: int, dst: int, kind: str) -> deque[tuple[int, dict[str, Array]]]:
         return self.channels.setdefault((src, dst, kind[1]), deque())
 
@@ -357,29 +399,31 @@ class _Pipeline:
 
     def _send(self, rank: _Rank, action: Action) -> None:
         assert action.peer is not None
-        names = self._values_of(action.stage, action.peer, action.kind[1])
+        names = self._values_of(action.stage, self.homes[action.peer], action.kind[1])
         held = rank.values.get(action.holder, {})
         missing = [f"%{n}" for n in names if n not in held]
         if missing:
             raise VerifyError(f"{', '.join(missing)} of {_unit(action)} should be sent, but this rank does not hold it")
-        self._channel(action.stage, action.peer, action.kind).append((action.mb, {n: held[n] for n in names}))
+        self._channel(rank.index, action.peer, action.kind).append((action.mb, {n: held[n] for n in names}))
 
     def _receive(self, rank: _Rank, action: Action) -> bool:
         assert action.peer is not None
-        queue = self._channel(action.peer, action.stage, action.kind)
+        queue = self._channel(action.peer, rank.index, action.kind)
         if not queue:
             return False
         mb, values = queue.popleft()
         if mb != action.mb:
             raise VerifyError(
-                f"{_unit(action)} is expected from stage {action.peer}, the next message is of {_unit(action._replace(mb=mb))}"
+                f"{_unit(action)} is expected from rank {action.peer}, the next message is of {_unit(action._replace(mb=mb))}"
             )
         rank.values.setdefault(action.holder, {}).update(values)
         return True
 
     def _wanted(self, rank: _Rank, action: Action) -> str:
         if action.kind in RECEIVES:
-            return f"a message from stage {action.peer}"
+            return f"a message from rank {action.peer}"
+        if action.mb in rank.waiting and action.kind in ("P", "N", "U"):
+            return f"the gradients of the other ranks of stage {action.stage}"
         graph = self._graph(action)
         return ", ".join(f"%{v.name}" for v in graph.ins if self._find(rank, action.holder, v.name) is None) + f" of {_unit(action)}"
 

@@ -81,7 +81,7 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     taken = {v.name for graph in graphs.values() for v in graph.ins}
     batch = module.schedule.microbatches * sum(v.type.nbytes for v in module.data_inputs if v.name in taken)
     # One more than are ahead: a batch counts as finished when the loss is known, and stages before that one still work on it.
-    data = 0 if _on_gpu(module, stage) else (BATCHES_AHEAD + 1) * batch
+    data = 0 if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch
     walk = _Walk(module, stage, graphs)
     for _ in walk.follow(module.schedule, rank, BATCHES):
         pass
@@ -110,8 +110,8 @@ def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Acti
         yield action, row.fixed + row.data + values, row.fixed + row.data + sum(pool.bytes for pool in walk.pools.values())
 
 
-def _on_gpu(module: Module, stage: int) -> bool:
-    place = next((s.place for s in module.stages if s.index == stage), None)
+def _on_gpu(module: Module, rank: int) -> bool:
+    place = module.rank_devices()[rank]
     return module.cluster is not None and any(d.name == place and d.kind == "cuda" for d in module.cluster.devices)
 
 
@@ -135,7 +135,7 @@ class _Walk:
     """Follows one rank's program and counts what lives: per microbatch, values that are saved and values that are passing through."""
 
     def __init__(self, module: Module, stage: int, graphs: dict[str, Graph]) -> None:
-        self.graphs = graphs
+        self.graphs, self.homes = graphs, module.rank_stages()
         self.blocks = {kind: planned_blocks(graph) for kind, graph in graphs.items()}
         self.edges = {(e.phase, e.src, e.dst): e.values for e in module.edges}
         self.saved = {v.name for kind in ("F", "B") if kind in graphs for v in graphs[kind].saved}
@@ -183,7 +183,7 @@ class _Walk:
     def _message(self, action: Action, sign: int) -> None:
         """Memory of a message is there, or is that of values of its microbatch from now on."""
         assert action.peer is not None
-        for value in self.edges[action.kind[1], action.peer, action.stage]:
+        for value in self.edges[action.kind[1], self.homes[action.peer], action.stage]:
             self.coming += sign * value.type.nbytes
             self.pools["received"].change(value.type.nbytes, sign)
 
@@ -194,7 +194,7 @@ class _Walk:
             if mb in self.posted.get((kind, action.peer), ()):
                 self.posted[kind, action.peer].remove(mb)
                 self._message(action, -1)
-            self._hold(action.holder, self.edges[kind[1], action.peer, action.stage])
+            self._hold(action.holder, self.edges[kind[1], self.homes[action.peer], action.stage])
         elif kind in ("F", "B", "W"):
             graph = self.graphs[kind]
             self._hold(mb, graph.ins)
@@ -227,7 +227,7 @@ class _Walk:
         assert action.peer is not None
         for size in self.lingering.get((action.kind, action.peer), ()):
             self.pools["made"].change(size, -1)
-        values = self.edges[action.kind[1], action.stage, action.peer]
+        values = self.edges[action.kind[1], action.stage, self.homes[action.peer]]
         sizes = [v.type.nbytes for v in values if v.name not in self.saved]
         self.lingering[action.kind, action.peer] = sizes
         for size in sizes:

@@ -5,7 +5,11 @@
 Kinds: F forward, B backward (W when the weight gradient is split off), SF RF SB RB send and receive of their boundary values, D drop of all
 a microbatch still holds. Once per batch, the number being that of the batch: P hands out this stage's part of gradients that several stages
 add to, N the part of this stage in what all stages have to agree on (the norm of the gradient), U update; SP RP SN RN move what P and N
-hand out to where N and U take it; AR reduction over replicas. `str(action)` and `Action.parse` are exact inverses.
+hand out to where N and U take it; AR sums the gradients of a batch over the ranks of the stage. `str(action)` and `Action.parse` are exact
+inverses.
+
+A stage lies on one rank or on several, its replicas. Every microbatch of a batch is run by one rank of each stage, the same one in every batch, and
+the peer of a send or receive is a rank. With one rank per stage, rank r runs stage r.
 
 Training has no fixed length, so a schedule is a *period*: for each rank a `start` list, run once, and a `batch` list, run once per
 batch. Both are written as for batch 1 (microbatches m .. 2m-1 of m per batch): weight versions are relative to the batch and clamped at
@@ -53,7 +57,7 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text)
         if match is not None:
             stage, kind, mb, version, arrow, peer = match.groups()
-            expected = "<" if kind in RECEIVES else ">" if kind in (*SENDS, "AR") else None
+            expected = "<" if kind in RECEIVES else ">" if kind in SENDS else None
             missing = arrow is None and kind in (*SENDS, *RECEIVES)
             if not missing and (arrow is None or arrow == expected):
                 return Action(kind, int(stage), int(mb), None if version is None else int(version), None if peer is None else int(peer))
@@ -93,11 +97,35 @@ class Schedule:
 
     def rewrite(self, rule: Callable[[Action], Iterable[Action]]) -> Schedule:
         """Every action of every rank replaced by what `rule` gives for it, in both lists."""
-        ranks = {
-            rank: Program(tuple(b for a in program.start for b in rule(a)), tuple(b for a in program.batch for b in rule(a)))
-            for rank, program in self.ranks.items()
-        }
+        return self.rewrite_ranks(lambda rank, action: rule(action))
+
+    def rewrite_ranks(self, rule: Callable[[int, Action], Iterable[Action]]) -> Schedule:
+        """The same with a rule that is told the rank."""
+
+        def changed(rank: int, actions: tuple[Action, ...]) -> tuple[Action, ...]:
+            return tuple(b for a in actions for b in rule(rank, a))
+
+        ranks = {rank: Program(changed(rank, program.start), changed(rank, program.batch)) for rank, program in self.ranks.items()}
         return Schedule(self.name, self.microbatches, ranks)
+
+    def homes(self) -> dict[int, int]:
+        """The stage of every rank that does something."""
+        return {rank: listed[0].stage for rank, program in self.ranks.items() if (listed := program.batch or program.start)}
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of every stage, in order."""
+        found: dict[int, tuple[int, ...]] = {}
+        for rank, stage in sorted(self.homes().items()):
+            found[stage] = (*found.get(stage, ()), rank)
+        return found
+
+    def runners(self) -> dict[tuple[int, int], int]:
+        """Which rank of a stage runs a microbatch: (stage, number in the batch) -> rank."""
+        return {(a.stage, a.mb % self.microbatches): rank for rank, program in self.ranks.items() for a in program.batch if a.kind == "F"}
+
+    def shares(self, stage: int) -> list[int]:
+        """How many microbatches of a batch each rank of a stage runs."""
+        return [sum(a.kind == "F" for a in self.ranks[rank].batch) for rank in self.members()[stage]]
 
     def actions(self) -> Iterator[Action]:
         """All actions as written, rank by rank."""
@@ -117,3 +145,28 @@ class Schedule:
 
     def expand_all(self, batches: int, first: int = 0) -> dict[int, list[Action]]:
         return {rank: list(self.expand(rank, batches, first)) for rank in self.ranks}
+
+
+class Routes:
+    """Between which ranks a message goes: from the rank that runs a microbatch on one stage to the one that runs it on the other. What is handed out
+    once per batch is the same on all ranks of a stage, so each rank takes it from one of them, in turn."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.members, self._runners, self._per_batch = schedule.members(), schedule.runners(), schedule.microbatches
+        self._number = {rank: i for ranks in self.members.values() for i, rank in enumerate(ranks)}
+
+    def source(self, rank: int, phase: str, stage: int, number: int) -> int:
+        """The rank of `stage` that sends to `rank`; `number` is that of the microbatch, or of the batch."""
+        if phase in ("F", "B"):
+            return self._runners[stage, number % self._per_batch]
+        ranks = self.members[stage]
+        return ranks[self._number[rank] % len(ranks)]
+
+    def targets(self, rank: int, phase: str, stage: int, number: int) -> list[int]:
+        """The ranks of `stage` that `rank` sends to."""
+        if phase in ("F", "B"):
+            return [self._runners[stage, number % self._per_batch]]
+        return [other for other in self.members[stage] if self.source(other, phase, self._stage(rank), number) == rank]
+
+    def _stage(self, rank: int) -> int:
+        return next(stage for stage, ranks in self.members.items() if rank in ranks)

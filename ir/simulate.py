@@ -1,7 +1,7 @@
 """Plays a schedule on paper. In: a schedule and how long computations take. Out: when every action starts and finishes, or who waits for whom.
 
-Sends are buffered and take no time of their rank, receives wait for the message, computations of one rank run one after another, an AR
-waits for all its members. In a schedule without sends and receives yet, the forward of a stage waits for the stage before it and the
+Sends are buffered and take no time of their rank, receives wait for the message, computations of one rank run one after another. A sum over the
+ranks of a stage begins with AR and goes on in the background: what uses it (P, N, U) waits for all of them. In a schedule without sends and receives yet, the forward of a stage waits for the stage before it and the
 backward for the stage after it. `latency` is what a message takes on any link. Known limits: bandwidth, and links that are not a chain
 before `communicate`; the modelled cluster is the business of runtime/simulate.
 """
@@ -21,11 +21,11 @@ Programs = Mapping[int, Sequence[Action]]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What an action waits for (`needs`), what holds once it is done (`gives`), and what holds as soon as its turn comes (`meets`)."""
+    """What an action of a rank waits for (`needs`), what holds once it is done (`gives`), and what holds as soon as its turn comes (`meets`)."""
 
-    needs: Callable[[Action], Iterable[Event]]
-    gives: Callable[[Action], Iterable[Event]]
-    meets: Callable[[Action], Iterable[Event]]
+    needs: Callable[[int, Action], Iterable[Event]]
+    gives: Callable[[int, Action], Iterable[Event]]
+    meets: Callable[[int, Action], Iterable[Event]]
 
 
 class Timed(NamedTuple):
@@ -46,41 +46,36 @@ class Played:
         return max((timed.finish for line in self.ranks.values() for timed in line), default=0.0)
 
 
-def message_rules(groups: Mapping[int, frozenset[int]]) -> Rules:
-    """Rules of a schedule with sends and receives: an event is a message, or a member's arrival at a collective."""
+def message_rules(schedule: Schedule) -> Rules:
+    """Rules of a schedule with sends and receives: an event is a message, or the arrival of a rank at a sum over its stage."""
+    members = schedule.members()
+    summing = {a.stage for a in schedule.actions() if a.kind == "AR"}
 
-    def message(action: Action) -> Event:
-        ends = (action.stage, action.peer) if action.kind in SENDS else (action.peer, action.stage)
+    def message(rank: int, action: Action) -> Event:
+        ends = (rank, action.peer) if action.kind in SENDS else (action.peer, rank)
         return (action.kind[1], *ends, action.mb)
 
-    def members(action: Action) -> frozenset[int]:
-        return groups[action.stage] if action.peer is None else frozenset((action.stage, action.peer))
+    def needs(rank: int, action: Action) -> Iterable[Event]:
+        if action.kind in ("P", "N", "U") and action.stage in summing:
+            return [("AR", member, action.mb) for member in members[action.stage]]
+        return (message(rank, action),) if action.kind in RECEIVES else ()
 
     return Rules(
-        needs=lambda a: (
-            (message(a),) if a.kind in RECEIVES else tuple(("AR", m, members(a), a.mb) for m in members(a)) if a.kind == "AR" else ()
-        ),
-        gives=lambda a: (message(a),) if a.kind in SENDS else (),
-        meets=lambda a: (("AR", a.stage, members(a), a.mb),) if a.kind == "AR" else (),
+        needs=needs,
+        gives=lambda rank, a: (message(rank, a),) if a.kind in SENDS else (),
+        meets=lambda rank, a: (("AR", rank, a.mb),) if a.kind == "AR" else (),
     )
 
 
-def value_rules(feeds: Mapping[tuple[str, int], Sequence[tuple[str, int]]], groups: Mapping[int, frozenset[int]]) -> Rules:
+def value_rules(feeds: Mapping[tuple[str, int], Sequence[tuple[str, int]]], schedule: Schedule) -> Rules:
     """Rules of a schedule without sends: `feeds[kind, stage]` are the computations of other stages, by kind and stage, that it waits for."""
-    collective = message_rules(groups)
+    collective = message_rules(schedule)
 
-    def needs(action: Action) -> Iterable[Event]:
-        if action.kind in COMPUTE:
-            return [(phase, source, action.mb) for phase, source in feeds.get((action.kind, action.stage), ())]
-        return collective.needs(action) if action.kind == "AR" else ()
+    def needs(rank: int, action: Action) -> Iterable[Event]:
+        given = [(phase, source, action.mb) for phase, source in feeds.get((action.kind, action.stage), ())]
+        return [*given, *collective.needs(rank, action)] if action.kind in COMPUTE else ()
 
-    return Rules(needs, lambda a: ((a.kind, a.stage, a.mb),) if a.kind in PHASES else (), collective.meets)
-
-
-def collective_groups(schedule: Schedule) -> dict[int, frozenset[int]]:
-    """Stages that take part in collectives without a named peer: all of them form one group."""
-    members = frozenset(a.stage for a in schedule.actions() if a.kind == "AR" and a.peer is None)
-    return dict.fromkeys(members, members)
+    return Rules(needs, lambda rank, a: ((a.kind, a.stage, a.mb),) if a.kind in PHASES else (), collective.meets)
 
 
 def play(programs: Programs, rules: Rules, duration: Callable[[Action], float], latency: float = 0.0) -> Played:
@@ -103,9 +98,9 @@ def play(programs: Programs, rules: Rules, duration: Callable[[Action], float], 
         line, actions = lines[rank], programs[rank]
         while len(line) < len(actions):
             action = actions[len(line)]
-            post(rules.meets(action), clock[rank])
+            post(rules.meets(rank, action), clock[rank])
             start = clock[rank]
-            for event in rules.needs(action):
+            for event in rules.needs(rank, action):
                 if event not in done:
                     blocked[rank] = event
                     waiting.setdefault(event, []).append(rank)
@@ -116,7 +111,7 @@ def play(programs: Programs, rules: Rules, duration: Callable[[Action], float], 
             finish = start + duration(action)
             line.append(Timed(action, start, finish))
             clock[rank] = finish
-            post(rules.gives(action), finish)
+            post(rules.gives(rank, action), finish)
     return Played(lines, blocked)
 
 
@@ -144,8 +139,7 @@ def simulate(
     VerifyError when the ranks wait for each other."""
     programs = schedule.expand_all(batches, first)
     wired = any(a.kind in SENDS for a in schedule.actions())
-    groups = collective_groups(schedule)
-    rules = message_rules(groups) if wired else value_rules(chain(schedule), groups)
+    rules = message_rules(schedule) if wired else value_rules(chain(schedule), schedule)
     times = {"F": forward_time, "B": backward_time, "W": weight_time}
     parted = {a.stage for a in schedule.actions() if a.kind == "W"}
 

@@ -22,7 +22,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from math import prod
 
+from .cluster import Cluster
 from .graph import BUFFER, GRAD, PARAM, ROLES, STATE, TABLE, Graph, Module, Op, Value, touched_vars, written_vars
 from .ops import infer_op
 from .problems import LIMIT, Problem, op_window, to_error
@@ -240,6 +242,7 @@ def check_staged(module: Module) -> Iterator[Problem]:
                 yield Problem(
                     f"stage {stage.index}", f"is on {stage.place}, which is no device or mesh; there are {', '.join(sorted(places))}"
                 )
+        yield from _check_meshes(module, module.cluster)
     for var in module.vars.values():
         if var.stage is not None and var.stage not in indices:
             yield Problem(f"@{var.name}", f"is on stage {var.stage}, which does not exist; there are {indices}")
@@ -248,6 +251,23 @@ def check_staged(module: Module) -> Iterator[Problem]:
     else:
         for graph in module.graphs.values():
             yield from _check_annotations(graph, len(indices))
+
+
+def _check_meshes(module: Module, cluster: Cluster) -> Iterator[Problem]:
+    """A mesh is made of devices of the cluster that can run the same code, as many as its axes say."""
+    known = {device.name: device for device in cluster.devices}
+    for mesh in module.meshes:
+        unknown = [name for name in mesh.devices if name not in known]
+        if unknown:
+            yield Problem(f"mesh @{mesh.name}", f"has {', '.join(unknown)}, which is no device; there are {', '.join(known)}")
+        sizes = [size for _, size in mesh.axes]
+        if prod(sizes) != len(mesh.devices) or len(set(mesh.devices)) < len(mesh.devices):
+            what = f"has axes of {' x '.join(map(str, sizes))} and devices {', '.join(mesh.devices)}, expected as many different ones"
+            yield Problem(f"mesh @{mesh.name}", what)
+        kinds = {(known[name].kind, known[name].target) for name in mesh.devices if name in known}
+        if len(kinds) > 1:
+            listed = ", ".join(f"{kind} {target}" for kind, target in sorted(kinds))
+            yield Problem(f"mesh @{mesh.name}", f"mixes devices that need different code: {listed}")
 
 
 def _check_annotations(graph: Graph, stages: int) -> Iterator[Problem]:

@@ -1,8 +1,8 @@
 """Checker of the fact wired: what travels between ranks. In: a module with edges and a schedule with sends and receives.
 
 Edges carry exactly what the graphs of one stage take from those of another. On every rank a computation runs after all its receives and
-before all its sends. Every message is sent once and received once, in the same order on both sides of a channel; the members of a
-collective meet in the same order; and nobody waits for ever, when sends are buffered and receives wait.
+before all its sends. Every message is sent once and received once, in the same order on both sides of a channel; the ranks of a stage
+sum up gradients in the same order; and nobody waits for ever, when sends are buffered and receives wait.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from .graph import Module, Value
 from .problems import Problem
 from .schedule import COMPUTE, PHASES, RECEIVES, SENDS, TAKERS, Action
-from .simulate import collective_groups, message_rules
+from .simulate import message_rules
 from .verify_schedule import Run, check_progress, over_runs, sources, taking
 
 
@@ -60,8 +60,8 @@ def _check_messages(module: Module, run: Run) -> Iterator[Problem]:
     for rank, actions in run.programs.items():
         yield from _check_ends(run, rank, actions, into, out)
     yield from _check_channels(run)
-    yield from _check_collectives(run)
-    yield from check_progress(run, message_rules(collective_groups(run.schedule)))
+    yield from _check_sums(run)
+    yield from check_progress(run, message_rules(run.schedule))
 
 
 def _check_ends(
@@ -71,8 +71,10 @@ def _check_ends(
     into: Mapping[tuple[int, str], list[tuple[int, str]]],
     out: Mapping[tuple[int, str], list[int]],
 ) -> Iterator[Problem]:
-    """On one rank: all that a computation takes has come before it, and all that it makes is sent after it, each exactly once."""
+    """On one rank: all that a computation takes has come before it, and all that it makes is sent after it, each exactly once. The peer of a
+    message is a rank, what it is of the stage: any rank of it will do, as the channels show that it has it."""
     arriving = {(stage, phase, peer) for (stage, _), sources in into.items() for peer, phase in sources}
+    homes, members = run.schedule.homes(), run.schedule.members()
     reported: set[str] = set()
     done: dict[tuple[str, int, int, int | None], int] = {}
 
@@ -87,43 +89,51 @@ def _check_ends(
             phase = a.kind[1]
             if key in done:
                 yield from problem("twice", step, f"was already done at step {done[key]}")
-            known = a.peer in out.get((a.stage, phase), ()) if a.kind in SENDS else (a.stage, phase, a.peer) in arriving
+            other = homes.get(a.peer) if a.peer is not None else None
+            known = other in out.get((a.stage, phase), ()) if a.kind in SENDS else (a.stage, phase, other) in arriving
             if not known:
-                yield from problem("edge", step, f"there is no {phase} edge between stages {a.stage} and {a.peer} in that direction")
+                there = f"the stage of rank {a.peer}" if other is None or other != a.peer else str(other)
+                yield from problem("edge", step, f"there is no {phase} edge between stages {a.stage} and {there} in that direction")
             if a.kind in SENDS and (phase, a.stage, a.mb, None) not in done:
                 yield from problem("early", step, f"sends what {a.stage}{phase}{a.mb} has not computed yet")
         elif a.kind in COMPUTE:
-            for peer, phase in into.get((a.stage, a.kind), ()):
-                if (f"R{phase}", a.stage, a.mb, peer) not in done:
+            for source, phase in into.get((a.stage, a.kind), ()):
+                peers = members[source]
+                if not any((f"R{phase}", a.stage, a.mb, peer) in done for peer in peers):
+                    ends = "|".join(map(str, peers))
                     yield from problem(
-                        "late", step, f"runs before its inputs from stage {peer} have arrived ({a.stage}R{phase}{a.mb}<{peer})"
+                        "late", step, f"runs before its inputs from stage {source} have arrived ({a.stage}R{phase}{a.mb}<{ends})"
                     )
         done.setdefault(key, step)
     for (kind, stage, mb, _), step in done.items():
-        for peer in out.get((stage, kind), ()) if kind in PHASES else ():
-            if (f"S{kind}", stage, mb, peer) not in done:
-                yield from problem("unsent", step, f"its results are never sent to stage {peer} ({stage}S{kind}{mb}>{peer})")
+        # What is handed out once per batch is sent by one of the ranks of a stage; the receiver says whether it is missing.
+        each = kind in ("F", "B") or (kind in PHASES and len(members[stage]) == 1)
+        for target in out.get((stage, kind), ()) if each else ():
+            peers = members[target]
+            if not any((f"S{kind}", stage, mb, peer) in done for peer in peers):
+                ends = "|".join(map(str, peers))
+                yield from problem("unsent", step, f"its results are never sent to stage {target} ({stage}S{kind}{mb}>{ends})")
 
 
 def _check_channels(run: Run) -> Iterator[Problem]:
-    """Between two stages messages of one phase arrive in the order in which they are sent, and each one is sent and received once."""
+    """Between two ranks messages of one phase arrive in the order in which they are sent, and each one is sent and received once."""
     sent: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
     received: dict[tuple[int, int, str], list[tuple[str, int, int, int]]] = {}
     for rank, actions in run.programs.items():
         for step, a in enumerate(actions):
             if a.peer is not None and a.kind in SENDS:
-                sent.setdefault((a.stage, a.peer, a.kind[1]), []).append((a.kind[1], a.mb, rank, step))
+                sent.setdefault((rank, a.peer, a.kind[1]), []).append((a.kind[1], a.mb, rank, step))
             elif a.peer is not None and a.kind in RECEIVES:
-                received.setdefault((a.peer, a.stage, a.kind[1]), []).append((a.kind[1], a.mb, rank, step))
+                received.setdefault((a.peer, rank, a.kind[1]), []).append((a.kind[1], a.mb, rank, step))
     for channel in sorted({*sent, *received}):
         left, right = sent.get(channel, []), received.get(channel, [])
         there, here = {x[:2] for x in left}, {x[:2] for x in right}
         lost = next((x for x in left if x[:2] not in here), None)
         awaited = next((x for x in right if x[:2] not in there), None)
         if lost is not None:
-            yield run.problem(*lost[2:], f"stage {channel[1]} never receives this message")
+            yield run.problem(*lost[2:], f"rank {channel[1]} never receives this message")
         if awaited is not None:
-            yield run.problem(*awaited[2:], f"stage {channel[0]} never sends this message")
+            yield run.problem(*awaited[2:], f"rank {channel[0]} never sends this message")
         if lost is None and awaited is None:
             for x, y in zip(left, right, strict=False):
                 if x[:2] != y[:2]:
@@ -132,22 +142,21 @@ def _check_channels(run: Run) -> Iterator[Problem]:
                     break
 
 
-def _check_collectives(run: Run) -> Iterator[Problem]:
-    """All members of a group run its collectives in the same order."""
-    groups = collective_groups(run.schedule)
-    orders: dict[frozenset[int], dict[int, list[tuple[int, int, int]]]] = {}
+def _check_sums(run: Run) -> Iterator[Problem]:
+    """The ranks of a stage sum up the gradients of the same batches in the same order."""
+    orders: dict[int, dict[int, list[tuple[int, int]]]] = {}
     for rank, actions in run.programs.items():
         for step, a in enumerate(actions):
             if a.kind == "AR":
-                group = groups[a.stage] if a.peer is None else frozenset((a.stage, a.peer))
-                orders.setdefault(group, {s: [] for s in group}).setdefault(a.stage, []).append((a.mb, rank, step))
-    for group, members in orders.items():
-        (leader, order), *others = sorted(members.items())
-        for stage, other in others:
-            if [x[0] for x in other] != [x[0] for x in order]:
-                at = (
-                    next((y for x, y in zip(order, other, strict=False) if x[0] != y[0]), None)
-                    or max(order, other, key=len)[min(len(order), len(other))]
-                )
-                what = f"stages {sorted(group)} reduce in different orders: stage {leader} {[x[0] for x in order]}, stage {stage} {[x[0] for x in other]}"
-                yield run.problem(at[1], at[2], what)
+                orders.setdefault(a.stage, {}).setdefault(rank, []).append((a.mb, step))
+    for stage, found in orders.items():
+        members = run.schedule.members()[stage]
+        leader, order = members[0], found.get(members[0], [])
+        for rank in members[1:]:
+            other = found.get(rank, [])
+            if [x[0] for x in other] == [x[0] for x in order]:
+                continue
+            what = f"ranks {', '.join(map(str, members))} sum in different orders: rank {leader} {[x[0] for x in order]}, rank {rank} {[x[0] for x in other]}"
+            at = next((i for i, (x, y) in enumerate(zip(order, other, strict=False)) if x[0] != y[0]), min(len(order), len(other)))
+            longer, listed = (leader, order) if len(order) > at else (rank, other)
+            yield run.problem(longer, listed[at][1], what)

@@ -5,8 +5,6 @@ A schedule is a period without a fixed length, so each check runs on concrete pr
 batch 2: what a batch meets is at most the tail of its neighbours, so longer runs repeat what these show. The shortest run with a problem
 is reported, with rank, step and action, and the steps around. Per rank and kind of problem only the first one is listed. Messages
 between ranks are checked in ir/verify_messages.py.
-
-Known limit: a stage lives on one rank.
 """
 
 from __future__ import annotations
@@ -14,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .graph import Module, Value, stepped_vars, written_vars
+from .graph import Module, Value, stepped_vars, summed_vars, written_vars
 from .memory import measure_memory
 from .problems import Problem, op_window, step_window
 from .schedule import COMPUTE, PER_BATCH, PHASES, SENDS, TAKERS, VERSIONED, Action, Schedule
-from .simulate import Event, Rules, collective_groups, play, value_rules
+from .simulate import Event, Rules, play, value_rules
+from .verify_ranks import check_dealing, check_homes
 
 # What is done once per batch, in this order.
-ORDER = ("P", "N", "U")
+ORDER = ("AR", "P", "N", "U")
 RUNS = tuple((first, batches) for first in (0, 2) for batches in (1, 2, 3, 4))
 # Schedules with more actions than this per batch are checked on these runs only: beginning and end in one, and all phases apart.
 MANY_ACTIONS, FEW_RUNS = 5000, ((0, 1), (0, 3), (2, 2))
@@ -101,32 +100,27 @@ def check_scheduled(module: Module) -> Iterator[Problem]:
     if schedule.microbatches < 1:
         yield Problem(f"schedule {schedule.name}", f"{schedule.microbatches} microbatches per batch, expected at least 1")
         return
-    homes: dict[int, set[int]] = {s.index: set() for s in module.stages}
-    for rank, program in schedule.ranks.items():
-        for action in (*program.start, *program.batch):
-            if action.stage not in homes:
-                yield Problem(f"schedule {schedule.name}, rank {rank}", f"{action} is of stage {action.stage}, which does not exist")
-                return
-            homes[action.stage].add(rank)
-    for stage, ranks in homes.items():
-        if len(ranks) != 1:
-            found = f"on ranks {', '.join(map(str, sorted(ranks)))}" if ranks else "on no rank"
-            yield Problem(f"schedule {schedule.name}, stage {stage}", f"runs {found}, expected exactly one")
+    misplaced = list(check_homes(module, schedule))
+    yield from misplaced
+    if misplaced:
+        return
+    yield from check_dealing(module, schedule)
     yield from over_runs(module, _check_order)
     if not any(a.kind in SENDS for a in schedule.actions()):
         feeds: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for (src, dst, phase), values in sources(module).items():
             for kind in taking(module, dst, phase, values):
                 feeds.setdefault((kind, dst), []).append((phase, src))
-        rules = value_rules(feeds, collective_groups(schedule))
+        rules = value_rules(feeds, schedule)
         yield from over_runs(module, lambda _, run: check_progress(run, rules))
 
 
 def _check_order(module: Module, run: Run) -> Iterator[Problem]:
     kinds = {s.index: {k for k in COMPUTE if module.stage_graph(s.index, k)} for s in module.stages}
     moving = {s.index: min(names) for s in module.stages if (graph := module.stage_graph(s.index, "F")) and (names := written_vars(graph))}
+    summing = {stage for stage, ranks in run.schedule.members().items() if len(ranks) > 1 and summed_vars(module, stage)}
     for rank, actions in run.programs.items():
-        yield from _check_rank(run, rank, actions, kinds)
+        yield from _check_rank(run, rank, actions, kinds, summing)
         yield from _check_forward_order(run, rank, actions, moving)
 
 
@@ -142,10 +136,12 @@ def _check_forward_order(run: Run, rank: int, actions: list[Action], moving: Map
             last[a.stage] = a.mb
 
 
-def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, set[str]]) -> Iterator[Problem]:
-    """Each microbatch once forward, then once backward, then its weight gradients where they are apart; what is done once per batch after
-    exactly the m gradients of the batch, in order."""
+def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, set[str]], summing: set[int]) -> Iterator[Problem]:
+    """Each microbatch of this rank once forward, then once backward, then its weight gradients where they are apart; what is done once per batch
+    after exactly the gradients of its microbatches of the batch, in order. `summing` are the stages whose ranks sum up their gradients: AR comes first."""
     m, reported = run.schedule.microbatches, set()
+    share = sorted({a.mb % m for a in run.schedule.ranks[rank].batch if a.kind == "F"})
+    whole = run.schedule.members()
     done: dict[tuple[str, int, int], int] = {}
     summed: dict[tuple[int, int], list[int]] = {}
 
@@ -155,28 +151,30 @@ def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, 
             yield run.problem(rank, step, what)
 
     for step, a in enumerate(actions):
-        if a.kind == "AR":
-            done[a.kind, a.stage, a.mb] = step
-            if a.mb not in range(run.first, run.first + run.batches):
-                yield from problem("outside", step, f"the run has batches {_spans(list(range(run.first, run.first + run.batches)))}")
-        if a.kind not in COMPUTE:
+        if a.kind not in (*COMPUTE, "AR"):
             continue
-        if a.kind not in kinds[a.stage]:
+        if a.kind == "AR" and a.stage not in summing:
+            yield from problem("graph", step, f"stage {a.stage} has no gradients that several ranks add to")
+            continue
+        if a.kind in COMPUTE and a.kind not in kinds[a.stage]:
             yield from problem("graph", step, f"there is no graph @s{a.stage}.{a.kind}")
             continue
         earlier = done.setdefault((a.kind, a.stage, a.mb), step)
         if earlier != step:
             yield from problem("twice", step, f"was already done at step {earlier}")
         if a.kind in PER_BATCH:
-            expected, found = list(range(a.mb * m, (a.mb + 1) * m)), summed.get((a.stage, a.mb), [])
+            expected, found = [a.mb * m + k for k in share], summed.get((a.stage, a.mb), [])
             if kinds[a.stage] & {"B", "W"} and sorted(found) != expected:
                 what = f"uses the gradients of microbatches {_spans(found)}, expected {_spans(expected)}"
                 yield from problem("update", step, what)
             for kind in ORDER[: ORDER.index(a.kind)]:
-                if kind in kinds[a.stage] and (kind, a.stage, a.mb) not in done:
+                there = a.stage in summing if kind == "AR" else kind in kinds[a.stage]
+                if there and (kind, a.stage, a.mb) not in done:
                     yield from problem("update", step, f"comes before {a.stage}{kind}{a.mb}, whose results it may use")
         elif a.mb not in run.microbatches:
             yield from problem("outside", step, f"the run has microbatches {_spans(list(run.microbatches))}")
+        elif a.mb % m not in share:
+            yield from problem("share", step, f"runs forward on another rank of stage {a.stage}")
         elif a.kind in ("B", "W"):
             earlier_kind, way = ("F", "forward") if a.kind == "B" else ("B", "backward")
             if (earlier_kind, a.stage, a.mb) not in done:
@@ -185,12 +183,14 @@ def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, 
                 summed.setdefault((a.stage, a.mb // m), []).append(a.mb)
     stages = {a.stage for a in actions}
     for stage in sorted(stages):
-        for kind in sorted(kinds[stage]):
+        alone = len(whole[stage]) == 1
+        for kind in sorted(kinds[stage] | ({"AR"} if stage in summing else set())):
             numbers = range(run.first, run.first + run.batches) if kind in PER_BATCH else run.microbatches
-            lost = [n for n in numbers if (kind, stage, n) not in done]
+            lost = [n for n in numbers if (kind, stage, n) not in done and (alone or kind in PER_BATCH or n % m in share)]
             if lost:
                 unit = "batch" if kind in PER_BATCH else "microbatch"
-                yield run.missing(rank, f"never runs @s{stage}.{kind} for {unit} {_spans(lost)}")
+                what = "sums up the gradients" if kind == "AR" else f"runs @s{stage}.{kind}"
+                yield run.missing(rank, f"never {what} for {unit} {_spans(lost)}")
 
 
 def _spans(numbers: list[int]) -> str:
@@ -214,7 +214,7 @@ def check_progress(run: Run, rules: Rules) -> Iterator[Problem]:
     givers: dict[Event, tuple[int, int]] = {}
     for rank, actions in run.programs.items():
         for step, action in enumerate(actions):
-            for event in (*rules.gives(action), *rules.meets(action)):
+            for event in (*rules.gives(rank, action), *rules.meets(rank, action)):
                 givers.setdefault(event, (rank, step))
     waits = networkx.DiGraph()
     for rank, event in played.stuck.items():
@@ -300,6 +300,7 @@ def _check_gradients(module: Module, run: Run, rank: int, actions: list[Action])
                     yield run.problem(rank, step, f"adds to @{name} before the sum of batch {other} was taken from that buffer; {kept}")
                     return
         elif a.kind in ORDER:
+            # AR works in the buffer, and leaves the sum there.
             for name in takers[a.stage].get(a.kind, ()):
                 waiting.pop((a.stage, name, a.mb % added[a.stage].get(name, 1)), None)
 
@@ -435,12 +436,10 @@ def _check_budget(module: Module) -> Iterator[Problem]:
     """All that lives on a device fits into its memory at the worst moment."""
     if module.cluster is None:
         return
-    meshes = {mesh.name: mesh.devices for mesh in module.meshes}
+    devices = module.rank_devices()
     used: dict[str, list[tuple[int, int]]] = {}
     for rank, memory in measure_memory(module).items():
-        place = module.stages[memory.stage].place
-        for device in meshes.get(place, (place,)):
-            used.setdefault(device, []).append((rank, memory.peak))
+        used.setdefault(devices[rank], []).append((rank, memory.peak))
     for name, parts in used.items():
         limit, total = module.cluster.device(name).memory, sum(n for _, n in parts)
         if limit is not None and total > limit:

@@ -7,6 +7,7 @@ them, so a value that skips stages goes straight from its producer, once per des
 
 Each send stands right after the computation that makes its values, each receive right before the first one that takes them; several of them in
 the order of the peer's number. Both ends run the microbatches of one phase in the same order, so the order on a channel is the same on both.
+Where stages lie on several ranks, a microbatch goes to the rank that runs it (ir/schedule.py, Routes).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from ..ir.errors import UsageError, VerifyError
 from ..ir.graph import Edge, Graph, Module, Value
-from ..ir.schedule import PHASES, TAKERS, Action
+from ..ir.schedule import PHASES, TAKERS, Action, Routes
 from ..ir.verify_schedule import taking
 
 
@@ -97,12 +98,15 @@ def communicate(module: Module, options: CommunicateOptions = CommunicateOptions
         arriving.setdefault((edge.dst, taking(module, edge.dst, edge.phase, edge.values)[0]), []).append((edge.phase, edge.src))
         leaving.setdefault((edge.src, edge.phase), []).append(edge.dst)
 
-    def surround(action: Action) -> Iterator[Action]:
-        at = (action.stage, action.kind)
-        for phase, peer in sorted(arriving.get(at, ())):
-            yield Action(f"R{phase}", action.stage, action.mb, peer=peer)
-        yield action
-        for peer in sorted(leaving.get(at, ())):
-            yield Action(f"S{action.kind}", action.stage, action.mb, peer=peer)
+    routes = Routes(module.schedule)
 
-    return module.but(edges=edges, schedule=module.schedule.rewrite(surround))
+    def surround(rank: int, action: Action) -> Iterator[Action]:
+        at = (action.stage, action.kind)
+        for phase, source in sorted(arriving.get(at, ())):
+            yield Action(f"R{phase}", action.stage, action.mb, peer=routes.source(rank, phase, source, action.mb))
+        yield action
+        for target in sorted(leaving.get(at, ())):
+            for peer in routes.targets(rank, action.kind, target, action.mb):
+                yield Action(f"S{action.kind}", action.stage, action.mb, peer=peer)
+
+    return module.but(edges=edges, schedule=module.schedule.rewrite_ranks(surround))

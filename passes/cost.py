@@ -4,7 +4,7 @@
     cost(transfer, link)               ->  seconds, bytes over the link
     graph_seconds(graph, device)           a whole graph of a stage: its kernels, one call
     op_seconds(graph, device)              the same, shared out over the operations, also before kernels are chosen
-    stage_seconds(module)                  F, B, W, U, ... of every stage, on its device
+    rank_seconds(module)                   F, B, W, U, ... of every rank, on its device
 
 Where the seconds of a kernel come from is a `Prices`, asked for one kernel at a time; who does not know answers None, and the next one is asked:
 
@@ -25,7 +25,7 @@ Limits: the roofline knows no caches (a kernel whose operands are in one is fast
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol, overload
@@ -277,22 +277,20 @@ def op_seconds(graph: Graph, device: Device, prices: Prices = ROOFLINE) -> list[
     return GraphCost(graph).op_seconds(device, prices)
 
 
-def stage_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, str], float]:
-    """Seconds of one call of each stage graph on the device of its stage, by stage and kind (F, B, W, P, N, U)."""
+def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, str], float]:
+    """Seconds of one call of each graph of every rank on its device, by rank and kind (F, B, W, P, N, U)."""
     if module.cluster is None:
         raise UsageError("the module names no devices", where=f"@{module.name}", hint="cost needs a bundle, or a dump after `partition`")
     found: dict[tuple[int, str], float] = {}
-    meshes: Mapping[str, str] = {mesh.name: mesh.devices[0] for mesh in module.meshes}
-    for stage in module.stages:
-        device = module.cluster.device(meshes.get(stage.place, stage.place))
+    for rank, (stage, name) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True)):
         for kind in COMPUTE:
-            graph = module.stage_graph(stage.index, kind)
+            graph = module.stage_graph(stage, kind)
             if graph is not None:
-                found[stage.index, kind] = graph_seconds(graph, device, prices)
+                found[rank, kind] = graph_seconds(graph, module.cluster.device(name), prices)
     return found
 
 
 __all__ = [
     "EFFICIENCY", "FAMILIES", "ROOFLINE", "Cost", "GraphCost", "InTurn", "Kernel", "Prices", "Roofline", "Transfer", "Work", "alone", "bound", "bytes_moved", "cost",
-    "divide", "efficiency_of", "family_of", "graph_seconds", "op_seconds", "stage_seconds", "work_of",
+    "divide", "efficiency_of", "family_of", "graph_seconds", "op_seconds", "rank_seconds", "work_of",
 ]  # fmt: skip

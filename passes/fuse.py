@@ -120,8 +120,8 @@ def _never_changed(module: Module) -> frozenset[str]:
 
 def _on_cpu(module: Module, graph: str) -> bool:
     index = graph.partition(".")[0].removeprefix("s")
-    place = next((stage.place for stage in module.stages if str(stage.index) == index), None)
-    return module.cluster is None or place is None or module.cluster.device(place).kind == "cpu"
+    stage = next((stage.index for stage in module.stages if str(stage.index) == index), None)
+    return module.cluster is None or stage is None or module.cluster.device(module.devices_of(stage)[0]).kind == "cpu"
 
 
 class _Fuser:

@@ -1,10 +1,11 @@
-"""Where stages have to agree on something before an update, run it as late as is legal, so that nobody waits for the others.
+"""Where ranks have to agree on something before an update, run it as late as is legal, so that nobody waits for the others.
 
-In: the schedule of F, B (and W) and U that a generator made. Out: P and N of a stage right behind the last backward of a batch, and, under a
+In: the schedule of F, B (and W) and U that a generator made. Out: the sum of gradients over the ranks of a stage (AR), P and N right behind the last
+backward of a batch, and, under a
 schedule with a delay, U right before the first forward that reads the version it makes; by then what the other stages hand out has arrived
 long ago. With a delay of one batch that is within the batch after (ir/schedule.py). Without a delay U comes right behind, as before.
 
-An update that waits needs the gradients of its batch kept apart from those of the next; weight-versions sees to that. Modules without P and N
+An update that waits needs the gradients of its batch kept apart from those of the next; weight-versions sees to that. Modules without AR, P and N
 are left alone, and so are stages whose update takes nothing from others.
 """
 
@@ -12,14 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..ir.graph import Module
+from ..ir.graph import Module, summed_vars
 from ..ir.schedule import Action, Program, Schedule
 
 
 def update_late(module: Module, found: Schedule, delay: int) -> Schedule:
-    """The schedule with P and N of the stages that have them, and with updates as late as these need."""
-    kinds = {s.index: [k for k in ("P", "N") if module.stage_graph(s.index, k)] for s in module.stages}
-    waiting = {s.index for s in module.stages if _waits(module, s.index)} if delay else set()
+    """The schedule with AR, P and N of the stages that have them, and with updates as late as these need."""
+    summing = {s.index for s in module.stages if len(module.devices_of(s.index)) > 1 and summed_vars(module, s.index)}
+    kinds = {
+        s.index: [k for k in ("AR", "P", "N") if (s.index in summing if k == "AR" else module.stage_graph(s.index, k))]
+        for s in module.stages
+    }
+    waiting = {s.index for s in module.stages if s.index in summing or _waits(module, s.index)} if delay else set()
     ranks = {rank: _agreeing(program, found.microbatches, delay, kinds, waiting) for rank, program in found.ranks.items()}
     return Schedule(found.name, found.microbatches, ranks)
 
@@ -32,7 +37,8 @@ def _waits(module: Module, stage: int) -> bool:
 
 
 def _agreeing(program: Program, m: int, delay: int, kinds: Mapping[int, list[str]], waiting: set[int]) -> Program:
-    """One rank's lists, which are written for batch 1: P and N where U stood, and U of stages that wait where its version is needed."""
+    """One rank's lists, which are written for batch 1: AR, P and N where U stood, and U of stages that wait where its version is needed."""
+    beginning = min((a.mb % m for a in program.batch if a.kind == "F"), default=0)
     batch: list[Action] = []
     updates: list[Action] = []
     for action in program.batch:
@@ -41,9 +47,11 @@ def _agreeing(program: Program, m: int, delay: int, kinds: Mapping[int, list[str
         (updates if action.kind == "U" and action.stage in waiting else batch).append(action)
     for update in updates:
         # Of the forwards in this list one is the first of its batch. What it reads was made by the update of the batch 1 + delay before.
-        at, first = next((i, a) for i, a in enumerate(batch) if (a.kind, a.stage) == ("F", update.stage) and a.mb % m == 0)
+        at, first = next((i, a) for i, a in enumerate(batch) if (a.kind, a.stage) == ("F", update.stage) and a.mb % m == beginning)
         number = first.mb // m - 1 - delay
+        done = max(i for i, a in enumerate(batch) if a.kind in ("B", "W"))
         # The beginning of this list is the end of the one before, where all numbers are larger by one. Where forwards run so far ahead that
         # the version cannot exist yet, the update stays where it was, and the checker says why that is wrong.
-        batch.insert(*((at, update._replace(mb=0)) if number == 0 else (len(batch), update._replace(mb=min(number, 0) + 1))))
+        in_time = number == 0 or (number == 1 and at > done)
+        batch.insert(*((at, update._replace(mb=number)) if in_time else (len(batch), update._replace(mb=min(number, 0) + 1))))
     return Program(program.start, tuple(batch))

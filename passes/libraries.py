@@ -30,7 +30,7 @@ def libraries(module: Module, options: LibrariesOptions) -> Module:
     """Write down which operations of stages on GPUs a library computes."""
     if options.use not in LIBRARIES:
         raise UsageError(f"unknown library {options.use!r}", hint=f"one of {', '.join(LIBRARIES)}")
-    places = {stage.index: stage.place for stage in module.stages}
+    places = {stage.index: module.devices_of(stage.index)[0] for stage in module.stages}
     graphs, notes = dict(module.graphs), []
     for name, graph in module.graphs.items():
         stage = name.partition(".")[0].removeprefix("s")

@@ -1,6 +1,7 @@
 """Choose which stage every operation runs in: a planner, so it only writes `stage=` annotations, `Var.stage` and the stage lines.
 
-In: graph F (and B and U when training), and a cluster. Out: the same operations, annotated; stage i runs on device i of the cluster.
+In: graph F (and B and U when training), and a cluster. Out: the same operations, annotated; stage i runs on device i of the cluster, or on those
+that `devices` names for it, which share the microbatches of a batch out among them and each have a copy of the stage's variables.
 
 The operations of F, in their order, are cut into `stages` contiguous ranges. With comp(i, j, s) the time of operations i..j-1 and their
 backward operations on device s, and comm(i, s) the time to move what crosses the cut before operation i (activations forward, their
@@ -16,7 +17,9 @@ one tensor travels instead of several; updates run where the parameter lives. Op
 every stage that needs them computes them. A variable that F changes (a running statistic) is on one stage: no cut lies between the operations that
 read it and the one that writes it.
 
-Known limits: contiguous in the order of the graph, no memory term (the verifier compares predicted peaks with the devices), no replicas.
+A stage on several devices takes as long per batch as the slowest of them for its share; its time per microbatch is that over all microbatches.
+
+Known limits: contiguous in the order of the graph, no memory term (the verifier compares predicted peaks with the devices).
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ import numpy.typing as npt
 
 from ..ir.cluster import Cluster, Device
 from ..ir.errors import UsageError
-from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Module, Op, Stage, Value, Var, written_vars
+from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Mesh, Module, Op, Stage, Value, Var, written_vars
 from ..ir.ops import OPS
 from .cost import GraphCost, Transfer, cost
+from .schedules.dealing import shares_of
 
 Array = npt.NDArray[np.float64]
 
@@ -40,28 +44,48 @@ Array = npt.NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class PartitionOptions:
     """`split_at` overrides the search: names of values or locs; each starts a new stage. `only_at` are the same kind of names: if there are
-    any, the search starts stages at them only. `microbatches` is how many make a batch."""
+    any, the search starts stages at them only. `microbatches` is how many make a batch. `devices` names those of every stage, with blanks
+    between several, and `shares` says how many of the microbatches each of them runs, rank by rank (as many each as can be if not given)."""
 
     stages: int = 0
     split_at: tuple[str, ...] = ()
     only_at: tuple[str, ...] = ()
     microbatches: int = 1
+    devices: tuple[str, ...] = ()
+    shares: tuple[int, ...] = ()
 
 
 def partition(module: Module, options: PartitionOptions) -> Module:
     """Cut the model into contiguous stages, one per device, so that the slowest stage is as fast as possible."""
     cluster = module.cluster or Cluster.local(max(1, options.stages, len(options.split_at) + 1))
-    count = _stage_count(options, cluster)
+    devices = _devices(options, cluster)
+    count = len(devices)
     chain = chain_of(module)
-    devices = cluster.devices[:count]
     if not chain:
         raise UsageError("the model computes nothing from its inputs: there is no operation to put on a device")
     if len(chain) < count:
         raise UsageError(f"{count} stages need at least {count} operations, the model has {len(chain)}", hint="ask for fewer stages")
-    costs = _Costs(module, chain, devices, cluster, options.microbatches)
+    shares = shares_of(options.shares, [len(found) for found in devices], options.microbatches)
+    costs = _Costs(module, chain, devices, shares, cluster)
     cuts = _given_cuts(costs, options.split_at) if options.split_at else _best_cuts(costs, count, options.only_at)
     stage_of = {id(op): s for s, (a, b) in enumerate(pairwise([*cuts, len(chain)])) for op in chain[a:b]}
     return _annotate(module.but(cluster=cluster), stage_of, devices, costs, cuts)
+
+
+def _devices(options: PartitionOptions, cluster: Cluster) -> list[tuple[Device, ...]]:
+    """The devices of every stage."""
+    if not options.devices:
+        return [(device,) for device in cluster.devices[: _stage_count(options, cluster)]]
+    names_of = [names.split() for names in options.devices]
+    count, named = len(names_of), [name for names in names_of for name in names]
+    problems = [f"device {name!r} is named twice" for name in sorted({n for n in named if named.count(n) > 1})]
+    problems += [f"stage {stage} has no device" for stage, names in enumerate(names_of) if not names]
+    if options.stages not in (0, count) or (options.split_at and len(options.split_at) + 1 != count):
+        asked = options.stages if options.stages not in (0, count) else len(options.split_at) + 1
+        problems.append(f"devices are named for {count} stages, {asked} are asked for")
+    if problems:
+        raise UsageError("cannot use these devices:" + "".join(f"\n  - {p}" for p in problems))
+    return [tuple(map(cluster.device, names)) for names in names_of]
 
 
 def _stage_count(options: PartitionOptions, cluster: Cluster) -> int:
@@ -109,10 +133,13 @@ def replicable(graph: Graph) -> set[Value]:
 
 
 class _Costs:
-    """Prefix sums of operation times per device, and transfer times per cut and pair of neighbours."""
+    """Prefix sums of operation times per stage, and transfer times per cut and pair of neighbours."""
 
-    def __init__(self, module: Module, chain: Sequence[Op], devices: Sequence[Device], cluster: Cluster, microbatches: int) -> None:
-        self.chain, self.devices = chain, devices
+    def __init__(
+        self, module: Module, chain: Sequence[Op], devices: Sequence[Sequence[Device]], shares: Sequence[Sequence[int]], cluster: Cluster
+    ) -> None:
+        self.chain = chain
+        microbatches = sum(shares[0])
         index = {v: i for i, op in enumerate(chain) for v in op.outs}
         forward = forward_graph(module)
         self.params = _params_used(module, forward, replicable(forward))
@@ -121,22 +148,28 @@ class _Costs:
         places = [(GraphCost(forward), [index.get(op.outs[0]) if op.outs else None for op in forward.ops])]
         if backward is not None:
             places.append((GraphCost(backward), [position[str(op.attrs["of"])] if "of" in op.attrs else None for op in backward.ops]))
-        self.before = []
-        for device in devices:
+
+        def sums(device: Device, share: int) -> Array:
             work = np.zeros(len(chain))
             for graph, where in places:
                 for i, spent in zip(where, graph.op_seconds(device), strict=True):
                     if i is not None:
                         work[i] += spent
-            self.before.append(np.concatenate([[0.0], np.cumsum(work)]))
+            return np.concatenate([[0.0], np.cumsum(work)]) * (share / microbatches)
+
+        # Of several devices the one that the whole model would take longest on, for its share.
+        self.before = [max(map(sums, *pair), key=lambda before: float(before[-1])) for pair in zip(devices, shares, strict=True)]
         trips = 2 if backward is not None else 1
         crossing = _crossing_bytes(chain, index) * trips
         if backward is not None:
             crossing += _tied_bytes(module, chain, self.params) * (2.0 / microbatches)
         self.transfer = [np.zeros(len(chain) + 1)]
-        for a, b in pairwise(devices):
-            link = cluster.link(a.name, b.name)
-            self.transfer.append(np.array([cost(Transfer(float(n), trips), link).seconds if n > 0 else 0.0 for n in crossing]))
+        for (senders, a), (receivers, b) in pairwise(zip(devices, shares, strict=True)):
+            links = [cluster.link(x.name, y.name) for x in senders for y in receivers]
+            part = max(*a, *b) / microbatches if max(len(a), len(b)) > 1 else 1.0
+            self.transfer.append(
+                np.array([part * max(cost(Transfer(float(n), trips), link).seconds for link in links) if n > 0 else 0.0 for n in crossing])
+            )
 
     def of_range(self, stage: int, first: int, last: int) -> tuple[float, float]:
         """Compute and transfer seconds of one stage that runs operations first .. last-1."""
@@ -255,7 +288,9 @@ def _known_positions(chain: Sequence[Op], names: Sequence[str]) -> dict[str, int
 # ------------------------------------------------------------------------------------------------ writing it down
 
 
-def _annotate(module: Module, stage_of: Mapping[int, int], devices: Sequence[Device], costs: _Costs, cuts: Sequence[int]) -> Module:
+def _annotate(
+    module: Module, stage_of: Mapping[int, int], devices: Sequence[Sequence[Device]], costs: _Costs, cuts: Sequence[int]
+) -> Module:
     """Write stages on operations and variables. `stage_of` is keyed by the identity of forward operations."""
     forward = forward_graph(module)
     graphs = dict(module.graphs)
@@ -278,7 +313,8 @@ def _annotate(module: Module, stage_of: Mapping[int, int], devices: Sequence[Dev
     notes = []
     for stage, (first, last) in enumerate(pairwise([*cuts, len(costs.chain)])):
         compute, transfer = costs.of_range(stage, first, last)
-        text = f"stage {stage} on {devices[stage].name}: {last - first} of {len(costs.chain)} operations, predicted {compute * 1e3:.3f} ms compute"
+        names = ", ".join(device.name for device in devices[stage])
+        text = f"stage {stage} on {names}: {last - first} of {len(costs.chain)} operations, predicted {compute * 1e3:.3f} ms compute"
         if stage:
             text += f" and {transfer * 1e3:.3f} ms transfer from stage {stage - 1}"
         notes.append(f"{text} per microbatch, starts at {_name(costs.chain[first])}")
@@ -286,8 +322,10 @@ def _annotate(module: Module, stage_of: Mapping[int, int], devices: Sequence[Dev
         numbers = ", ".join(map(str, sorted(where)))
         copies = f"@{name} is read on stages {numbers}: each has a copy of its {module.vars[name].type.nbytes} bytes"
         notes.append(copies + (", and they exchange gradients of that size once per batch" if "B" in module.graphs else ""))
-    stages = tuple(Stage(i, d.name) for i, d in enumerate(devices))
-    return module.but(stages=stages, vars=vars, graphs=graphs).noted("partition", *notes)
+    meshes = {i: Mesh(f"s{i}", (("dp", len(found)),), tuple(d.name for d in found)) for i, found in enumerate(devices) if len(found) > 1}
+    stages = tuple(Stage(i, meshes[i].name if i in meshes else found[0].name) for i, found in enumerate(devices))
+    placed = module.but(stages=stages, vars=vars, graphs=graphs, meshes=(*module.meshes, *meshes.values()))
+    return placed.noted("partition", *notes)
 
 
 def _name(op: Op) -> str:

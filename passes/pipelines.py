@@ -61,10 +61,11 @@ def training_pipeline(
     library: str = "",
     guard: dict[str, Attr] | None = None,
     again: str = "auto",
+    shares: tuple[int, ...] = (),
 ) -> list[Call]:
     """From a model with its loss to the program of every rank. `compute` is the element type of activations; `library`, where there are GPUs,
     who computes contractions on them; `guard` what is done about the gradient before it is used; `again` what is computed again in the
-    backward pass: auto, none or all. With f16 the loss is scaled, and guarded in any case."""
+    backward pass: auto, none or all; `shares` how many microbatches each device of a stage runs. With f16 the loss is scaled, and guarded in any case."""
     check_precision(compute)
     if guard is None and compute == "f16":
         guard = {}
@@ -85,7 +86,7 @@ def training_pipeline(
             ("partition", partition),  # sees forward, backward and update, so that costs and memory are those of training
             ("split", {}),  # annotations become one graph per stage
             *_split_backward(schedule),  # what a stage sends is known now, and the schedule needs to know which stages have a W
-            ("schedule", {"kind": schedule, "microbatches": microbatches}),  # needs to know the stages only
+            ("schedule", {"kind": schedule, "microbatches": microbatches, "shares": shares}),  # needs to know the stages only
             ("weight-versions", {}),  # needs to know which forwards run before which update
             ("communicate", {}),  # after versions, so that the diff of that pass shows nothing but versions
             *_libraries(library),  # before kernels are chosen: what a library computes is a kernel of its own
@@ -96,9 +97,12 @@ def training_pipeline(
     )
 
 
-def inference_pipeline(partition: dict[str, Attr], microbatches: int, compute: str = "f32", library: str = "") -> list[Call]:
+def inference_pipeline(
+    partition: dict[str, Attr], microbatches: int, compute: str = "f32", library: str = "", shares: tuple[int, ...] = ()
+) -> list[Call]:
     """From a model to the forward program of every rank."""
     check_precision(compute)
+    partition = {**partition, "microbatches": microbatches}
     return _calls(
         [
             ("simplify", {}),  # constants first
@@ -106,7 +110,7 @@ def inference_pipeline(partition: dict[str, Attr], microbatches: int, compute: s
             *_precision(compute),  # when no composite is left that has no kernel
             ("partition", partition),  # forward cost only
             ("split", {}),  # annotations become one graph per stage
-            ("schedule", {"kind": "forward", "microbatches": microbatches}),  # forwards in order
+            ("schedule", {"kind": "forward", "microbatches": microbatches, "shares": shares}),  # forwards in order
             ("weight-versions", {}),  # one version; the verifier wants it said
             ("communicate", {}),  # activations between stages
             *_libraries(library),  # before kernels are chosen: what a library computes is a kernel of its own

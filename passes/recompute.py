@@ -20,6 +20,7 @@ and a note says so where `all` was asked for or the stage does not fit.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,16 +62,17 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
     notes, problems, graphs = [], [], dict(module.graphs)
     fused: Module | None = None
     for stage in module.stages:
-        device = _device(module, stage.place)
+        device = _device(module, stage.index)
+        place = ", ".join(module.devices_of(stage.index))
         budget = options.budget or (device.memory or 0)
         forward, backward = module.stage_graph(stage.index, "F"), module.stage_graph(stage.index, "B")
         if forward is None or backward is None or (options.mode == "auto" and not budget):
             continue
         fused = fused or fuse(module, FuseOptions())
         if module.stage_graph(stage.index, "W") is not None:
-            (memory,) = measure_memory(_alone(fused, stage.index)).values()
-            why = f", predicted peak {memory.peak}, budget {budget}" if options.mode == "auto" else ""
-            if options.mode == "all" or memory.peak > budget:
+            peak = max(memory.peak for memory in measure_memory(_alone(fused, stage.index)).values())
+            why = f", predicted peak {peak}, budget {budget}" if options.mode == "auto" else ""
+            if options.mode == "all" or peak > budget:
                 notes.append(
                     f"stage {stage.index} saves all it needs{why}: its weight gradients are apart, and operations would be done twice again"
                 )
@@ -79,12 +81,12 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
         chosen = found.everything() if options.mode == "all" else found.choose(budget)
         if options.mode == "auto" and chosen.peak > budget:
             problems.append(
-                f"stage {stage.index} on {stage.place} needs {chosen.peak} bytes at the worst moment, even if {len(chosen.dropped)} operations are "
+                f"stage {stage.index} on {place} needs {chosen.peak} bytes at the worst moment, even if {len(chosen.dropped)} operations are "
                 f"done again in the backward pass; it has {budget}"
             )
         if chosen.dropped:
             graphs[forward.name], graphs[backward.name] = chosen.forward, chosen.backward
-            notes.append(found.describe(chosen, stage.place, budget if options.mode == "auto" else 0))
+            notes.append(found.describe(chosen, place, budget if options.mode == "auto" else 0))
     if problems:
         hint = "more stages, fewer microbatches in flight or smaller microbatches need less"
         raise DoesNotFit("no plan fits into memory:" + "".join(f"\n  - {p}" for p in problems), hint=hint)
@@ -93,13 +95,16 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
     return module.but(graphs=graphs).noted("recompute", *notes)
 
 
-def _device(module: Module, place: str) -> Device:
-    meshes = {mesh.name: mesh.devices for mesh in module.meshes}
-    return module.cluster.device(meshes.get(place, (place,))[0]) if module.cluster is not None else Device(place)
+def _device(module: Module, stage: int) -> Device:
+    """The device of a stage; of several the one with the least memory, as all of them run the same graphs."""
+    names = module.devices_of(stage)
+    if module.cluster is None:
+        return Device(names[0])
+    return min(map(module.cluster.device, names), key=lambda device: device.memory or math.inf)
 
 
 def _alone(module: Module, index: int) -> Module:
-    """The module with the program of one stage's rank and no other."""
+    """The module with the programs of one stage's ranks and no others."""
     schedule = module.schedule
     assert schedule is not None
     own = {rank: program for rank, program in schedule.ranks.items() if any(a.stage == index for a in (*program.start, *program.batch))}
@@ -226,8 +231,8 @@ class _Stage:
     def memory(self, made: Repeated) -> Memory:
         graphs = {made.forward.name: made.forward, made.backward.name: made.backward}
         alone = fuse(self.module.but(graphs=graphs), FuseOptions())
-        (memory,) = measure_memory(self.module.but(graphs={**self.module.graphs, **alone.graphs})).values()
-        return memory
+        rows = measure_memory(self.module.but(graphs={**self.module.graphs, **alone.graphs})).values()
+        return max(rows, key=lambda row: row.peak)
 
     def everything(self) -> Plan:
         return self.plan(self.units)

@@ -89,6 +89,8 @@ def save_part(
     files: dict[str, SavedFile] = {}
     parts = [(f"rank{rank}.safetensors", version, newest)] + [(f"rank{rank}.older.safetensors", v, arrays) for v, arrays in older.items()]
     for name, of_version, arrays in parts:
+        if not arrays:
+            continue
         digest, size = write_tensors(work / name, arrays)
         files[name] = SavedFile(digest, size, of_version, {tensor: str(module.vars[tensor].type) for tensor in arrays})
     return msgspec.json.encode(files)

@@ -33,12 +33,12 @@ Report = Callable[[Record, Mapping[str, np.ndarray]], None]
 
 
 class Executor:
-    """Runs one stage on one rank. `retire`, `audit`, `pace` and `tables` as in control.Setup; no tables are those of the module."""
+    """Runs the stage of one rank. `retire`, `audit`, `pace` and `tables` as in control.Setup; no tables are those of the module."""
 
     def __init__(
         self,
         module: Module,
-        stage: int,
+        rank: int,
         program: StageProgram,
         store: Store,
         transport: Transport,
@@ -52,7 +52,9 @@ class Executor:
         tables: Tables | None = None,
     ) -> None:
         assert module.schedule is not None
-        self.module, self.stage, self.program, self.store, self.transport = module, stage, program, store, transport
+        self.module, self.rank, self.stage = module, rank, module.rank_stages()[rank]
+        self.program, self.store, self.transport = program, store, transport
+        stage = self.stage
         self.report, self.status, self.retire = report, status, retire
         self.schedule = module.schedule
         self.log: list[LogEntry] | None = [] if audit else None
@@ -73,6 +75,7 @@ class Executor:
             "N": self.agree,
             "U": self.update,
             "D": self.drop,
+            "AR": self.sum_up,
             **dict.fromkeys(SENDS, self.send),
             **dict.fromkeys(RECEIVES, self.receive),
         }
@@ -95,7 +98,10 @@ class Executor:
         self.is_loss_stage = loss_stage(self.module) == self.stage
         self.outputs = () if loss_stage(self.module) is not None else tuple(name for name in self.module.outputs if name in made)
         self._losses: dict[int, list[float]] = {}
-        kinds = {action.kind for action in self.schedule.ranks[self.stage].batch}
+        program, m = self.schedule.ranks[self.rank].batch, self.schedule.microbatches
+        kinds = {action.kind for action in program}
+        # The microbatches of a batch that this rank runs.
+        self._share = sorted({action.mb % m for action in program if action.kind == "F"})
         self._updates, self._drops = "U" in kinds, "D" in kinds
         self._changes = any(OPS[op.kind].effect and op.kind != "read" for graph in self.graphs.values() for op in graph.ops)
         self._held = False
@@ -111,7 +117,7 @@ class Executor:
             for kind, graph in self.graphs.items():
                 self.program.hold(graph.name, [self.store.buffer(slot, None) for slot in self.signatures[kind].slots])
             self._held = True
-        stream = ActionStream(self.schedule, self.stage, first, feed)
+        stream = ActionStream(self.schedule, self.rank, first, feed)
         while (upcoming := stream.pop()) is not None:
             action = upcoming.action
             for later in stream.peek(LOOK_AHEAD):
@@ -125,7 +131,7 @@ class Executor:
                 self.events.append((str(action), started, time.monotonic()))
             if upcoming.retires is not None and self.retire:
                 self.store.retire(upcoming.retires)
-            if action.kind == self._last_kind and (action.mb + 1) % self.schedule.microbatches == 0:
+            if action.kind == self._last_kind and action.mb % self.schedule.microbatches == self._share[-1]:
                 feed.finish(action.mb // self.schedule.microbatches)
         self.status.show(None)
         self.transport.flush()
@@ -149,11 +155,17 @@ class Executor:
         self._note(action)
         self.store.keep_only(action.mb, self._after_backward[kind])
 
+    def sum_up(self, action: Action) -> None:
+        """Gradients of a batch over the ranks of the stage; it goes on in the background."""
+        self.transport.sum_up(action, self.store.sums(action.mb))
+
     def agree(self, action: Action) -> None:
         """P and N: what they hand out stays here until the update."""
+        self.transport.finish_sum(action)
         self._call(action.kind, action, [self._value(action.holder, value) for value in self.graphs[action.kind].ins])
 
     def update(self, action: Action) -> None:
+        self.transport.finish_sum(action)
         version = self.store.version + 1 if action.version is None else action.version
         self.store.start_update(version)
         told = self._call("U", action._replace(version=version), [self._value(action.holder, value) for value in self.graphs["U"].ins])
@@ -207,7 +219,7 @@ class Executor:
     def _take_loss(self, mb: int, loss: torch.Tensor) -> None:
         batch = mb // self.schedule.microbatches
         self._losses.setdefault(batch, []).append(float(loss))
-        if not self._updates and len(self._losses[batch]) == self.schedule.microbatches:
+        if not self._updates and len(self._losses[batch]) == len(self._share):
             self._finish_step(batch, {})
 
     def _finish_step(self, batch: int, told: Mapping[str, torch.Tensor]) -> None:

@@ -54,6 +54,7 @@ from .metrics import Metrics
 from .options import RunOptions, become_rank, in_group, seed_problems, timeout_problems
 from .pace import pace_problems
 from .program import fed_inputs, loss_stage, microbatch_size
+from .steps import Steps
 from .tables import tables_for_run
 from .trace import write_trace
 
@@ -105,6 +106,7 @@ class Job:
         self.warnings += told
         if data is not None:
             check_data(self.module, data, bundle.renamed)
+        self.parts = Steps(self.module)
         self._fed = [fed_inputs(self.module, entry.stage) for entry in bundle.manifest.ranks]
         self._busy = self._closed = False
         self.peak_bytes = [0] * bundle.world_size
@@ -140,10 +142,11 @@ class Job:
         self._begin()
         try:
             self.workers.send_all(Run(self.steps_done, count))
-            for _, message, _ in self._until_done():
-                if isinstance(message, Step):
+            for rank, message, _ in self._until_done():
+                step = self.parts.take(rank, message) if isinstance(message, Step) else None
+                if step is not None:
                     self.steps_done += 1
-                    yield message
+                    yield step
         except GeneratorExit:
             self.abort()
             raise
@@ -363,7 +366,7 @@ class _Finished:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._outputs = 0
-        makers = [job.module.stage_graph(entry.stage, "F") for entry in job.bundle.manifest.ranks]
+        makers = [job.module.stage_graph(stage.index, "F") for stage in job.module.stages]
         self._reporting = sum(graph is not None and any(v.name in job.module.outputs for v in graph.outs) for graph in makers)
         self.batches = 0
 
@@ -380,6 +383,10 @@ class _Finished:
                 job.traces[rank] += events
                 return None
             case Step():
+                step = job.parts.take(rank, message)
+                if step is None:
+                    return None
+                message = step
                 self.batches += 1
                 job.steps_done += 1
             case Output():

@@ -24,13 +24,15 @@ import torch.distributed as dist
 
 from ..backends.bundle import open_bundle
 from ..ir.errors import PeerLost, PenstockError
+from ..ir.graph import Module
 from . import checkpoint as checkpoints
 from .control import Arrays, DataSpec, Message, Record, Run, Save, Setup, Step, Stop, Trace
 from .data import check_data
 from .metrics import Metrics
 from .options import RunOptions
-from .program import loss_stage, microbatch_size
+from .program import microbatch_size
 from .status import Status
+from .steps import Steps
 from .tables import Tables, learning_rate, tables_for_run
 from .trace import write_trace
 from .transport import Group, join_environment, time_span
@@ -45,18 +47,17 @@ _STEP_TIMEOUT = timedelta(days=7)
 
 
 class Reports:
-    """Steps on their way from the rank of the loss to rank 0."""
+    """Steps on their way from the ranks of the loss to rank 0."""
 
-    def __init__(self, worker_rank: int, loss_rank: int, microbatches: int, tables: Tables, metrics: Metrics | None) -> None:
-        self._rank, self._loss_rank, self._tables, self._metrics = worker_rank, loss_rank, tables, metrics
-        self._size = 3 + microbatches
+    def __init__(self, worker_rank: int, module: Module, tables: Tables, metrics: Metrics | None) -> None:
+        self._rank, self._steps, self._tables, self._metrics = worker_rank, Steps(module), tables, metrics
         self.failure: Exception | None = None
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def take(self, step: Step) -> None:
         """A step finished on this rank."""
         if self._metrics is not None:
-            self._metrics.add(step)
+            self._add(self._rank, step)
             return
         norm = _NO_NORM if step.grad_norm is None else step.grad_norm
         message = torch.tensor([step.step, step.loss, norm, *step.losses], dtype=torch.float64)
@@ -65,8 +66,8 @@ class Reports:
         self._sent.append((work, message))
 
     def expect(self, count: int) -> threading.Thread | None:
-        """On rank 0: take `count` steps in the background, when the loss is computed elsewhere."""
-        if self._metrics is None or self._loss_rank == self._rank:
+        """On rank 0: take `count` steps in the background, as far as losses are computed elsewhere."""
+        if self._metrics is None or self._steps.shares.keys() == {self._rank}:
             return None
         thread = threading.Thread(target=self._listen, args=(count,), name="reports", daemon=True)
         thread.start()
@@ -77,17 +78,25 @@ class Reports:
             work.wait(time_span(timeout))
         self._sent.clear()
 
+    def _add(self, rank: int, part: Step) -> None:
+        assert self._metrics is not None
+        step = self._steps.take(rank, part)
+        if step is not None:
+            self._metrics.add(step)
+
     def _listen(self, count: int) -> None:
         assert self._metrics is not None
         try:
             for _ in range(count):
-                message = torch.empty(self._size, dtype=torch.float64)
-                work = dist.irecv(message, self._loss_rank, tag=_REPORT_TAG)
-                assert work is not None
-                work.wait(_STEP_TIMEOUT)
-                step, loss, norm, *losses = message.tolist()
-                rate = learning_rate(self._tables, int(step))
-                self._metrics.add(Step(int(step), loss, tuple(losses), rate, time.monotonic(), None if norm == _NO_NORM else norm))
+                for source in self._steps.shares.keys() - {self._rank}:
+                    message = torch.empty(3 + len(self._steps.shares[source]), dtype=torch.float64)
+                    work = dist.irecv(message, source, tag=_REPORT_TAG)
+                    assert work is not None
+                    work.wait(_STEP_TIMEOUT)
+                    step, loss, norm, *losses = message.tolist()
+                    rate = learning_rate(self._tables, int(step))
+                    at = time.monotonic()
+                    self._add(source, Step(int(step), loss, tuple(losses), rate, at, None if norm == _NO_NORM else norm))
         except (RuntimeError, PenstockError) as error:
             # The pipeline meets the same lost connection, and says more about it; this is for the end of the chunk.
             self.failure = error
@@ -111,7 +120,6 @@ def run_rank(options: RunOptions) -> None:
     store, rank, world = join_environment(options.timeout)
     group = Group(store, rank, world, options.timeout)
     metrics = None
-    loss_rank = next(entry.rank for entry in bundle.manifest.ranks if entry.stage == loss_stage(module))
     events: list[tuple[str, float, float]] = []
     if rank == 0:
         for warning in warnings:
@@ -131,7 +139,7 @@ def run_rank(options: RunOptions) -> None:
     resumed = None if place is None else str(place)
     setup = Setup(str(bundle.path), options.timeout, options.data, resumed, trace=options.trace is not None, tables=tables)
     worker = Worker(bundle, rank, group, setup, reply, receive, Status(None, rank))
-    reports = Reports(rank, loss_rank, module.schedule.microbatches, tables, metrics)
+    reports = Reports(rank, module, tables, metrics)
     group.agree("step to start from", str(first))
     group.agree("learning rate", str(tables))
     if metrics is not None:
@@ -146,7 +154,7 @@ def run_rank(options: RunOptions) -> None:
             if isinstance(reports.failure, PenstockError):
                 raise reports.failure
             if listener.is_alive() or reports.failure is not None:
-                what = f"rank {loss_rank} did not report its losses within {options.timeout:g} s"
+                what = f"not all ranks reported their losses within {options.timeout:g} s"
                 raise PeerLost(what, where=f"rank {rank}") from reports.failure
         done += count
         if options.checkpoint is not None:

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,8 +46,9 @@ class _Alone(Group):
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world, self.timeout = rank, world, _TIMEOUT
+        self.team = None
 
-    def connect(self) -> None:
+    def connect(self, teams: Iterable[tuple[Sequence[int], bool]] = ()) -> None:
         pass
 
     def agree(self, what: str, value: str) -> None:
@@ -76,6 +77,12 @@ class _Silent:
 
     def receive(self, action: Action) -> dict[str, torch.Tensor]:
         return {value.name: self._value(value) for value in self.edge_of(action).values}
+
+    def sum_up(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def finish_sum(self, action: Action) -> None:
+        pass
 
     def flush(self) -> None:
         pass

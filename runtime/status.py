@@ -34,7 +34,7 @@ _WORDS = {
 
 def describe(action: Action) -> str:
     """An action in words, for messages."""
-    peer = "" if action.peer is None else f" {'from' if action.kind in RECEIVES else 'to'} stage {action.peer}"
+    peer = "" if action.peer is None else f" {'from' if action.kind in RECEIVES else 'to'} rank {action.peer}"
     return f"{action} ({_WORDS[action.kind]} {action.mb}{peer})"
 
 

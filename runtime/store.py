@@ -6,6 +6,7 @@ is live in any case. An update may only write over a retired version: otherwise 
 (or, with `grow`, given one more buffer, which is counted: the control of the claim that n buffers are enough).
 
 Gradients have as many copies as their variable says, and those of batch t are summed in copy t mod n; optimiser state and buffers have one.
+Gradients that the ranks of a stage sum up lie one behind the other, so that they are summed in one piece.
 Parameters that no update writes are the same in all versions. All tensors start at a multiple of 64 bytes, which is what torch's allocator
 gives. They are in the memory of the stage's device.
 """
@@ -157,10 +158,17 @@ class Versions:
 
 
 class Store:
-    """All state of one rank. `stepped` are the variables that have versions."""
+    """All state of one rank. `stepped` are the variables that have versions, `summed` gradients that are summed up over ranks."""
 
     def __init__(
-        self, variables: Mapping[str, Var], stepped: Iterable[str], *, version: int = 0, grow: bool = False, device: torch.device = CPU
+        self,
+        variables: Mapping[str, Var],
+        stepped: Iterable[str],
+        *,
+        version: int = 0,
+        grow: bool = False,
+        device: torch.device = CPU,
+        summed: Iterable[str] = (),
     ) -> None:
         stepped = set(stepped)
         self.variables = dict(variables)
@@ -170,7 +178,12 @@ class Store:
         self.versioned: dict[str, Versions] = {}
         self.single: dict[str, torch.Tensor] = {}
         self.gradients: dict[str, list[torch.Tensor]] = {}
+        # By element type and number of copies: each copy of all of them in one tensor.
+        self._sums: list[list[torch.Tensor]] = []
+        self._lay_out([variables[name] for name in summed])
         for name, var in variables.items():
+            if name in self.gradients:
+                continue
             if var.role == GRAD:
                 self.gradients[name] = [allocate(var.type, device).zero_() for _ in range(var.versions)]
             elif name in stepped:
@@ -183,6 +196,25 @@ class Store:
         self.value_bytes = self.most_value_bytes = 0
 
     # -------------------------------------------------------------------------------------------- variables
+
+    def _lay_out(self, summed: list[Var]) -> None:
+        alike: dict[tuple[str, int], list[Var]] = {}
+        for var in summed:
+            alike.setdefault((var.type.dtype, var.versions), []).append(var)
+        for (dtype, copies), group in alike.items():
+            places, total = [], 0
+            for var in group:
+                places.append(total)
+                step = _ALIGNMENT // TORCH_DTYPES[dtype].itemsize
+                total += -(-var.type.size // step) * step
+            whole = [allocate(TensorType(dtype, (total,)), self.device).zero_() for _ in range(copies)]
+            self._sums.append(whole)
+            for var, place in zip(group, places, strict=True):
+                self.gradients[var.name] = [copy[place : place + var.type.size].view(var.type.dims) for copy in whole]
+
+    def sums(self, batch: int) -> list[torch.Tensor]:
+        """The gradients of a batch that are summed up over ranks, in whole pieces."""
+        return [copies[batch % len(copies)] for copies in self._sums]
 
     def newest(self, name: str) -> torch.Tensor:
         """The buffer with the newest contents of a variable."""

@@ -1,6 +1,6 @@
-"""Point-to-point messages between stages, over gloo, and the meeting of the group.
+"""Messages between ranks, sums over the ranks of a stage, and the meeting of the group, over gloo.
 
-A channel is (source stage, destination stage, phase); a message is the values of that channel's edge for one microbatch. Every value travels
+A channel is (source rank, destination rank, phase); a message is the values of the edge between their stages for one microbatch. Every value travels
 on its own, straight from and into its tensor, with the tag
 
     16 + 4 · ((number mod 4096) · width + index in the edge) + phase
@@ -18,6 +18,9 @@ A stage on a GPU sends from pinned host memory: the copy is made on torch's curr
 goes to pinned memory, too, and is copied to the GPU when its action comes. So every edge works for every pair of devices; two GPUs of one host
 do not talk directly.
 
+The ranks of a stage sum up their gradients in place, in the background; who needs them waits for the sum. Between GPUs that is NCCL's business
+where torch has it, else gloo's with copies in pinned memory.
+
 For measurements a transport can have a latency: sends are then started that much later, by a thread per channel, in order, any number of
 them under way at once; computations do not wait for it.
 
@@ -32,7 +35,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -57,16 +60,32 @@ _MICROBATCHES = 4096
 # ------------------------------------------------------------------------------------------------ the group
 
 
+@dataclass(frozen=True, slots=True)
+class Team:
+    """The ranks of one stage, as torch knows them."""
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+    kind: str
+
+
 class Group:
     """The ranks of one run, met at a store; `timeout` bounds every wait in it."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout: float) -> None:
         self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
+        self.team: Team | None = None
 
-    def connect(self) -> None:
-        """Open the gloo connections of all ranks."""
+    def connect(self, teams: Iterable[tuple[Sequence[int], bool]] = ()) -> None:
+        """Open the gloo connections of all ranks. `teams` are ranks that sum something up, the same ones in the same order on every rank, and whether
+        each of them has a GPU of its own."""
         try:
             dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.world, timeout=time_span(self.timeout))
+            for ranks, on_gpus in teams:
+                kind = "nccl" if on_gpus and dist.is_nccl_available() else "gloo"
+                made = dist.new_group(list(ranks), timeout=time_span(self.timeout), backend=kind)
+                if self.rank in ranks:
+                    self.team = Team(tuple(ranks), made, kind)
         except RuntimeError as error:
             raise PeerLost(
                 f"the group of {self.world} ranks did not connect within {self.timeout:g} s: {error}", where=f"rank {self.rank}"
@@ -225,19 +244,20 @@ class _Link(threading.Thread):
 
 
 class Transport:
-    """The channels of one rank. `rank_of` maps a stage to its rank; `latency` is for measurements."""
+    """The channels of one rank. `homes` are the stages of all ranks; `team` the ranks that it sums up gradients with; `latency` is for measurements."""
 
     def __init__(
         self,
         rank: int,
         edges: Sequence[Edge],
-        rank_of: Mapping[int, int],
+        homes: Sequence[int],
         timeout: float,
         device: torch.device = CPU,
         latency: float = 0.0,
+        team: Team | None = None,
     ) -> None:
-        self.device, self._latency = device, latency
-        self.rank, self.rank_of, self.seconds = rank, dict(rank_of), timeout
+        self.device, self._latency, self._team = device, latency, team
+        self.rank, self._homes, self.seconds = rank, list(homes), timeout
         self._timeout = time_span(timeout)
         self._edges = {(edge.src, edge.dst, edge.phase): edge for edge in edges}
         self._width = max((len(edge.values) for edge in edges), default=1)
@@ -247,11 +267,14 @@ class Transport:
         self._senders: dict[tuple[int, int, str], _Sender] = {}
         self._links: dict[tuple[int, int, str], _Link] = {}
         self._failed: list[tuple[Action, RuntimeError]] = []
+        # Sums under way, by batch: the works, and where copies of them have to go.
+        self._sums: dict[int, tuple[list[dist.Work], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
     def edge_of(self, action: Action) -> Edge:
         """The edge whose values a send or receive moves."""
         assert action.peer is not None
-        ends = (action.stage, action.peer) if action.kind in SENDS else (action.peer, action.stage)
+        peer = self._homes[action.peer]
+        ends = (action.stage, peer) if action.kind in SENDS else (peer, action.stage)
         edge = self._edges.get((*ends, action.kind[1]))
         if edge is None:
             raise VerifyError(f"no edge from stage {ends[0]} to stage {ends[1]} in phase {action.kind[1]}", where=f"action {action}")
@@ -260,8 +283,7 @@ class Transport:
     def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
         """Start a send; it goes on in the background."""
         self.check()
-        edge = self.edge_of(action)
-        key = (edge.src, edge.dst, edge.phase)
+        edge, key = self.edge_of(action), self._channel(action)
         if key not in self._senders:
             self._senders[key] = _Sender(self._timeout, self._failed)
             if self._latency:
@@ -277,8 +299,7 @@ class Transport:
 
     def post(self, action: Action) -> bool:
         """Post a receive ahead of its action, unless its channel has enough of them under way."""
-        edge = self.edge_of(action)
-        posted = self._posted.setdefault((edge.src, edge.dst, edge.phase), {})
+        edge, posted = self.edge_of(action), self._posted.setdefault(self._channel(action), {})
         if action.mb in posted:
             return True
         if len(posted) >= POSTED:
@@ -288,8 +309,7 @@ class Transport:
 
     def receive(self, action: Action) -> dict[str, torch.Tensor]:
         """Wait for the values of a receive action."""
-        edge = self.edge_of(action)
-        posted = self._posted.setdefault((edge.src, edge.dst, edge.phase), {})
+        edge, posted = self.edge_of(action), self._posted.setdefault(self._channel(action), {})
         if action.mb not in posted:
             self._post(action, edge, posted)
         message = posted.pop(action.mb)
@@ -303,6 +323,45 @@ class Transport:
             return message.tensors
         # The pinned memory may be used again only when the copy is done, so it is waited for.
         return {name: tensor.to(self.device) for name, tensor in message.tensors.items()}
+
+    def sum_up(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
+        """Start to sum up tensors over the ranks of the stage, in place; nobody may touch them until `finish_sum`."""
+        assert self._team is not None, f"{action} on a stage of one rank"
+        self.check()
+        works, copies = [], []
+        try:
+            for tensor in tensors:
+                held = tensor
+                if self._team.kind == "gloo" and self.device != CPU:
+                    held = self._on_host(tensor)
+                    copies.append((tensor, held))
+                work = dist.all_reduce(held, group=self._team.group, async_op=True)
+                assert work is not None
+                works.append(work)
+        except RuntimeError as error:
+            raise self._lost_sum(action, error) from error
+        self._sums[action.mb] = (works, copies)
+
+    def finish_sum(self, action: Action) -> None:
+        """Wait for the sum of the batch that an action uses, if it has not been waited for."""
+        works, copies = self._sums.pop(action.mb, ([], []))
+        for work in works:
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                raise self._lost_sum(action, error) from error
+        for tensor, held in copies:
+            tensor.copy_(held)
+
+    def _lost_sum(self, action: Action, error: RuntimeError) -> PeerLost:
+        assert self._team is not None
+        others = ", ".join(str(rank) for rank in self._team.ranks if rank != self.rank)
+        what, hint = self._what_failed(error)
+        return PeerLost(
+            f"rank {others} (stage {action.stage}) {what}; waited for the sum of the gradients of batch {action.mb}",
+            where=f"rank {self.rank}, stage {action.stage}, action {action}",
+            hint=hint,
+        )
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """What gloo can read: the tensor, or a pinned copy of it that is complete."""
@@ -326,13 +385,15 @@ class Transport:
             raise self._lost(action, error) from error
 
     def _start_send(self, action: Action, edge: Edge, tensors: Sequence[torch.Tensor]) -> _Works:
-        peer = self.rank_of[edge.dst]
+        peer = action.peer
+        assert peer is not None
         tags = (self._tag(edge, action.mb, index) for index in range(len(tensors)))
         return [(dist.isend(x, peer, tag=tag), x) for x, tag in zip(tensors, tags, strict=True) if x.numel()]  # type: ignore[misc]
 
     def _post(self, action: Action, edge: Edge, posted: dict[int, _Posted]) -> None:
         tensors = {value.name: self._buffers.tensor(value.type) for value in edge.values}
-        peer, works = self.rank_of[edge.src], []
+        peer, works = action.peer, []
+        assert peer is not None
         for index, tensor in enumerate(tensors.values()):
             if tensor.numel():
                 try:
@@ -341,21 +402,29 @@ class Transport:
                     raise self._lost(action, error) from error
         posted[action.mb] = _Posted(tensors, works)  # type: ignore[arg-type]
 
+    def _channel(self, action: Action) -> tuple[int, int, str]:
+        assert action.peer is not None
+        ends = (self.rank, action.peer) if action.kind in SENDS else (action.peer, self.rank)
+        return (*ends, action.kind[1])
+
     def _tag(self, edge: Edge, mb: int, index: int) -> int:
         return _FIRST_TAG + len(PHASES) * (mb % _MICROBATCHES * self._width + index) + PHASES.index(edge.phase)
 
     def _lost(self, action: Action, error: RuntimeError) -> PeerLost:
         assert action.peer is not None
+        what, hint = self._what_failed(error)
+        values = ", ".join(f"%{v.name} : {v.type}" for v in self.edge_of(action).values)
+        return PeerLost(
+            f"rank {action.peer} (stage {self._homes[action.peer]}) {what}; waited for {describe(action)}, which carries {values}",
+            where=f"rank {self.rank}, stage {action.stage}, action {action}",
+            hint=hint,
+        )
+
+    def _what_failed(self, error: RuntimeError) -> tuple[str, str]:
+        """What torch says of a peer, in words, and a hint."""
         text = str(error).splitlines()[0] if str(error) else ""
         # Gloo puts the place in its own source in front, and advice behind.
         detail = (text.partition("] ")[2] if text.startswith("[") else text).partition(". ")[0]
         if "imed out" in text or "timeout" in text:
-            what, hint = f"did not answer within {self.seconds:g} s", "if it was only slow, give a longer --timeout"
-        else:
-            what, hint = f"closed the connection ({detail.rstrip('.')})", ""
-        values = ", ".join(f"%{v.name} : {v.type}" for v in self.edge_of(action).values)
-        return PeerLost(
-            f"rank {self.rank_of[action.peer]} (stage {action.peer}) {what}; waited for {describe(action)}, which carries {values}",
-            where=f"rank {self.rank}, stage {action.stage}, action {action}",
-            hint=hint,
-        )
+            return f"did not answer within {self.seconds:g} s", "if it was only slow, give a longer --timeout"
+        return f"closed the connection ({detail.rstrip('.')})", ""

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from ..backends.bundle import Bundle, open_bundle, stage_vars
 from ..backends.interface import backend_of
 from ..ir.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
-from ..ir.graph import GRAD, PARAM, Module, Var, stepped_vars
+from ..ir.graph import GRAD, PARAM, Module, Var, stepped_vars, summed_vars
 from . import checkpoint
 from .control import (
     Arrays,
@@ -87,7 +87,7 @@ class Worker:
         if group.world != bundle.world_size:
             raise VerifyError(f"the bundle is for {bundle.world_size} ranks, {group.world} were started", where=str(bundle.path))
         status.show("joining")
-        group.connect()
+        group.connect(_teams(self.module))
         group.agree("module.ir", bundle.module_hash)
         status.show("loading")
         self.samples: Samples = NoSamples()
@@ -95,16 +95,16 @@ class Worker:
         if setup.data is not None and names:
             self.samples = open_data(self.module, setup.data, names, bundle.renamed)
         program = backend_of(bundle.manifest.backend).load_stage(
-            self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads
+            self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads, self.entry.device
         )
         self.base = resident_bytes()
         self.tables = setup.tables or tables_of(self.module)
         self.store = self._load_store(program.device)
-        ranks = {r.stage: r.rank for r in bundle.manifest.ranks}
-        self.transport = Transport(rank, self.module.edges, ranks, setup.timeout, program.device, setup.latency)
+        homes = self.module.rank_stages()
+        self.transport = Transport(rank, self.module.edges, homes, setup.timeout, program.device, setup.latency, group.team)
         self.executor = Executor(
             self.module,
-            self.stage,
+            rank,
             program,
             self.store,
             self.transport,
@@ -162,7 +162,7 @@ class Worker:
         stepped = stepped_vars(self.module)
         if self.setup.resume is not None:
             return self._resume(variables, stepped, Path(self.setup.resume), device)
-        store = Store(variables, stepped, grow=not self.setup.retire, device=device)
+        store = Store(variables, stepped, grow=not self.setup.retire, device=device, summed=self._summed())
         wanted = {name: store.newest(name) for name, var in variables.items() if var.init == "file"}
         _read_tensors(self.bundle.weights_file(self.stage), wanted)
         for name, var in variables.items():
@@ -170,6 +170,9 @@ class Worker:
                 store.newest(name).zero_()
         self._fill_tables(variables, store)
         return store
+
+    def _summed(self) -> list[str]:
+        return summed_vars(self.module, self.stage) if self.group.team is not None else []
 
     def _fill_tables(self, variables: Mapping[str, Var], store: Store) -> None:
         for name, var in variables.items():
@@ -180,7 +183,7 @@ class Worker:
     def _resume(self, variables: dict, stepped: set[str], place: Path, device: torch.device) -> Store:  # type: ignore[type-arg]
         index = checkpoint.read_index(place)
         checkpoint.check_resume(index, self.module, None, str(place))
-        store = Store(variables, stepped, version=index.step, grow=not self.setup.retire, device=device)
+        store = Store(variables, stepped, version=index.step, grow=not self.setup.retire, device=device, summed=self._summed())
         names = {name for name, var in variables.items() if checkpoint.is_kept(var)}
         self._fill_tables(variables, store)
         for file, tensors in checkpoint.files_for(index, names, index.step).items():
@@ -204,8 +207,13 @@ class Worker:
                 work = checkpoint.start_save(directory, step)
                 self.group.put(f"{key}/work", str(work).encode())
             place = work or Path(self.group.get(f"{key}/work", "the checkpoint directory of rank 0").decode())
-            newest = {name: as_array(self.store.newest(name)) for name, var in self.store.variables.items() if checkpoint.is_kept(var)}
-            older = {version: {name: as_array(t) for name, t in tensors.items()} for version, tensors in self.store.older().items()}
+            # The ranks of a stage have the same variables: its first one saves them.
+            saving = self.rank == self.module.rank_stages().index(self.stage)
+            kept = [name for name, var in self.store.variables.items() if checkpoint.is_kept(var)] if saving else []
+            newest = {name: as_array(self.store.newest(name)) for name in kept}
+            older = {
+                version: {name: as_array(t) for name, t in tensors.items()} for version, tensors in self.store.older().items() if saving
+            }
             parts = self.group.gather(f"{key}/part", checkpoint.save_part(place, self.rank, self.module, newest, older, step))
             if work is not None:
                 checkpoint.finish_save(work, directory, step, self.bundle, self.setup.data, parts, self.tables)
@@ -219,6 +227,15 @@ class Worker:
             self.group.put(f"{key}/done", b"")
         self.group.get(f"{key}/done", "rank 0 to finish the checkpoint")
         self.status.show(None)
+
+
+def _teams(module: Module) -> list[tuple[tuple[int, ...], bool]]:
+    """The ranks of stages that lie on several devices, and whether those are GPUs."""
+    assert module.schedule is not None
+    kinds = {d.name: d.kind for d in module.cluster.devices} if module.cluster is not None else {}
+    devices = module.rank_devices()
+    teams = [ranks for ranks in module.schedule.members().values() if len(ranks) > 1]
+    return [(ranks, all(kinds.get(devices[rank]) == "cuda" for rank in ranks)) for ranks in teams]
 
 
 def _read_tensors(path: Path, into: Mapping[str, torch.Tensor]) -> None:

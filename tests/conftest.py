@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,11 +19,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def toy_text(stages: int, skip: bool = False, trains: bool = True) -> str:
-    """A chain of `stages` products h(i) = h(i-1) * w(i), h(-1) = x. With `skip`, h(0) is also added before the last stage."""
+def toy_text(stages: int, skip: bool = False, trains: bool = True, devices: Sequence[int] = ()) -> str:
+    """A chain of `stages` products h(i) = h(i-1) * w(i), h(-1) = x. With `skip`, h(0) is also added before the last stage. Each stage lies on one
+    device, or on as many as `devices` says."""
     last, skip = stages - 1, skip and stages > 2
     lines = [f"module @toy facts({'differentiated, ' if trains else ''}staged) {{"]
-    lines += [f"  stage {i} on cpu:{i}" for i in range(stages)]
+    several = {i: count for i, count in enumerate(devices) if count > 1}
+    lines += [f"  mesh @s{i} (dp={count}) {' '.join(f'cpu:{i}.{j}' for j in range(count))}" for i, count in several.items()]
+    lines += [f"  stage {i} on {f's{i}' if i in several else f'cpu:{i}'}" for i in range(stages)]
     lines += ["  input %x : f32[4]", f"  output %h{last}"]
     for i in range(stages):
         lines.append(f"  var @w{i} : f32[4] stage {i} param")

@@ -259,7 +259,7 @@ def test_plan_prints_a_table_and_json(built: Path, capsys: pytest.CaptureFixture
     assert "peak" in out
     assert call(*words, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
-    assert [s["device"] for s in plan["stages"]] == ["cpu:0", "cpu:1"]
+    assert [s["devices"] for s in plan["stages"]] == [["cpu:0"], ["cpu:1"]]
     assert plan["memory"]["0"]["peak"] > 0
 
 

@@ -20,7 +20,7 @@ from penstock.ir.types import parse_type
 from penstock.kernel_report import kernel_rows
 from penstock.measured import Measured, profile, stage_times
 from penstock.models import write_gpt
-from penstock.passes.cost import GraphCost, InTurn, graph_seconds, stage_seconds
+from penstock.passes.cost import GraphCost, InTurn, graph_seconds, rank_seconds
 from penstock.passes.kernels import Kernel
 
 DEVICE = Device("cpu:0", threads=2)
@@ -127,7 +127,7 @@ def test_stages_are_measured_once(bundle: Bundle, tmp_path: Path) -> None:
     changed = bundle.module.with_graph(replace(graph, ops=(*graph.ops[:-1], graph.ops[-1].with_attrs(kernel="other"))))
     times, estimated = stage_times(changed, table)
     assert estimated == 3
-    assert times == expected | {key: value for key, value in stage_seconds(changed).items() if key[0] == 1}
+    assert times == expected | {key: value for key, value in rank_seconds(changed).items() if key[0] == 1}
 
 
 def test_only_processors_of_this_machine_are_here() -> None:

@@ -52,9 +52,9 @@ class TvmBackend:
     def check_host(self, module: Module, stage: int) -> None:
         _gpu_of(module, stage)
 
-    def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1) -> StageProgram:
+    def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None) -> StageProgram:
         (library,) = files
-        gpu = _gpu_of(module, stage)
+        gpu = _gpu_of(module, stage, device)
         if gpu is not None:
             from .cuda.load import CudaProgram
 
@@ -64,9 +64,9 @@ class TvmBackend:
         return TvmProgram(library, stage_graphs(module, stage), threads)
 
 
-def _gpu_of(module: Module, stage: int) -> torch.device | None:
+def _gpu_of(module: Module, stage: int, name: str | None = None) -> torch.device | None:
     """The GPU of this host that a stage runs on; None for a stage on a CPU, UsageError where the host has no such GPU."""
-    device = device_of(module, stage)
+    device = device_of(module, stage, name)
     if device is None or device.kind != "cuda":
         return None
     from .cuda.load import find_device

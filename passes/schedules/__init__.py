@@ -6,19 +6,23 @@ number of stages, s the stage, w = d-1-s, and tf and tb the times of a forward a
 
 Backwards run in microbatch order in all of them, so that gradients are summed in the same order and results can be compared bit by bit.
 A new schedule is one file and one row of SCHEDULES. Whether order and delay fit together is not decided here but by the checker.
-Known limit: one rank per stage, and rank r runs stage r.
+
+A stage on several devices has a rank for each, and the microbatches of a batch are shared out among them (dealing.py): each of them runs the order
+of the schedule, and leaves out what is not its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from ...ir.errors import UsageError
 from ...ir.graph import Module
-from ...ir.schedule import Schedule
+from ...ir.schedule import PER_BATCH, Action, Program, Schedule
 from ..late_updates import update_late
 from . import delayed_2bw, eager_2bw, flush_1f1b, forward, gpipe, zero_bubble
-from .kind import Kind
+from .dealing import Shares, deal, forwards_ahead, shares_of, weights_behind
+from .kind import Kind, Place
 
 SCHEDULES: dict[str, Kind] = {
     "1f1b": flush_1f1b.KIND,
@@ -32,25 +36,49 @@ SCHEDULES: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOptions:
-    """`kind` is a row of SCHEDULES; `microbatches` per batch must be the number that autodiff averaged over."""
+    """`kind` is a row of SCHEDULES; `microbatches` per batch must be the number that autodiff averaged over. `shares` are how many of
+    them each rank runs, stage by stage: as many each as can be if not given."""
 
     kind: str = "1f1b"
     microbatches: int = 1
+    shares: tuple[int, ...] = ()
 
 
-def build_schedule(kind: str, stages: int, microbatches: int) -> Schedule:
-    """The schedule of a uniform pipeline in which every stage has forward, backward and update."""
+def build_schedule(kind: str, stages: int, microbatches: int, shares: Shares = ()) -> Schedule:
+    """The schedule of a uniform pipeline in which every stage has forward, backward and update. Without `shares` it has one rank per stage."""
     row = SCHEDULES.get(kind)
     if row is None:
         raise UsageError(f"unknown schedule {kind!r}, expected one of {', '.join(SCHEDULES)}", where="schedule")
     if stages < 1 or microbatches < 1:
         raise UsageError(f"needs at least one stage and one microbatch, got {stages} and {microbatches}", where="schedule")
-    return Schedule(kind, microbatches, {s: row.order(s, stages, microbatches) for s in range(stages)})
+    dealt = [deal(share) for share in shares or [(microbatches,)] * stages]
+    programs = [
+        _own_part(row.order(Place(stage, ahead, behind), microbatches), set(own), microbatches)
+        for stage, columns in enumerate(zip(dealt, forwards_ahead(dealt), weights_behind(dealt), strict=True))
+        for own, ahead, behind in zip(*columns, strict=True)
+    ]
+    return Schedule(kind, microbatches, dict(enumerate(programs)))
+
+
+def _own_part(program: Program, own: Set[int], microbatches: int) -> Program:
+    """What one rank does of the program of its stage; the update of a batch comes as soon as its own part of the batch is done."""
+
+    def kept(actions: Iterable[Action]) -> list[Action]:
+        return [a for a in actions if a.kind not in PER_BATCH and a.mb % microbatches in own]
+
+    batch = kept(program.batch)
+    done = max((i for i, a in enumerate(batch) if a.kind != "F"), default=len(batch) - 1) + 1
+    updates = [a for a in program.batch if a.kind in PER_BATCH]
+    return Program(tuple(kept(program.start)), (*batch[:done], *updates, *batch[done:]))
 
 
 def schedule(module: Module, options: ScheduleOptions) -> Module:
     """Give every rank its computations. A stage without a backward, weight gradient or update graph gets no such action."""
-    found = build_schedule(options.kind, max(len(module.stages), 1), options.microbatches)
+    ranks = [len(module.devices_of(s.index)) for s in module.stages]
+    if not ranks or options.microbatches < 1:
+        raise UsageError(f"needs at least one stage and one microbatch, got {len(ranks)} and {options.microbatches}", where="schedule")
+    shares = shares_of(options.shares, ranks, options.microbatches)
+    found = build_schedule(options.kind, len(ranks), options.microbatches, shares)
     trainable = any(module.stage_graph(s.index, "B") for s in module.stages)
     if SCHEDULES[options.kind].trains and not trainable:
         raise UsageError(

@@ -7,16 +7,13 @@ legal iff m >= d-1.
 from __future__ import annotations
 
 from ...ir.schedule import Action, Program
-from .kind import Kind, forwards, pairs
+from .kind import Kind, Place, forwards, pairs
 
 
-def ahead(stage: int, m: int, w: int) -> Program:
-    """(F, B) pairs in which forwards are w microbatches ahead of backwards for ever."""
-    return Program(tuple(forwards(stage, m, w)), (*pairs(stage, m + w, m, m), Action("U", stage, 1)))
-
-
-def order(stage: int, stages: int, m: int) -> Program:
-    return ahead(stage, m, stages - 1 - stage)
+def order(place: Place, m: int) -> Program:
+    """(F, B) pairs in which forwards are so many microbatches ahead of backwards for ever."""
+    stage, ahead = place.stage, place.ahead
+    return Program(tuple(forwards(stage, m, ahead)), (*pairs(stage, m + ahead, m, m), Action("U", stage, 1)))
 
 
 KIND = Kind(order, 1, "PipeDream-2BW: never drained, two weight versions, gradients one update late, at most d in flight")

@@ -6,13 +6,15 @@ flight on stage s. Legal with two versions iff m >= 2d-2.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...ir.schedule import Program
-from .delayed_2bw import ahead
-from .kind import Kind
+from . import delayed_2bw
+from .kind import Kind, Place
 
 
-def order(stage: int, stages: int, m: int) -> Program:
-    return ahead(stage, m, 2 * (stages - 1 - stage))
+def order(place: Place, m: int) -> Program:
+    return delayed_2bw.order(replace(place, ahead=2 * place.ahead), m)
 
 
 KIND = Kind(order, 1, "2bw with twice the warm-up: hides the time of messages, needs 2d-2 microbatches per batch, at most 2d-1 in flight")

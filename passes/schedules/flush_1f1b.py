@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from ...ir.schedule import Action, Program
-from .kind import Kind, backwards, forwards, pairs
+from .kind import Kind, Place, backwards, forwards, pairs
 
 
-def order(stage: int, stages: int, m: int) -> Program:
-    w = min(stages - 1 - stage, m)
+def order(place: Place, m: int) -> Program:
+    stage, w = place.stage, min(place.ahead, m)
     batch = (*forwards(stage, m, w), *pairs(stage, m + w, m, m - w), *backwards(stage, 2 * m - w, w), Action("U", stage, 1))
     return Program((), batch)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...ir.schedule import Program
-from .kind import Kind, forwards
+from .kind import Kind, Place, forwards
 
 
-def order(stage: int, stages: int, m: int) -> Program:
-    return Program((), tuple(forwards(stage, m, m)))
+def order(place: Place, m: int) -> Program:
+    return Program((), tuple(forwards(place.stage, m, m)))
 
 
 KIND = Kind(order, 0, "inference: forwards only", trains=False)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...ir.schedule import Action, Program
-from .kind import Kind, backwards, forwards
+from .kind import Kind, Place, backwards, forwards
 
 
-def order(stage: int, stages: int, m: int) -> Program:
-    return Program((), (*forwards(stage, m, m), *backwards(stage, m, m), Action("U", stage, 1)))
+def order(place: Place, m: int) -> Program:
+    return Program((), (*forwards(place.stage, m, m), *backwards(place.stage, m, m), Action("U", place.stage, 1)))
 
 
 KIND = Kind(order, 0, "all forwards, then all backwards: drained every batch, one weight version, m in flight")

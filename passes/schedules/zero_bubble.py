@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 from ...ir.schedule import Action, Program
 from .flush_1f1b import order as whole_order
-from .kind import Kind
+from .kind import Kind, Place
 
 
-def order(stage: int, stages: int, m: int) -> Program:
-    return Program((), tuple(_with_weights(stage, whole_order(stage, stages, m).batch, min(stage, m), m)))
+def order(place: Place, m: int) -> Program:
+    return Program((), tuple(_with_weights(place.stage, whole_order(place, m).batch, min(place.behind, m), m)))
 
 
 def _with_weights(stage: int, actions: tuple[Action, ...], behind: int, m: int) -> Iterator[Action]:

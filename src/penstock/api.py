@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.ir.cluster import Cluster
+from penstock.ir.errors import UsageError
 from penstock.ir.graph import Attr, Module
 
 if TYPE_CHECKING:
@@ -62,7 +63,10 @@ class Plan:
             "pipeline": print_pipeline(self.calls),
             "schedule": schedule.name,
             "microbatches": schedule.microbatches,
-            "stages": [{"stage": s.index, "device": s.place} for s in self.module.stages],
+            "stages": [
+                {"stage": s.index, "devices": list(self.module.devices_of(s.index)), "shares": schedule.shares(s.index)}
+                for s in self.module.stages
+            ],
             "memory": {str(rank): dict(row) for rank, row in memory_table(self.module).items()},
             "notes": [f"{note.origin}: {note.text}" for note in self.module.notes],
         }
@@ -108,6 +112,9 @@ def plan(
     stages: int = 0,
     split_at: Sequence[str] = (),
     microbatches: int = 1,
+    replicas: int = 1,
+    devices: Sequence[Sequence[str]] = (),
+    shares: Sequence[Sequence[int]] = (),
     precision: str | None = None,
     recompute: str = "auto",
     cuda_libraries: str = "torch",
@@ -115,7 +122,9 @@ def plan(
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
-    """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device. `precision` is f32, bf16 or
+    """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device. With `replicas` every stage lies on so many
+    devices, which share the microbatches of a batch out among them; or `devices` names those of each stage. `shares` are how many of the microbatches
+    each of them runs: such that they are done at about the same time if not given. `precision` is f32, bf16 or
     f16; if it is not given, training settings say it. `recompute` says what stages compute again in the backward pass instead of
     saving it: auto (what the memory of their devices asks for), none or all. `cuda_libraries` says who computes contractions on GPUs: torch,
     which calls the vendor's libraries, or none. `hints` is whether placement hints of the model are followed, where it has some and `split_at`
@@ -124,19 +133,25 @@ def plan(
     from penstock.frontends.training import attach_loss
     from penstock.passes.manager import Call, run_passes
     from penstock.passes.pipelines import PASSES, inference_pipeline, training_pipeline
+    from penstock.passes.schedules.dealing import fair_shares
     from penstock.placement import follow_hints
 
     library = cuda_libraries if any(d.kind == "cuda" for d in cluster.devices) else ""
-    cuts: dict[str, Attr] = {"stages": stages, "split_at": tuple(split_at)}
+    microbatches = training.microbatches if training is not None else microbatches
+    placed = tuple(map(tuple, devices)) or _in_groups(cluster, stages, replicas)
+    fair = shares or [fair_shares([cluster.device(n).flops for n in names], microbatches) for names in placed]
+    dealt = tuple(share for of_stage in fair for share in of_stage)
+    named = tuple(" ".join(names) for names in placed)
+    cuts: dict[str, Attr] = {"stages": stages, "split_at": tuple(split_at), "devices": named, "shares": dealt}
     module = model.module.but(cluster=cluster)
     if training is None:
         module = at_rest(module, pure=model.imported.structure is not None)
-        calls = inference_pipeline(cuts, microbatches, precision or "f32", library)
+        calls = inference_pipeline(cuts, microbatches, precision or "f32", library, dealt)
     else:
         module = attach_loss(module, training, model.imported.names)
         compute = precision or training.precision
         guard = training.guard_options()
-        calls = training_pipeline(training.pass_options(), cuts, schedule, training.microbatches, compute, library, guard, recompute)
+        calls = training_pipeline(training.pass_options(), cuts, schedule, microbatches, compute, library, guard, recompute, dealt)
     seen: list[Module] = []
     made: list[Call] = []
     notes: list[str] = []
@@ -144,7 +159,7 @@ def plan(
     def look(call: Call, before: Module) -> Call:
         if call.name == "partition":
             seen.append(before)
-            count = stages or len(cluster.devices)
+            count = len(placed) or stages or len(cluster.devices)
             if hints and model.imported.hints and not split_at and count > 1:
                 changes, told = follow_hints(model.imported.hints, before, count)
                 call = Call(call.name, replace(call.options, **changes))
@@ -155,6 +170,18 @@ def plan(
     done = run_passes(module, calls, PASSES, dump=dump, progress=progress, before=look)
     done = done.noted("placement", *notes)
     return Plan(model, done, seen[0], tuple(made), training)
+
+
+def _in_groups(cluster: Cluster, stages: int, replicas: int) -> tuple[tuple[str, ...], ...]:
+    """The devices of every stage, in the order of the cluster; none are named where each stage has one."""
+    if replicas == 1:
+        return ()
+    names = [device.name for device in cluster.devices]
+    count = stages or len(names) // replicas
+    if replicas < 1 or count < 1 or count * replicas > len(names):
+        what = f"{max(count, 1)} stage{'s' if count > 1 else ''} of {replicas} devices each need {max(count, 1) * replicas}, the cluster has {len(names)}"
+        raise UsageError(what, hint="add devices, or ask for fewer stages or replicas")
+    return tuple(tuple(names[s * replicas : (s + 1) * replicas]) for s in range(count))
 
 
 def compile(

@@ -319,7 +319,14 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
         default="torch",
         help="who computes products, convolutions and attention on GPUs: the vendor's libraries through torch, or kernels of ours (default: torch)",
     )
-    parser.add_argument("--stages", type=_positive, default=0, metavar="N", help="pipeline stages (default: one per device)")
+    parser.add_argument("--stages", type=_positive, default=0, metavar="N", help="pipeline stages (default: as many as the devices make)")
+    parser.add_argument(
+        "--replicas",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="devices per stage: they share the microbatches of a batch out among them, faster ones take more (default: 1)",
+    )
     parser.add_argument(
         "--split-at", action="append", default=[], metavar="NODE", help="start a new stage at this node or value instead of searching"
     )

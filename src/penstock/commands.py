@@ -69,7 +69,7 @@ def _plan(arguments: Namespace) -> Plan:
     elif isinstance(arguments.devices, str):
         cluster = Cluster.listed(arguments.devices)
     else:
-        cluster = Cluster.local(arguments.devices or arguments.stages or 1)
+        cluster = Cluster.local(arguments.devices or (arguments.stages or 1) * arguments.replicas)
     names = {"frozen": arguments.frozen, "trained": arguments.trained}
     model = api.from_onnx(arguments.model, dims=_dims(arguments.dim), known=_known(arguments.known), **names)
     for line in model.imported.report:
@@ -83,6 +83,7 @@ def _plan(arguments: Namespace) -> Plan:
         stages=arguments.stages,
         split_at=arguments.split_at,
         microbatches=arguments.microbatches or 1,
+        replicas=arguments.replicas,
         recompute=arguments.recompute or "auto",
         cuda_libraries=arguments.cuda_libraries,
         precision=arguments.precision,
@@ -180,9 +181,14 @@ def print_plan(found: Plan) -> None:
     assert module.schedule is not None
     memory = memory_table(module)
     columns = list(next(iter(memory.values())))
-    rows = [[s.index, s.place, *(size(memory[s.index][c]) for c in columns)] for s in module.stages]
+    shares = [share for s in module.stages for share in module.schedule.shares(s.index)]
+    several = len(shares) > len(module.stages)
+    rows = [
+        [stage, device, *([shares[rank]] if several else []), *(size(memory[rank][c]) for c in columns)]
+        for rank, (stage, device) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True))
+    ]
     print(f"{module.name}: schedule {module.schedule.name}, {module.schedule.microbatches} microbatches per batch, predicted peak memory")
-    print(table(["stage", "device", *columns], rows))
+    print(table(["stage", "device", *(["microbatches"] if several else []), *columns], rows))
     for note in module.notes:
         if note.origin in ("placement", "partition", "schedule", "recompute"):
             print(f"{note.origin}: {note.text}")

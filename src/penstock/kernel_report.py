@@ -75,7 +75,7 @@ def kernel_rows(module: Module) -> list[KernelRow]:
     microbatches = module.schedule.microbatches if module.schedule is not None else 1
     rows: list[KernelRow] = []
     for stage in module.stages:
-        device = _device_of(module, stage.place)
+        device = _device_of(module, module.devices_of(stage.index)[0])
         for kind in COMPUTE:
             graph = module.stage_graph(stage.index, kind)
             if graph is not None:
@@ -144,7 +144,7 @@ def format_report(rows: Sequence[KernelRow], module: Module, width: int | None =
     lines: list[str] = []
     for stage in module.stages:
         own = sorted((row for row in rows if row.stage == stage.index), key=lambda row: -row.batch_s)
-        device = _device_of(module, stage.place)
+        device = _device_of(module, module.devices_of(stage.index)[0])
         total = sum(row.batch_s for row in own)
         what, origin = ("measured", "measured") if any(row.measured_s is not None for row in own) else ("roofline", "planned")
         rates = rates_text(own[0].device if own else device)

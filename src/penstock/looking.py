@@ -168,7 +168,9 @@ def _print_summary(module: Module) -> None:
     print(table(["graph", "ops", "kernels", "inputs", "outputs", "saved"], rows))
     for stage in module.stages:
         own = [v for v in stage_vars(module, stage.index).values() if v.role != GRAD]
-        print(f"stage {stage.index} on {stage.place}: {size(sum(v.type.nbytes * v.versions for v in own))} of parameters and state")
+        print(
+            f"stage {stage.index} on {', '.join(module.devices_of(stage.index))}: {size(sum(v.type.nbytes * v.versions for v in own))} of parameters and state"
+        )
     for edge in module.edges:
         unit = "batch" if edge.phase in PER_BATCH else "microbatch"
         values = ", ".join(f"%{v.name} {v.type}" for v in edge.values)

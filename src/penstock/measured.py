@@ -25,7 +25,7 @@ from penstock.ir.cluster import Device
 from penstock.ir.graph import Module
 from penstock.ir.schedule import COMPUTE
 from penstock.ir.text import print_graph
-from penstock.passes.cost import ROOFLINE, Prices, stage_seconds
+from penstock.passes.cost import ROOFLINE, Prices, rank_seconds
 from penstock.passes.kernels import Kernel
 
 # Annotations that change the code of a kernel.
@@ -95,31 +95,31 @@ def _kernel_key(kernel: Kernel, backend: str, threads: int) -> str:
 
 
 def profile(bundle: Bundle, rehearse: Rehearse, table: Measured | None = None, *, anew: bool = False) -> dict[tuple[int, str], float]:
-    """Seconds of each kind of action of every stage, by stage and kind, as the ranks of the bundle would run them here: from the table, and what is
+    """Seconds of each kind of action of every rank, by rank and kind, as the ranks of the bundle would run them here: from the table, and what is
     not there (everything, if `anew`) measured by `rehearse`, one rank after the other."""
     table = table or Measured(bundle.manifest.backend)
     module = bundle.module
     found: dict[tuple[int, str], float] = {}
-    stages = {entry.stage: entry for entry in reversed(bundle.manifest.ranks)}
-    for stage, entry in sorted(stages.items()):
+    for entry in bundle.manifest.ranks:
+        stage = entry.stage
         device = Device("here", threads=entry.threads)
         known = {} if anew else table.stage(module, stage, device)
         wanted = [kind for kind in COMPUTE if module.stage_graph(stage, kind) is not None]
         if any(kind not in known for kind in wanted):
             (known,) = rehearse(bundle, [entry.rank])
             table.keep_stage(module, stage, entry.threads, known)
-        found |= {(stage, kind): known[kind] for kind in wanted if kind in known}
+        found |= {(entry.rank, kind): known[kind] for kind in wanted if kind in known}
     return found
 
 
 def stage_times(module: Module, table: Measured | None = None, prices: Prices = ROOFLINE) -> tuple[dict[tuple[int, str], float], int]:
-    """Seconds of every stage graph: as measured where they were, else as estimated; and how many are estimates."""
+    """Seconds of the graphs of every rank: as measured where they were, else as estimated; and how many are estimates."""
     table = table or Measured()
-    found = stage_seconds(module, prices)
+    found = rank_seconds(module, prices)
     assert module.cluster is not None
     estimated = set(found)
-    for stage in module.stages:
-        known = table.stage(module, stage.index, module.cluster.device(stage.place)) if not module.meshes else {}
-        found |= {(stage.index, kind): seconds for kind, seconds in known.items()}
-        estimated -= {(stage.index, kind) for kind in known}
+    for rank, (stage, name) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True)):
+        known = table.stage(module, stage, module.cluster.device(name))
+        found |= {(rank, kind): seconds for kind, seconds in known.items()}
+        estimated -= {(rank, kind) for kind in known}
     return found, len(estimated)

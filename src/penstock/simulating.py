@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.ir.cluster import Cluster, usable_cores
 from penstock.ir.errors import UsageError
-from penstock.ir.graph import GRAD, Module
+from penstock.ir.graph import Module, summed_vars
 from penstock.ir.memory import measure_memory, memory_curve
 from penstock.ir.schedule import RECEIVES, SENDS
 from penstock.looking import load_module
@@ -56,8 +56,7 @@ class Forecast:
 def devices_of(module: Module) -> dict[int, str]:
     """Where each rank is."""
     assert module.schedule is not None
-    places = {stage.index: stage.place for stage in module.stages}
-    return {rank: places[next(a.stage for a in (*p.start, *p.batch))] for rank, p in module.schedule.ranks.items()}
+    return dict(enumerate(module.rank_devices()))
 
 
 def forecast(module: Module, seconds: Seconds, batches: int, change: Callable[[Route], Route] = lambda route: route) -> Forecast:
@@ -73,18 +72,13 @@ def forecast(module: Module, seconds: Seconds, batches: int, change: Callable[[R
         raise UsageError("names no devices", where=f"@{module.name}", hint="simulate needs a bundle, or a dump after `partition`")
     devices = devices_of(module)
     sizes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
-    summed: dict[int, int] = {}
-    for var in module.vars.values():
-        if var.role == GRAD and var.stage is not None:
-            summed[var.stage] = summed.get(var.stage, 0) + var.type.nbytes
+    summed = {s.index: sum(module.vars[name].type.nbytes for name in summed_vars(module, s.index)) for s in module.stages}
     seats = {rank: seat for rank, name in devices.items() if (seat := seat_of(cluster, name)) is not None}
     plain = machine_of(cluster, devices, seats)
     machine = replace(plain, route=lambda a, b: change(plain.route(a, b)))
 
     def run(count: int) -> Simulated:
-        return simulate(
-            schedule, count, seconds, lambda phase, a, b: sizes[phase, a, b], machine, reduced=lambda stage: summed.get(stage, 0)
-        )
+        return simulate(schedule, count, seconds, lambda phase, a, b: sizes[phase, a, b], machine, reduced=lambda stage: summed[stage])
 
     return Forecast(module, run(batches), devices, run(1).finish)
 
@@ -99,10 +93,10 @@ def seat_of(cluster: Cluster, name: str) -> Seat | None:
 
 def analytic(module: Module) -> Seconds:
     """Costs of passes/cost.py, and what the worker itself needs for a message."""
-    from penstock.passes.cost import stage_seconds
+    from penstock.passes.cost import rank_seconds
 
-    found = stage_seconds(module)
-    return lambda rank, action: found.get((action.stage, action.kind), MESSAGE_SECONDS if action.kind in (*SENDS, *RECEIVES) else 0.0)
+    found = rank_seconds(module)
+    return lambda rank, action: found.get((rank, action.kind), MESSAGE_SECONDS if action.kind in (*SENDS, *RECEIVES) else 0.0)
 
 
 def measured(path: Path) -> Seconds:
@@ -160,7 +154,7 @@ def simulate_command(arguments: Namespace) -> None:
 
 def _other_cluster(module: Module, cluster: Cluster) -> Cluster:
     known = {device.name for device in cluster.devices}
-    missing = sorted({stage.place for stage in module.stages} - known)
+    missing = sorted({*module.rank_devices()} - known)
     if missing:
         raise UsageError(f"the cluster has no device {', '.join(missing)}, on which stages are", hint=f"it has {', '.join(sorted(known))}")
     return cluster

@@ -75,9 +75,9 @@ FAULTS = [
     (
         0,
         [("0SF2>1 ", "")],
-        ["rank 1 step 0 (1RF0<0)", "stage 0 never sends this message", "its results are never sent to stage 1 (0SF0>1)"],
+        ["rank 1 step 0 (1RF0<0)", "rank 0 never sends this message", "its results are never sent to stage 1 (0SF0>1)"],
     ),
-    (1, [("1RF2<0 ", "")], ["(1F0@0): runs before its inputs from stage 0 have arrived (1RF0<0)", "stage 1 never receives this message"]),
+    (1, [("1RF2<0 ", "")], ["(1F0@0): runs before its inputs from stage 0 have arrived (1RF0<0)", "rank 1 never receives this message"]),
     (1, [("1RF2<0", "1RF2<0 1RF2<0")], ["rank 1 step 1 (1RF0<0): was already done at step 0"]),
     (0, [("0F2@1 0SF2>1", "0SF2>1 0F2@1")], ["(0SF0>1): sends what 0F0 has not computed yet"]),
     (0, [("0SF2>1 0F3@1 0SF3>1", "0F3@1 0SF3>1 0SF2>1")], ["(1RF0<0): receives F0 where rank 0 step 2 (0SF1>1) sends F1"]),
@@ -164,9 +164,9 @@ def test_edges_must_be_what_the_graphs_need(two):
 
 def test_stages_and_ranks_belong_together(two):
     ranks = two.schedule.ranks
-    assert "stage 1: runs on no rank, expected exactly one" in message(two.but(schedule=Schedule("1f1b", 2, {0: ranks[0]})))
+    assert "stage 1: runs on no rank, expected rank 1 on cpu:1" in message(two.but(schedule=Schedule("1f1b", 2, {0: ranks[0]})))
     doubled = Schedule("1f1b", 2, {**ranks, 2: ranks[1]})
-    assert "stage 1: runs on ranks 1, 2, expected exactly one" in message(two.but(schedule=doubled))
+    assert "stage 1: runs on ranks 1, 2, expected rank 1 on cpu:1" in message(two.but(schedule=doubled))
     assert "1RF2<0 is of stage 1, which does not exist" in message(two.but(stages=two.stages[:1]), "scheduled")
     assert "0 microbatches per batch" in message(two.but(schedule=replace(two.schedule, microbatches=0)))
     assert "schedule: there is none" in message(two.but(schedule=None))
@@ -189,22 +189,11 @@ def test_parameters_of_two_stages_need_the_whole_gradient(two):
         assert f"@s{stage}.U: updates @w0 without the part of its gradient from stage {source}; stages [0, 1] update it" in text
 
 
-def test_collectives_in_different_orders_are_told(two):
-    first = edited(two, 0, ("0U1@2", "0AR1 0AR2 0U1@2"))
-    check(edited(first, 1, ("1U1@2", "1AR1 1AR2 1U1@2")), ("wired",))
-    text = message(edited(first, 1, ("1U1@2", "1AR2 1AR1 1U1@2")), "wired")
-    assert "stages [0, 1] reduce in different orders: stage 0 [0, 1, 1], stage 1 [1, 0, 1]" in text
-    assert "(1AR1) waits for rank 0" in text
-    assert "(0AR0) waits for rank 1" in text
-
-
-def test_collectives_of_several_groups_in_a_circle_are_told(toy):
-    three = pipeline(toy(3), "1f1b", 2)
-    for rank, before in enumerate(("0AR1>1 0AR1>2", "1AR1>0 1AR1>2", "2AR1>0 2AR1>1")):
-        three = edited(three, rank, (f"{rank}U1@2", f"{before} {rank}U1@2"))
-    verify(three)
-    circle = edited(three, 1, ("1AR1>0 1AR1>2", "1AR1>2 1AR1>0"))
-    assert "deadlock: " in message(circle)
+def test_sums_of_ranks_in_different_orders_are_told(toy):
+    """Sums go on in the background, so that two of them may be under way: both ranks begin them in the same order."""
+    several = pipeline(toy(1, devices=(2,)), "2bw", 2)
+    text = message(edited(several, 1, ("0AR1", "0AR2")), "wired")
+    assert "ranks 0, 1 sum in different orders: rank 0 [0], rank 1 []" in text
 
 
 def test_memory_over_the_budget_of_a_device_is_told(two):

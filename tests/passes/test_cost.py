@@ -31,7 +31,7 @@ from penstock.passes.cost import (
     family_of,
     graph_seconds,
     op_seconds,
-    stage_seconds,
+    rank_seconds,
     work_of,
 )  # fmt: skip
 from penstock.passes.kernels import Kernel, kernels_of
@@ -155,13 +155,13 @@ def test_before_fusion_a_graph_costs_what_it_costs_after(trained: Module) -> Non
 
 def test_every_graph_of_a_stage_is_priced_on_its_device(trained: Module) -> None:
     slow = replace(DEVICE, name="cpu:1", flops=1e8, bandwidth=1e7)
-    found = stage_seconds(trained.but(cluster=Cluster((DEVICE, slow))))
+    found = rank_seconds(trained.but(cluster=Cluster((DEVICE, slow))))
     graphs = {(s.index, k) for s in trained.stages for k in COMPUTE if trained.stage_graph(s.index, k) is not None}
     assert found.keys() == graphs
     assert found[0, "F"] == graph_seconds(trained.graphs["s0.F"], DEVICE)
     assert found[1, "B"] == graph_seconds(trained.graphs["s1.B"], slow)
     with pytest.raises(UsageError, match="names no devices"):
-        stage_seconds(trained.but(cluster=None))
+        rank_seconds(trained.but(cluster=None))
 
 
 class Fixed:

@@ -109,8 +109,8 @@ def test_latency_of_one_forward_slows_2bw_and_not_eager_2bw(d, m, slow):
 def test_a_new_schedule_is_one_function_and_the_checker_judges_it(toy, monkeypatch):
     """Three times the warm-up, in no table of the package: what it needs is found, not looked up."""
 
-    def order(stage, stages, m):
-        w = 3 * (stages - 1 - stage)
+    def order(place, m):
+        stage, w = place.stage, 3 * place.ahead
         return Program(tuple(forwards(stage, m, w)), (*pairs(stage, m + w, m, m), Action("U", stage, 1)))
 
     monkeypatch.setitem(SCHEDULES, "more", Kind(order, 1, "2bw with three times the warm-up"))

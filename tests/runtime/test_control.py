@@ -68,7 +68,7 @@ def test_status_lines():
     lines[1].show(Action.parse("1SF4>2"))
     lines[2].show(None)
     assert [board.read(rank) for rank in range(3)] == ["", "1SF4>2", "idle"]
-    assert describe_line(board.read(1)) == "1SF4>2 (send of microbatch 4 to stage 2)"
+    assert describe_line(board.read(1)) == "1SF4>2 (send of microbatch 4 to rank 2)"
     assert describe_line("loading") == "loading"
     lines[1].show("saving")
     assert board.read(1) == "saving"

@@ -63,7 +63,7 @@ def test_a_worker_that_hangs(bundle_of):
     error, seconds = lose(bundle_of(3, "2bw", 3), 1, signal.SIGSTOP, timeout=3)
     assert seconds < BOUND
     assert "rank 1 (stage 1) did not answer within 3 s; waited for" in str(error)
-    assert "stage 1), which carries %h" in str(error)
+    assert "rank 1), which carries %h" in str(error)
 
 
 def test_a_worker_that_hangs_alone(bundle_of):

@@ -154,7 +154,7 @@ def test_finite_losses_are_not_warned_of(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_metrics_that_fail_in_the_background_are_not_lost(monkeypatch):
+def test_metrics_that_fail_in_the_background_are_not_lost(monkeypatch, bundle_of):
     """Under torchrun, rank 0 takes the losses of another rank in a thread."""
     import penstock.runtime.join as join
 
@@ -164,7 +164,7 @@ def test_metrics_that_fail_in_the_background_are_not_lost(monkeypatch):
 
     monkeypatch.setattr(join.dist, "irecv", lambda message, source, tag: message.zero_() is not None and Arrived())
     metrics = Metrics("/dev/full", 4, 0, 2, progress=False)
-    reports = Reports(0, 1, 1, {}, metrics)
+    reports = Reports(0, bundle_of(2, "1f1b", 1).module, {}, metrics)
     listener = reports.expect(1)
     listener.join(10)
     assert isinstance(reports.failure, PenstockError)

@@ -1,0 +1,101 @@
+"""Who of a stage's ranks runs which microbatches of a batch, and how far forwards run ahead of backwards then.
+
+In: for every stage the shares of its ranks. `deal` spreads each rank's microbatches evenly over the batch, so that ranks with equal shares take
+turns, and stages with the same shares make the same groups: whole pipelines side by side.
+
+Each rank follows the order that one rank would follow for the whole stage, and leaves out what is not its own. A rank must have so many forwards in hand
+that it can work while its microbatch is with the stages behind it. With one rank per stage that is one microbatch for each stage behind, d-1-s. A rank
+that runs n of the m microbatches of a batch holds one for m/n of the time of one, so in general it is the sum of m/n over the stages behind, where of
+several ranks that it shares microbatches with the slowest counts. `ahead` is that sum, rounded up, and at least that of every rank of the next stage
+with which the rank shares microbatches.
+
+That is why nobody waits for ever. On rank r, F of microbatch k stands before B of microbatch j if k <= j + ahead(r). Give a rank that waits to run B(j)
+the value j, and one that waits to run F(k) the value k - ahead(r). Along the chain of those who wait for each other values never grow: whoever stands
+behind is at a microbatch no later. From an F to a B they shrink, because the rank that has not run F(k) yet waits for a B(i) with i < k - ahead. A
+circle of Bs alone would go to ever later stages, one of Fs alone to ever earlier ones; so there is no circle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from ...ir.errors import UsageError
+
+Shares = Sequence[Sequence[int]]
+Dealt = Sequence[Sequence[Sequence[int]]]
+
+
+def equal_shares(ranks: int, microbatches: int) -> tuple[int, ...]:
+    """As equal as whole microbatches can be; the first ranks have one more."""
+    if ranks > microbatches:
+        raise UsageError(
+            f"{microbatches} microbatches per batch cannot be shared out among {ranks} devices",
+            hint="give more microbatches, or fewer devices",
+        )
+    return tuple(microbatches // ranks + (i < microbatches % ranks) for i in range(ranks))
+
+
+def fair_shares(rates: Sequence[float], microbatches: int) -> tuple[int, ...]:
+    """Shares with which devices of these rates are done at about the same time: each microbatch goes to who would be done with it first."""
+    found = list(equal_shares(len(rates), len(rates)) if len(rates) <= microbatches else equal_shares(len(rates), microbatches))
+    for _ in range(microbatches - len(rates)):
+        first = min(range(len(rates)), key=lambda j: ((found[j] + 1) / rates[j], j))
+        found[first] += 1
+    return tuple(found)
+
+
+def shares_of(given: Sequence[int], ranks: Sequence[int], microbatches: int) -> list[tuple[int, ...]]:
+    """Shares by stage, from those of all ranks in order, as equal as can be if none are given. `ranks` is how many each stage has."""
+    if not given:
+        return [equal_shares(count, microbatches) for count in ranks]
+    if len(given) != sum(ranks):
+        raise UsageError(f"there are shares for {len(given)} devices, the stages have {sum(ranks)}")
+    found, listed = [], iter(given)
+    for count in ranks:
+        found.append(tuple(next(listed) for _ in range(count)))
+    problems = [
+        f"the shares {', '.join(map(str, share))} of stage {stage} must be at least 1 each and {microbatches} together"
+        for stage, share in enumerate(found)
+        if sum(share) != microbatches or any(n < 1 for n in share)
+    ]
+    if problems:
+        raise UsageError("cannot share the microbatches out:" + "".join(f"\n  - {p}" for p in problems))
+    return found
+
+
+def deal(share: Sequence[int]) -> list[list[int]]:
+    """The microbatches of a batch, from 0 on, that each rank of a stage runs: each goes to the rank that is furthest behind its share."""
+    total, dealt = sum(share), [list[int]() for _ in share]
+    for k in range(total):
+        rank = max(range(len(share)), key=lambda j: (share[j] * (k + 1) - len(dealt[j]) * total, -j))
+        dealt[rank].append(k)
+    return dealt
+
+
+def forwards_ahead(dealt: Dealt) -> list[list[int]]:
+    """For every stage and rank of it, by how many microbatches forwards are ahead of backwards, in numbers of all microbatches."""
+    found: list[list[int]] = []
+    for stage in reversed(range(len(dealt))):
+        needed = [math.ceil(_time_at(own, dealt[stage + 1 :])) for own in dealt[stage]]
+        if found:
+            later = list(zip(dealt[stage + 1], found[0], strict=True))
+            needed = [max([w, *(v for other, v in later if _meet(own, other))]) for own, w in zip(dealt[stage], needed, strict=True)]
+        found.insert(0, needed)
+    return found
+
+
+def weights_behind(dealt: Dealt) -> list[list[int]]:
+    """For every stage and rank of it, how many backwards later the weight gradients of a microbatch may come: s with one rank per stage."""
+    return [[math.ceil(_time_at(own, dealt[:stage])) for own in ranks] for stage, ranks in enumerate(dealt)]
+
+
+def _time_at(own: Sequence[int], stages: Dealt) -> Fraction:
+    """How long a microbatch of a rank is with other stages, in times of one microbatch."""
+    total = sum(len(other) for other in stages[0]) if stages else 0
+    return sum((max(Fraction(total, len(other)) for other in ranks if _meet(own, other)) for ranks in stages), Fraction(0))
+
+
+def _meet(own: Sequence[int], other: Sequence[int]) -> bool:
+    return not set(own).isdisjoint(other)
