@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from penstock.backends.tvm import pool
 from penstock.ir.graph import Module
 from penstock.ir.text import parse_module
 
@@ -62,6 +63,16 @@ def toy_text(stages: int, skip: bool = False, trains: bool = True, devices: Sequ
         lines += ["    %lr : f32[] = const(value=0.1, shape=[], dtype=f32)", "    %w1 : f32[4] = sgd(%w, %g, %lr)"]
         lines += [f"    write(%w1, @w{i})", "    return", "  }"]
     return "\n".join([*lines, "}"]) + "\n"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests compile a few kernels each, which takes less than starting compiler processes does; those have tests of their own
+    (backends/test_tvm_processes.py). What is compiled is kept for this run alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "usable_cores", lambda: 1)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

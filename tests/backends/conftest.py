@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("TVM_NUM_THREADS", "1")
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _no_cache() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_CACHE", "off")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import onnx.parser
 import onnxruntime
 import pytest
 import torch
+from torch._export import utils as torch_export
 
 from penstock.frontends.onnx import Imported, import_onnx
 from penstock.ir.interp import DictStore, run_graph
@@ -71,6 +72,16 @@ def compare(path: Path, feeds: Mapping[str, np.ndarray], tolerance: float = 2e-5
         assert got.shape == want.shape
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
     return imported
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operators_looked_up_once() -> Iterator[None]:
+    """torch.export looks all operators up for each of two dozen namespaces, twice per program: a third of the time of small programs. Tests
+    here register none."""
+    torch_export._materialize_cpp_cia_ops()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_export, "_materialize_cpp_cia_ops", lambda: None)
+        yield
 
 
 @pytest.fixture
