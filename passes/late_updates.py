@@ -1,9 +1,8 @@
 """Where ranks have to agree on something before an update, run it as late as is legal, so that nobody waits for the others.
 
 In: the schedule of F, B (and W) and U that a generator made. Out: the sum of gradients over the ranks of a stage (AR), P and N right behind the last
-backward of a batch, and, under a
-schedule with a delay, U right before the first forward that reads the version it makes; by then what the other stages hand out has arrived
-long ago. With a delay of one batch that is within the batch after (ir/schedule.py). Without a delay U comes right behind, as before.
+backward of a batch, and, under a schedule with a delay, U right before the first forward that reads the version it makes; by then what the other
+stages hand out has arrived long ago. With a delay of one batch that is within the batch after (ir/schedule.py). Without a delay U comes right behind, as before.
 
 An update that waits needs the gradients of its batch kept apart from those of the next; weight-versions sees to that. Modules without AR, P and N
 are left alone, and so are stages whose update takes nothing from others.
@@ -25,6 +24,16 @@ def update_late(module: Module, found: Schedule, delay: int) -> Schedule:
         for s in module.stages
     }
     waiting = {s.index for s in module.stages if s.index in summing or _waits(module, s.index)} if delay else set()
+    ranks = {rank: _agreeing(program, found.microbatches, delay, kinds, waiting) for rank, program in found.ranks.items()}
+    return Schedule(found.name, found.microbatches, ranks)
+
+
+def sum_late(found: Schedule, delay: int) -> Schedule:
+    """The same for a schedule without a module: every stage on several ranks sums up its gradients, and nothing else waits for others."""
+    members = found.members()
+    summing = {stage for stage, ranks in members.items() if len(ranks) > 1}
+    kinds = {stage: ["AR"] if stage in summing else [] for stage in members}
+    waiting = summing if delay else set()
     ranks = {rank: _agreeing(program, found.microbatches, delay, kinds, waiting) for rank, program in found.ranks.items()}
     return Schedule(found.name, found.microbatches, ranks)
 

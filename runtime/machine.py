@@ -69,17 +69,8 @@ FREE = Machine()
 def machine_of(
     cluster: Cluster, devices: Mapping[int, str], seats: Mapping[int, Seat] | None = None, transport: Transport = Transport()
 ) -> Machine:
-    """The machine of a cluster file; `devices` says where each rank is. A link has its bandwidth in each direction. A NIC belongs to the host that
-    all links which name it have in common, and has the bandwidth of its fastest link once for what leaves that host and once for what comes; where
-    there is no such host, or a link stays inside it, there is one medium for all."""
-    hosts = {device.name: device.host for device in cluster.devices}
-    speeds: dict[str, float] = {}
-    owners: dict[str, set[str]] = {}
-    for link in cluster.links:
-        if link.nic:
-            ends = {hosts[link.a], hosts[link.b]}
-            speeds[link.nic] = max(speeds.get(link.nic, 0.0), link.bandwidth)
-            owners[link.nic] = owners.get(link.nic, ends) & ends
+    """The machine of a cluster file; `devices` says where each rank is. A link has its bandwidth in each direction; what messages share beside it is what
+    `Cluster.path` names: network cards, by direction where that can be known."""
     found: dict[tuple[str, str], Route] = {}
 
     def route(source: int, target: int) -> Route:
@@ -87,13 +78,8 @@ def machine_of(
         if a == b:
             return Route()
         if (a, b) not in found:
-            link = cluster.link(a, b)
-            shares = [(f"{a}>{b}", link.bandwidth)]
-            if link.nic:
-                owner = owners[link.nic] if len(owners[link.nic]) == 1 and hosts[a] != hosts[b] else set()
-                way = "" if not owner else " out" if hosts[a] in owner else " in"
-                shares.append((f"{link.nic}{way}", speeds[link.nic]))
-            found[a, b] = Route(tuple(shares), link.latency)
+            path = cluster.path(a, b)
+            found[a, b] = Route(((f"{a}>{b}", path.bandwidth), *path.shares), path.latency)
         return found[a, b]
 
     return Machine(route, seats or {}, transport)

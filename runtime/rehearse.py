@@ -7,20 +7,21 @@ between is in it. A rank runs its program with the worker's own code, stage, sto
 only its messages are not there: sends go nowhere, and receives give random values that were made before. It is run again and again until `seconds`
 have passed; the first run does not count.
 
-`rehearse` can start several ranks at once: the same numbers then hold for busy neighbours. Limits: a real receive brings values that another core
+`rehearse` can run several ranks at once, from the moment when all are warm: the same numbers then hold for busy neighbours. Limits: a real receive brings values that another core
 wrote; what gloo's threads do for messages is not in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -99,8 +100,8 @@ def _refuse(wait: bool) -> NoReturn:
     raise PenstockError("a rehearsal takes no commands")
 
 
-def rehearse_here(bundle: Bundle, rank: int, batches: int, seconds: float) -> dict[str, float]:
-    """In this process, which must have the threads of the device. Median seconds by kind of action."""
+def rehearse_here(bundle: Bundle, rank: int, batches: int, seconds: float, warm: Callable[[], None]) -> dict[str, float]:
+    """In this process, which must have the threads of the device. Median seconds by kind of action. `warm` is called before what counts."""
     traces: list[Trace] = []
 
     def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
@@ -121,6 +122,7 @@ def rehearse_here(bundle: Bundle, rank: int, batches: int, seconds: float) -> di
                 times.setdefault(Action.parse(text).kind, []).append(end - (start if last is None else last))
                 last = end
         else:
+            warm()
             begun = time.monotonic()
         traces.clear()
         first += batches
@@ -141,10 +143,19 @@ def rehearse(
         environment = os.environ | thread_environment(threads)
         prefix = (prefixes or {}).get(rank, ())
         running.append(
-            subprocess.Popen([*prefix, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+            subprocess.Popen([*prefix, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.PIPE)
         )
     found: list[dict[str, float]] = []
     try:
+        # All begin when the last one is warm: importing and loading would keep the others' caches and cores busy in other ways.
+        for process in running:
+            assert process.stdout is not None
+            process.stdout.readline()
+        for process in running:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(b"go\n")
+                process.stdin.flush()
         for rank, process in zip(ranks, running, strict=True):
             out, told = process.communicate(timeout=_TIMEOUT)
             if process.returncode:
@@ -166,7 +177,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1.0)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
-    found = rehearse_here(open_bundle(arguments.bundle, arguments.rank), arguments.rank, arguments.batches, arguments.seconds)
+
+    def warm() -> None:
+        print("warm", flush=True)
+        sys.stdin.readline()
+
+    found = rehearse_here(open_bundle(arguments.bundle, arguments.rank), arguments.rank, arguments.batches, arguments.seconds, warm)
     print(json.dumps(found))
 
 

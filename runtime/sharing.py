@@ -150,8 +150,12 @@ def fair_rates(tasks: Iterable[Task]) -> dict[int, float]:
 
 
 def _slowed(tasks: Sequence[Task], rates: dict[int, float], free: Mapping[Resource, float]) -> dict[int, float]:
-    """Rates where busy cores slow each other down."""
-    factors = {resource: resource.slowed(resource.capacity - left) for resource, left in free.items() if resource.speeds}
-    if not factors:
+    """Rates where busy cores slow each other down. A task with several threads of its own is slowed by them when it is alone, too."""
+    used = {resource: resource.capacity - left for resource, left in free.items() if resource.speeds}
+    if not used:
         return rates
-    return {t.number: rates[t.number] * min((factors[r] for r, _ in t.demands if r in factors), default=1.0) for t in tasks}
+
+    def factor(task: Task) -> float:
+        return min((r.slowed(used[r]) / r.slowed(demand * task.cap) for r, demand in task.demands if r in used), default=1.0)
+
+    return {task.number: rates[task.number] * factor(task) for task in tasks}

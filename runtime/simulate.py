@@ -29,7 +29,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from ..ir.errors import UsageError, VerifyError
-from ..ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, Action, Program, Schedule
+from ..ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, Action, Program, Routes, Schedule
 from .machine import FREE, Machine, Route, Seat, Transport, machine_of
 from .sharing import Resource, Sharing
 from .simulated import Line, LinkUse, Message, Simulated, Step
@@ -39,20 +39,26 @@ Bytes = Callable[[str, int, int], float]
 
 
 def wire_chain(schedule: Schedule) -> Schedule:
-    """Sends and receives around the computations of a plain chain: what `communicate` does where every stage has one rank of its number, and what it
-    returns goes to the next one."""
+    """Sends and receives around the computations of a plain chain: what `communicate` does where each stage takes what the one before it returns, and
+    gets the gradient from the one behind it. (`passes.late_updates.sum_late` first, where stages lie on several ranks.)"""
     present = {(a.kind, a.stage) for a in schedule.actions()}
+    routes = Routes(schedule)
 
-    def surround(action: Action) -> list[Action]:
-        way = {"F": 1, "B": -1}.get(action.kind)
+    def surround(rank: int, action: Action) -> list[Action]:
+        kind, stage, mb = action.kind, action.stage, action.mb
+        way = {"F": 1, "B": -1}.get(kind)
         if way is None:
             return [action]
-        source, target = action.stage - way, action.stage + way
-        before = [Action(f"R{action.kind}", action.stage, action.mb, peer=source)] if (action.kind, source) in present else []
-        after = [Action(f"S{action.kind}", action.stage, action.mb, peer=target)] if (action.kind, target) in present else []
+        source, target = stage - way, stage + way
+        before = [Action(f"R{kind}", stage, mb, peer=routes.source(rank, kind, source, mb))] if (kind, source) in present else []
+        after = (
+            [Action(f"S{kind}", stage, mb, peer=peer) for peer in routes.targets(rank, kind, target, mb)]
+            if (kind, target) in present
+            else []
+        )
         return [*before, action, *after]
 
-    return schedule.rewrite(surround)
+    return schedule.rewrite_ranks(surround)
 
 
 def simulate(

@@ -15,6 +15,7 @@ from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.schedule import Action, Program, Schedule
 from penstock.ir.simulate import simulate as on_paper
 from penstock.passes.communicate import communicate
+from penstock.passes.late_updates import sum_late
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, build_schedule, schedule
 from penstock.runtime.sharing import Resource, Task, fair_rates
 from penstock.runtime.simulate import Machine, Route, Seat, Transport, machine_of, simulate, wire_chain
@@ -113,6 +114,38 @@ def test_steps_and_bubbles_follow_the_formulas(kind, d, m, tw, f, b):
         # Every window of these is whole batches on every rank.
         assert [use.bubble for use in found.ranks] == pytest.approx([1 - busy / expected] * d)
     assert sum(found.critical_path.values()) == pytest.approx(found.window[1] - found.window[0])
+
+
+@pytest.mark.parametrize("kind", TRAINING)
+@LAW
+@given(m=st.integers(2, 8), data=st.data())
+def test_replicas_are_what_the_verifier_plays(kind, m, data):
+    """Stages on several ranks with shares of any size, their sums included."""
+    shares = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        first = data.draw(st.integers(1, m))
+        shares.append((first, m - first) if first < m else (m,))
+    wired = wire_chain(sum_late(build_schedule(kind, len(shares), m, shares), SCHEDULES[kind].delay))
+    parted = {a.stage for a in wired.actions() if a.kind == "W"}
+    times = {"F": 1, "B": 3, "W": 1}
+    found = simulate(wired, 3, lambda rank, a: times.get(a.kind, 0) - (a.kind == "B" and a.stage in parted), nothing)
+    assert {r: list(found.timed(r)) for r in wired.ranks} == {
+        r: [tuple(t) for t in line] for r, line in on_paper(wired, 3, 1, 3, 1).ranks.items()
+    }
+    assert {a.stage for a in wired.actions() if a.kind == "AR"} == {stage for stage, share in enumerate(shares) if len(share) > 1}
+
+
+def test_a_sum_that_is_used_a_batch_later_keeps_nobody_waiting():
+    """Two stages of two ranks under 2bw: sums that take a whole batch's time cost nothing; under 1f1b every step waits for them."""
+    machine = Machine(lambda a, b: Route(((f"{a}>{b}", 1.0),)))
+    step = {}
+    for kind in ("1f1b", "2bw"):
+        wired = wire_chain(sum_late(build_schedule(kind, 2, 8, [(4, 4), (4, 4)]), SCHEDULES[kind].delay))
+        for size in (0.0, 6.0):
+            found = simulate(wired, 10, lasting(F=1, B=2), nothing, machine, reduced=lambda stage, size=size: size)
+            step[kind, size] = found.step_seconds
+    assert step["2bw", 6.0] == step["2bw", 0.0] == 12
+    assert step["1f1b", 6.0] == step["1f1b", 0.0] + 6
 
 
 def test_a_chain_is_wired_as_communicate_wires_it(toy):
@@ -263,6 +296,9 @@ def test_busy_neighbours_slow_each_other():
     found = simulate(written(1, r0="0F1", r1="1F1"), 1, lambda rank, a: 4.0 if rank else 8.0, nothing, Machine(seats=seats))
     # Both at 0.8 until the first is done at 5; the other has 8 - 4 left.
     assert [when(found, r)[f"{r}F0"][1] for r in range(2)] == pytest.approx([9, 5])
+    # Two threads of one rank slow each other in the time that it takes alone.
+    alone = {0: Seat("h", 2, threads=2, speeds=(1.0, 0.8))}
+    assert when(simulate(written(1, r0="0F1"), 1, lasting(F=4), nothing, Machine(seats=alone)), 0)["0F0"][1] == pytest.approx(4)
 
 
 def test_reading_takes_processor_time():

@@ -1,0 +1,496 @@
+"""How well simulation predicts: step time and peak memory of real runs, predicted by `runtime/simulate.py` and `ir/memory.py`, and measured.
+
+    python benchmarks/truth.py --json truth.json                 all configurations; goes on from the file if it is there
+    python benchmarks/truth.py --only gpt-2-1f1b --json x.json
+    python benchmarks/truth.py --plans --json plans.json         every plan of a small model on two unequal devices, and where the chosen one lands
+    python benchmarks/truth.py --plans --json plans.json         every plan of a small model on two unequal devices, and where the chosen one lands
+
+Every configuration trains a small GPT, MLP or convolutional network in real worker processes on this host. Devices are made unequal by threads, by quotas
+on processor time (a control group for each rank; Linux, cgroup v1, root) or by one core for all ranks; links by injected latency, or by a token bucket on the loopback
+device of a network namespace of their own (root). A configuration that this host cannot make is said and left out.
+
+Predicted from: seconds of each kind of action, measured rank by rank with nobody else running (runtime/rehearse.py; under the same quota); how much two ranks that
+compute at once slow each other, measured with two of them; what messages over loopback cost, and what a worker takes beside its tensors, measured with a model
+that computes next to nothing; all of it before the run, none of it from the run. Three ranks on two cores share them in the simulation as they do here.
+
+Step time is the median over the run of the time from one update to the next on the last stage (over two steps, as patterns of 2bw may take two batches to
+come again); peak memory is that of benchmarks/memory.py. Ratios are predicted / measured. Exit code 1 when the goals are missed: step time within 10 % in the
+median and 20 % at worst, memory within 10 % everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+import penstock as ps
+from penstock.backends.bundle import Bundle, open_bundle
+from penstock.ir.cluster import Cluster, Device, usable_cores
+from penstock.ir.schedule import RECEIVES, SENDS, Action
+from penstock.ir.text import print_graph
+from penstock.models import write_cnn, write_gpt, write_mlp
+from penstock.runtime.control import DataSpec
+from penstock.runtime.job import Job
+from penstock.runtime.machine import Machine, Route, Seat, Transport
+from penstock.runtime.rehearse import rehearse
+from penstock.runtime.simulate import simulate
+
+GROUPS = Path("/sys/fs/cgroup/cpu")
+PERIOD = 10_000  # microseconds of a quota: short, so that a rank that waits now and then saves little up
+BATCHES, FED = 12, 5
+SIMULATED = 14
+
+
+def _gpt(path: Path) -> Path:
+    return write_gpt(path, layers=4, width=320, heads=5, vocab=2048, positions=128, batch=8)
+
+
+def _mlp(path: Path) -> Path:
+    return write_mlp(path, [512, *[1024] * 6, 16], batch=512)
+
+
+def _cnn(path: Path) -> Path:
+    return write_cnn(path, channels=(3, 32, 64, 128), size=48, classes=10, batch=32)
+
+
+MODELS: dict[str, Callable[[Path], Path]] = {"gpt": _gpt, "mlp": _mlp, "cnn": _cnn}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """`quotas` are shares of a core, `threads` numbers of threads, rank by rank; `rate` bytes per second of the loopback device."""
+
+    model: str
+    stages: int
+    schedule: str
+    microbatches: int = 4
+    recompute: str = "none"
+    threads: tuple[int, ...] = ()
+    quotas: tuple[float, ...] = ()
+    latency: float = 0.0
+    rate: float = 0.0
+    one_core: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.model, str(self.stages), self.schedule]
+        parts += [self.recompute] if self.recompute != "none" else []
+        parts += ["threads" + "".join(map(str, self.threads))] if self.threads else []
+        parts += ["quota" + "+".join(f"{q:g}" for q in self.quotas)] if self.quotas else []
+        parts += [f"late{self.latency * 1e3:g}ms"] if self.latency else []
+        parts += [f"link{self.rate / 1e6:g}MBs"] if self.rate else []
+        parts += ["onecore"] if self.one_core else []
+        return "-".join(parts)
+
+    def thread_count(self, rank: int) -> int:
+        return self.threads[rank] if self.threads else 1
+
+    def quota(self, rank: int) -> float:
+        return self.quotas[rank] if self.quotas else 1.0
+
+
+C = Configuration
+CONFIGURATIONS = (
+    C("gpt", 1, "1f1b"),
+    C("gpt", 2, "1f1b"),
+    C("gpt", 2, "gpipe"),
+    C("gpt", 2, "2bw"),
+    C("gpt", 2, "zb-1f1b"),
+    C("gpt", 2, "1f1b", recompute="all"),
+    C("gpt", 2, "2bw", latency=0.05),
+    C("gpt", 2, "eager-2bw", latency=0.05),
+    C("gpt", 2, "1f1b", quotas=(1.0, 0.5)),
+    C("gpt", 2, "2bw", quotas=(0.5, 1.0)),
+    C("gpt", 2, "1f1b", rate=5e7),
+    C("gpt", 2, "2bw", one_core=True),
+    C("gpt", 3, "1f1b"),
+    C("gpt", 3, "2bw"),
+    C("mlp", 1, "1f1b", threads=(2,)),
+    C("mlp", 2, "1f1b"),
+    C("mlp", 2, "2bw", recompute="all", quotas=(1.0, 0.4)),
+    C("mlp", 2, "eager-2bw", latency=0.02),
+    C("mlp", 2, "1f1b", threads=(2, 1)),
+    C("mlp", 3, "gpipe", microbatches=6),
+    C("mlp", 3, "2bw", rate=1e8),
+    C("cnn", 2, "1f1b"),
+    C("cnn", 2, "gpipe", recompute="all"),
+    C("cnn", 2, "2bw", quotas=(0.7, 0.7)),
+    C("cnn", 3, "zb-1f1b"),
+)
+
+
+# ------------------------------------------------------------------------------------------------ the machine that is made
+
+
+def own_group() -> Path | None:
+    """The control group of this process, if groups can be made in it."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, names, place = line.split(":", 2)
+        if names == "cpu" or names.startswith("cpu,"):
+            group = GROUPS / place.strip("/")
+            return group if os.access(group, os.W_OK) and (group / "cpu.shares").exists() else None
+    return None
+
+
+@contextmanager
+def quota_groups(configuration: Configuration) -> Iterator[dict[int, Path]]:
+    """A control group for each rank that has a quota."""
+    found: dict[int, Path] = {}
+    try:
+        for rank in range(configuration.stages):
+            if configuration.quota(rank) < 1:
+                base = own_group()
+                assert base is not None, "checked before"
+                found[rank] = base / f"truth-{os.getpid()}-{rank}"
+                found[rank].mkdir()
+                (found[rank] / "cpu.cfs_period_us").write_text(str(PERIOD))
+                quota = configuration.quota(rank) * configuration.thread_count(rank)
+                (found[rank] / "cpu.cfs_quota_us").write_text(str(int(PERIOD * quota)))
+        yield found
+    finally:
+        for group in found.values():
+            group.rmdir()
+
+
+def prefixes(configuration: Configuration, groups: Mapping[int, Path]) -> dict[int, list[str]]:
+    """What starts a rank where it belongs."""
+    found: dict[int, list[str]] = {}
+    for rank in range(configuration.stages):
+        if rank in groups:
+            found[rank] = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(groups[rank])]
+        elif configuration.one_core:
+            found[rank] = ["taskset", "-c", "0"]
+    return found
+
+
+def place_workers(configuration: Configuration, processes: Sequence[int], groups: Mapping[int, Path]) -> None:
+    for rank, process in enumerate(processes):
+        if rank in groups:
+            (groups[rank] / "cgroup.procs").write_text(str(process))
+        if configuration.one_core:
+            for task in Path(f"/proc/{process}/task").iterdir():
+                os.sched_setaffinity(int(task.name), {0})
+
+
+def missing(configuration: Configuration) -> str:
+    """Why this host cannot run a configuration; nothing if it can."""
+    if configuration.quotas and own_group() is None:
+        return "no control groups of processor time (cgroup v1, root)"
+    if configuration.rate:
+        made = subprocess.run(
+            ["sh", "-c", f"{_shaped(configuration.rate, 'truth-try')} && ip netns del truth-try"], capture_output=True, check=False
+        )
+        if made.returncode:
+            return "no network namespaces with shaped links (root, tc)"
+    return ""
+
+
+def _shaped(rate: float, space: str) -> str:
+    """A shell command that makes a network namespace whose loopback device lets so many bytes per second through."""
+    bucket = f"tbf rate {int(rate * 8)}bit burst 128kb latency 500ms"
+    return f"ip netns add {space} && ip -n {space} link set lo up && ip netns exec {space} tc qdisc add dev lo root {bucket}"
+
+
+# ------------------------------------------------------------------------------------------------ compile, rehearse, predict
+
+
+def make_plan(configuration: Configuration, folder: Path) -> ps.Plan:
+    model = ps.from_onnx(MODELS[configuration.model](folder / "model.onnx"))
+    speeds = [configuration.thread_count(r) * configuration.quota(r) for r in range(configuration.stages)]
+    devices = [Device(f"cpu:{r}", threads=configuration.thread_count(r), flops=5e10 * s, bandwidth=1e10 * s) for r, s in enumerate(speeds)]
+    training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-4), microbatches=configuration.microbatches)
+    return ps.plan(model, Cluster(tuple(devices)), training, schedule=configuration.schedule, recompute=configuration.recompute)
+
+
+def calibrate(folder: Path) -> dict[str, float]:
+    """From two stages that hardly compute, what messages over loopback cost: seconds of the rank for one, latency, seconds a byte that a send writes at
+    once, bytes per second. And how much more memory a worker takes than its tensors: code that is loaded as it is first used."""
+    sends, trips, beside = {}, {}, []
+    for rows in (16, 16384, 65536):
+        path = write_mlp(folder / f"small{rows}.onnx", (16, 16, 16), batch=rows)
+        model = ps.from_onnx(path)
+        products = [op.outs[0].name for op in model.module.graphs["main"].ops if op.kind == "matmul"]
+        training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=1e-4), microbatches=2)
+        plan = ps.plan(model, Cluster.local(2), training, recompute="none", split_at=products[1:])
+        bundle = open_bundle(ps.compile(plan, folder / f"small{rows}"))
+        with Job(bundle, data=DataSpec(), trace=True) as job:
+            list(job.steps_from_data(20))
+            list(job.run(batches(bundle, FED)))
+            expected = [row["peak"] for row in plan.as_dict()["memory"].values()]
+            beside += (
+                [peak - base - n for peak, base, n in zip(job.peak_bytes, job.base_bytes, expected, strict=True)] if rows == 16 else []
+            )
+            events = [{action: (start, end) for action, start, end in trace} for trace in job.traces]
+        size = rows * 16 * 4
+        sends[size], trips[size] = [], []
+        for rank, other in ((0, 1), (1, 0)):
+            for text, (start, end) in events[rank].items():
+                action = Action.parse(text)
+                if action.kind in SENDS:
+                    sends[size].append(end - start)
+                    asked, got = events[other][f"{action.peer}R{action.kind[1]}{action.mb}<{rank}"]
+                    if asked < start:
+                        trips[size].append(got - start)
+    small, middle, large = sorted(sends)
+    send = {size: statistics.median(found) for size, found in sends.items()}
+    trip = {size: statistics.median(found) for size, found in trips.items()}
+    return {
+        "message": send[small],
+        "latency": max(0.0, trip[small] - send[small]),
+        "writing": max(0.0, (send[middle] - send[small]) / (middle - small)),
+        "bandwidth": (large - small) / max(1e-9, trip[large] - trip[small]),
+        "buffer": large,
+        "memory": statistics.mean(beside),
+    }
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """Seconds by kind of every rank alone, and the speed of two busy ranks compared with one."""
+
+    alone: list[dict[str, float]]
+    pair: float
+
+
+def rehearse_all(
+    configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], known: dict[str, Any], seconds: float
+) -> Rehearsed:
+    """Times of ranks, taken from `known` where the same code was measured with the same threads and quota."""
+    starts = prefixes(configuration, groups)
+    alone = []
+    for rank in range(configuration.stages):
+        graphs = [list(print_graph(g)) for name, g in bundle.module.graphs.items() if name.startswith(f"s{rank}.")]
+        what = json.dumps([graphs, configuration.thread_count(rank), configuration.quota(rank), configuration.one_core])
+        key = hashlib.sha256(what.encode()).hexdigest()[:16]
+        if key not in known:
+            known[key] = rehearse(bundle, [rank], seconds=seconds, prefixes=starts)[0]
+        alone.append(known[key])
+    key = f"pair {configuration.model}"
+    if key not in known:
+        # Two ranks of one thread each, without quotas: how much they slow each other is taken for a property of the host and the model.
+        both = [0, min(1, configuration.stages - 1)]
+        once = [rehearse(bundle, [rank], seconds=seconds)[0] for rank in both]
+        twice = rehearse(bundle, both, seconds=2 * seconds)
+        known[key] = statistics.median(a[kind] / b[kind] for a, b in zip(once, twice, strict=True) for kind in ("F", "B"))
+    return Rehearsed(alone, min(1.0, known[key]))
+
+
+def predict(configuration: Configuration, bundle: Bundle, times: Rehearsed, loopback: Mapping[str, float]) -> dict[str, Any]:
+    module = bundle.module
+    assert module.schedule is not None
+    sizes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
+    cores = usable_cores()
+    host, count, speeds = ("core 0", 1, ()) if configuration.one_core else ("here", cores, (1.0, *[times.pair] * (cores - 1)))
+    seats = {
+        rank: Seat(
+            host,
+            count,
+            configuration.thread_count(rank),
+            configuration.quota(rank),
+            loopback["writing"],
+            loopback["buffer"],
+            loopback["writing"],
+            speeds,
+        )
+        for rank in range(configuration.stages)
+    }
+
+    def route(source: int, target: int) -> Route:
+        own = (f"{source}>{target}", loopback["bandwidth"])
+        return Route((own, ("loopback", configuration.rate)) if configuration.rate else (own,), loopback["latency"])
+
+    def seconds(rank: int, action: Action) -> float:
+        found = times.alone[rank].get(action.kind, 0.0)
+        return found + loopback["message"] if action.kind in (*SENDS, *RECEIVES) else found
+
+    machine = Machine(route, seats, Transport(late=configuration.latency))
+    found = simulate(module.schedule, SIMULATED, seconds, lambda phase, a, b: sizes[phase, a, b], machine)
+    return {"step_s": found.step_seconds, "busy": [1 - use.bubble for use in found.ranks]}
+
+
+# ------------------------------------------------------------------------------------------------ run
+
+
+def batches(bundle: Bundle, count: int) -> Iterator[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    assert bundle.module.schedule is not None
+    for _ in range(count):
+        batch = {}
+        for value in bundle.module.data_inputs:
+            shape = (value.type.dims[0] * bundle.module.schedule.microbatches, *value.type.dims[1:])
+            whole = value.type.dtype.startswith("i")
+            batch[value.name] = rng.integers(0, 10, shape) if whole else rng.standard_normal(shape).astype(np.float32)
+        yield batch
+
+
+def run(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], rounds: int) -> dict[str, Any]:
+    """Steps with data made by the workers, timed; then a few with data that is handed to them, for memory."""
+    times: list[float] = []
+    with Job(bundle, timeout=600, data=DataSpec(), latency=configuration.latency) as job:
+        place_workers(configuration, job.workers.process_ids(), groups)
+        list(job.steps_from_data(2))
+        for _ in range(rounds):
+            ends = [step.at for step in job.steps_from_data(BATCHES)][1:-1]
+            times += [(b - a) / 2 for a, b in zip(ends, ends[2:], strict=False)]
+        list(job.run(batches(bundle, FED)))
+        peaks, bases = job.peak_bytes, job.base_bytes
+    return {"steps": times, "peaks": [peak - base for peak, base in zip(peaks, bases, strict=True)]}
+
+
+def measure(configuration: Configuration, known: dict[str, Any], seconds: float, rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="truth-") as place, quota_groups(configuration) as groups:
+        folder = Path(place)
+        plan = make_plan(configuration, folder)
+        bundle = open_bundle(ps.compile(plan, folder / "bundle"))
+        more = known["host"]["memory"]
+        expected = {int(rank): row["peak"] + more for rank, row in plan.as_dict()["memory"].items()}
+        times = rehearse_all(configuration, bundle, groups, known, seconds)
+        predicted = predict(configuration, bundle, times, known["host"])
+        found = run(configuration, bundle, groups, rounds)
+    step = statistics.median(found["steps"])
+    return {
+        "name": configuration.name,
+        "predicted_s": predicted["step_s"],
+        "measured_s": step,
+        "spread": [min(found["steps"]), max(found["steps"])],
+        "ratio": predicted["step_s"] / step,
+        "busy": predicted["busy"],
+        "alone": times.alone,
+        "pair": times.pair,
+        "memory": [
+            {"rank": rank, "predicted": expected[rank], "measured": peak, "ratio": expected[rank] / peak}
+            for rank, peak in enumerate(found["peaks"])
+        ],
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the report
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How far off predictions are: median and worst of step times, worst of memory."""
+    steps = [abs(row["ratio"] - 1) for row in rows]
+    memory = [abs(rank["ratio"] - 1) for row in rows for rank in row["memory"]]
+    return {"median": statistics.median(steps), "worst": max(steps), "memory": max(memory)}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = ["| configuration | predicted ms | measured ms | ratio | memory, ratio by rank |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        memory = ", ".join(f"{rank['ratio']:.3f}" for rank in row["memory"])
+        lines.append(f"| {row['name']} | {row['predicted_s'] * 1e3:.1f} | {row['measured_s'] * 1e3:.1f} | {row['ratio']:.3f} | {memory} |")
+    return "\n".join(lines)
+
+
+def load(path: Path | None) -> dict[str, Any]:
+    if path is not None and path.exists():
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    return {"rows": [], "known": {}}
+
+
+def save(path: Path | None, report: Mapping[str, Any]) -> None:
+    if path is not None:
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        new.replace(path)
+
+
+def in_shaped_space(configuration: Configuration, report: dict[str, Any], seconds: float, rounds: int) -> dict[str, Any]:
+    """Measure in a process of a network namespace of its own."""
+    space = f"truth-{os.getpid()}"
+    with tempfile.TemporaryDirectory(prefix="truth-") as place:
+        path = Path(place) / "one.json"
+        save(path, {"rows": [], "known": report["known"]})
+        subprocess.run(["sh", "-c", _shaped(configuration.rate, space)], check=True)
+        try:
+            command = [sys.executable, __file__, "--inside", configuration.name, "--json", str(path)]
+            subprocess.run(["ip", "netns", "exec", space, *command, "--seconds", str(seconds), "--rounds", str(rounds)], check=True)
+        finally:
+            subprocess.run(["ip", "netns", "del", space], check=True)
+        inside = load(path)
+    report["known"] = inside["known"]
+    (row,) = inside["rows"]
+    return dict(row)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(c.name for c in CONFIGURATIONS)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers; configurations that are in it are not run again")
+    parser.add_argument("--calibrate", action="store_true", help="only measure what messages over loopback cost")
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="how long to measure a rank by itself (default: 1)")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help=f"runs of {BATCHES} batches (default: 2)")
+    parser.add_argument("--plans", action="store_true", help="run every plan of a small model instead (truth_plans.py)")
+    parser.add_argument("--inside", metavar="NAME", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.plans:
+        from truth_plans import time_plans
+
+        return time_plans(arguments.json, arguments.rounds)
+    unknown = set(arguments.only) - {c.name for c in CONFIGURATIONS}
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    report = load(arguments.json)
+    if "host" not in report["known"]:
+        with tempfile.TemporaryDirectory(prefix="truth-") as folder:
+            report["known"]["host"] = calibrate(Path(folder))
+        save(arguments.json, report)
+    costs = report["known"]["host"]
+    print(
+        f"a message takes {costs['message'] * 1e6:.0f} us of its rank at each end and {costs['latency'] * 1e6:.0f} us more to arrive; "
+        f"{costs['writing'] * 1e9:.2f} ns a byte to write, {costs['bandwidth'] / 1e9:.2f} GB/s; {costs['memory'] / 2**20:.1f} MiB beside tensors",
+        file=sys.stderr,
+    )
+    if arguments.calibrate:
+        return 0
+    wanted = [
+        c for c in CONFIGURATIONS if (c.name == arguments.inside if arguments.inside else not arguments.only or c.name in arguments.only)
+    ]
+    begin = time.perf_counter()
+    for configuration in wanted:
+        if any(row["name"] == configuration.name for row in report["rows"]):
+            continue
+        if reason := "" if arguments.inside else missing(configuration):
+            print(f"{configuration.name}: left out: {reason}", file=sys.stderr)
+            continue
+        options = {"seconds": arguments.seconds, "rounds": arguments.rounds}
+        apart = bool(configuration.rate) and not arguments.inside
+        row = in_shaped_space(configuration, report, **options) if apart else measure(configuration, report["known"], **options)
+        report["rows"].append(row)
+        save(arguments.json, report)
+        memory = ", ".join(f"{rank['ratio']:.3f}" for rank in row["memory"])
+        told = (
+            f"predicted {row['predicted_s'] * 1e3:.1f} ms, measured {row['measured_s'] * 1e3:.1f} ms, {row['ratio']:.3f}; memory {memory}"
+        )
+        print(f"{configuration.name}: {told}; {time.perf_counter() - begin:.0f} s so far", file=sys.stderr, flush=True)
+    if arguments.inside or not report["rows"]:
+        return 0
+    order = {c.name: i for i, c in enumerate(CONFIGURATIONS)}
+    rows = sorted(report["rows"], key=lambda row: order.get(row["name"], len(order)))
+    print(table(rows))
+    found = verdict(rows)
+    print(
+        f"{len(rows)} configurations: step time off by {found['median']:.1%} in the median, {found['worst']:.1%} at worst; memory by {found['memory']:.1%} at worst"
+    )
+    return int(found["median"] > 0.10 or found["worst"] > 0.20 or found["memory"] > 0.10)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
