@@ -40,6 +40,10 @@ class Programme:
     _most: list[float] = field(default_factory=list)
     _least: list[float] = field(default_factory=list)
 
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self._most)
+
     def variable(self, lower: float = 0.0, upper: float = inf, whole: bool = False) -> int:
         self.lower.append(lower)
         self.upper.append(upper)
@@ -91,7 +95,7 @@ class Programme:
             known.col_value = list(start)
             solver.setSolution(known)
         if progress is not None and any(self.whole):
-            solver.cbMipLogging.subscribe(lambda event: progress(_counted(event, nodes), max(nodes, 1), "nodes of the search tree"))
+            solver.cbMipInterrupt.subscribe(lambda event: progress(_counted(event, nodes), max(nodes, 1), "nodes of the search tree"))
         solver.run()
         return self._answer(solver, highspy)
 

@@ -41,7 +41,7 @@ def _terminated_in_order() -> Iterator[None]:
 
 def _run(words: list[str]) -> int:
     try:
-        arguments = _parser().parse_args(words)
+        arguments = parse(words)
         from penstock import commands
 
         return int(getattr(commands, arguments.command.replace("-", "_") + "_command")(arguments) or 0)
@@ -63,6 +63,11 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         return 130
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """What the arguments say, and defaults for those that are not given."""
+    return _parser().parse_args(words)
 
 
 def _dashes(word: str) -> str:
@@ -96,9 +101,19 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--schedule", choices=_SCHEDULES, default="2bw", help="default: 2bw")
     demo.add_argument("--backend", choices=("tvm", "numpy"), default="tvm", help="default: tvm")
 
-    plan = add("plan", "choose stages and devices for a model, and show the choice")
-    _model_arguments(plan)
+    plan = add("plan", "choose stages and devices for a model, or for the graph of a placement file, and show the choice")
+    _model_arguments(plan, optional=True)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    workload = plan.add_argument_group("placement files (in place of a model)")
+    workload.add_argument("--workload", metavar="FILE.json", help="a graph in the public device-placement format (docs/placement.md)")
+    workload.add_argument(
+        "--objective",
+        choices=("throughput", "latency"),
+        help="what is minimised: the largest load of a device, or the time of one sample alone (default: throughput)",
+    )
+    splits = workload.add_mutually_exclusive_group()
+    splits.add_argument("--contiguous", action="store_true", help="devices take contiguous sets of nodes (default)")
+    splits.add_argument("--any", action="store_true", help="devices take any nodes: throughput only")
 
     compile = add("compile", "compile a model into a bundle")
     _model_arguments(compile)
@@ -253,8 +268,8 @@ def _devices(text: str) -> int | str:
     return _positive(text)
 
 
-def _model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL.onnx")
+def _model_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    parser.add_argument("model", metavar="MODEL.onnx", nargs="?" if optional else None)
     devices = parser.add_mutually_exclusive_group()
     devices.add_argument("--cluster", metavar="FILE", help="cluster file (TOML)")
     devices.add_argument(

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 
 
 def plan_command(arguments: Namespace) -> None:
+    from penstock.placing import check_plan_arguments, plan_workload
+
+    check_plan_arguments(arguments)
+    if arguments.workload is not None:
+        plan_workload(arguments)
+        return
     found = _plan(arguments)
     if arguments.json:
         print(found.to_json())

@@ -103,6 +103,40 @@ def _circles(problem: Problem, device_of: np.ndarray, devices: int) -> np.ndarra
     return np.any([leads[d, d] for d in range(devices)], axis=0)
 
 
+def try_all_latencies(problem: Problem) -> float:
+    """The smallest latency of all placements of an inference problem, infinity where none fits. Times follow what waits for what, back from the ends."""
+    colours: dict[object, int] = {}
+    colour_of = [colours.setdefault(("own", i) if n.colour is None else n.colour, len(colours)) for i, n in enumerate(problem.nodes)]
+    kinds = problem.devices
+    # Of host devices of a kind the first stands for all.
+    places = [d for d, k in enumerate(kinds) if problem.kinds[k].pays_transfers or kinds[d] not in kinds[:d]]
+    return min((_latency(problem, [chosen[c] for c in colour_of]) for chosen in product(places, repeat=len(colours))), default=inf)
+
+
+def _latency(problem: Problem, device_of: list[int]) -> float:
+    kind_of = [problem.kinds[problem.devices[d]] for d in device_of]
+    for d in set(device_of):
+        kind = problem.kinds[problem.devices[d]]
+        if kind.pays_transfers and sum(n.memory for n, where in zip(problem.nodes, device_of, strict=True) if where == d) > kind.memory:
+            return inf
+    call = [{j for j, d in enumerate(device_of) if d == device_of[i]} if kind.pays_transfers else {i} for i, kind in enumerate(kind_of)]
+    known: dict[frozenset[int], float] = {}
+
+    def end_of(members: frozenset[int], waiting: tuple[frozenset[int], ...]) -> float:
+        if members in waiting:
+            return inf
+        if members not in known:
+            takes = sum(problem.nodes[i].times[problem.devices[device_of[i]]] for i in members)
+            coming = {a for a, b in problem.edges if b in members and a not in members}
+            going = {a for a, b in problem.edges if a in members and b not in members}
+            if kind_of[min(members)].pays_transfers:
+                takes += sum(problem.nodes[a].transfer for a in coming | going)
+            known[members] = takes + max((end_of(frozenset(call[a]), (*waiting, members)) for a in coming), default=0.0)
+        return known[members]
+
+    return max(end_of(frozenset(members), ()) for members in call)
+
+
 def as_file(problem: Problem) -> dict[str, object]:
     """The problem in the public format; its kinds must be those of the format."""
     accelerator, cpu = problem.kinds

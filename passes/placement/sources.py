@@ -1,0 +1,56 @@
+"""Leave out what a sample need not wait for: weights, shapes and masks, which take no time, use nothing, and are used in one place.
+
+Wherever the nodes that use them are, they are no worse off beside them: nothing is waited for, and nothing transferred. So a node that uses nothing and takes no
+time on any device goes into a user when all users are of its colour, and a colour of such nodes into another one when that has all their users;
+again and again, as a node that used only such nodes uses nothing any more. Where memory could be exceeded by it, only colours that take none go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from .problem import Problem
+
+
+def without_sources(problem: Problem) -> tuple[Problem, list[int]]:
+    """The smaller problem, and for every node of the large one the node of the small one that it goes with."""
+    limit = min((kind.memory for kind in problem.kinds if kind.count), default=inf)
+    roomy = sum(node.memory for node in problem.nodes) <= limit
+    colours: dict[object, int] = {}
+    colour_of = [colours.setdefault(("own", i) if n.colour is None else n.colour, len(colours)) for i, n in enumerate(problem.nodes)]
+    members: list[list[int]] = [[] for _ in colours]
+    for n, colour in enumerate(colour_of):
+        members[colour].append(n)
+    users: list[set[int]] = [set() for _ in problem.nodes]
+    makers: list[set[int]] = [set() for _ in problem.nodes]
+    for a, b in problem.edges:
+        users[a].add(b)
+        makers[b].add(a)
+    into: dict[int, int] = {}
+
+    def idle(n: int) -> bool:
+        return n not in into and not any(problem.nodes[n].times) and bool(users[n]) and makers[n] <= into.keys()
+
+    found = True
+    while found:
+        found = False
+        for colour, nodes in enumerate(members):
+            gone = [n for n in nodes if idle(n) and {colour_of[u] for u in users[n]} == {colour}]
+            whole = all(idle(n) and (roomy or not problem.nodes[n].memory) for n in nodes)
+            if whole and len({colour_of[u] for n in nodes for u in users[n]}) == 1:
+                gone = nodes
+            into |= {n: min(users[n]) for n in gone}
+            found |= bool(gone)
+    home = list(range(len(problem.nodes)))
+    for n in into:
+        while home[n] in into:
+            home[n] = into[home[n]]
+    kept = [n for n in range(len(problem.nodes)) if n not in into]
+    number = {n: i for i, n in enumerate(kept)}
+    memory = [0.0] * len(problem.nodes)
+    for n, node in enumerate(problem.nodes):
+        memory[home[n]] += node.memory
+    nodes_kept = tuple(replace(problem.nodes[n], memory=memory[n]) for n in kept)
+    edges = tuple((number[a], number[b]) for a, b in problem.edges if a in number and b in number)
+    return Problem(problem.kinds, nodes_kept, edges), [number[n] for n in home]

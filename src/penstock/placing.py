@@ -1,0 +1,150 @@
+"""`penstock plan --workload FILE.json`: place the graph of a file in the public device-placement format, and print what was found.
+
+Out: the optimum (or what was found, and how far from the optimum it can be), what every device has, and which nodes are where, by the ids of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+from argparse import Namespace
+
+from penstock.ir.errors import UsageError
+from penstock.passes.placement.contiguous import split_contiguously
+from penstock.passes.placement.free import split_freely
+from penstock.passes.placement.latency import ends, place_for_latency
+from penstock.passes.placement.problem import Placement, loads
+from penstock.passes.placement.workload import Workload, load_workload
+from penstock.terminal import Progress, say, size, table, terminal_width
+
+# What a solver proves to a millionth is proven.
+PROVEN = 2e-6
+_OWN = ("workload", "objective", "contiguous", "any")
+_WAIT = 2.0
+
+
+def check_plan_arguments(arguments: Namespace) -> None:
+    """A plan is one of a model or one of a workload."""
+    given = [f"--{name}" for name in _OWN if getattr(arguments, name)]
+    if arguments.workload is None:
+        if given:
+            raise UsageError(f"{', '.join(given)} without --workload", hint="these are for placement files")
+        if arguments.model is None:
+            raise UsageError("nothing to plan: give MODEL.onnx, or --workload FILE.json")
+        return
+    if arguments.model is not None:
+        raise UsageError(f"{arguments.model} and --workload {arguments.workload}: a plan is for one of the two")
+    foreign = [
+        f"--{name.replace('_', '-')}" for name, value in vars(arguments).items() if name not in (*_OWN, "json") and value != _plain(name)
+    ]
+    if foreign:
+        raise UsageError(f"{', '.join(sorted(foreign))} with --workload: these are for models; the file says which devices there are")
+    if arguments.any and arguments.objective == "latency":
+        raise UsageError("--any with --objective latency: an accelerator takes one contiguous set and runs it as one call")
+
+
+def _plain(name: str) -> object:
+    """What an argument is when it is not given."""
+    from penstock.cli import parse
+
+    return getattr(parse(["plan"]), name)
+
+
+def plan_workload(arguments: Namespace) -> None:
+    workload = load_workload(arguments.workload)
+    progress = _Patient()
+    objective = arguments.objective or "throughput"
+    if objective == "latency":
+        found = place_for_latency(workload.problem, progress=progress)
+    elif arguments.any:
+        found = split_freely(workload.problem, progress=progress)
+    else:
+        found = split_contiguously(workload.problem, progress=progress)
+    progress.close()
+    if arguments.json:
+        print(json.dumps(as_json(workload, found, objective, not arguments.any)))
+    else:
+        print(as_text(workload, found, objective, not arguments.any))
+        for note in found.notes:
+            say(note)
+
+
+class _Patient:
+    """Progress of what takes longer than two seconds."""
+
+    def __init__(self) -> None:
+        self._begin, self._line, self._shown = time.monotonic(), Progress("plan"), False
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if time.monotonic() - self._begin >= _WAIT:
+            # Searches follow each other, so none of them ends the line.
+            self._line(min(done, total - 1), total, what)
+
+    def close(self) -> None:
+        self._line.close()
+
+
+def as_json(workload: Workload, found: Placement, objective: str, contiguous: bool) -> dict[str, object]:
+    """All of it; times and bytes in the units of the file."""
+    problem, optimal = found.problem, found.gap <= PROVEN
+    rows = [
+        {"name": name, "load": row.total, "transfer": row.transfer, "memory": row.memory, "nodes": _nodes(workload, found, d)}
+        for d, (name, row) in enumerate(zip(problem.device_names(), loads(problem, found.device_of), strict=True))
+    ]
+    about = {
+        "objective": objective,
+        "contiguous": contiguous,
+        "value": found.value,
+        "bound": found.bound,
+        "gap": found.gap,
+        "optimal": optimal,
+    }
+    return about | {"devices": rows, "notes": list(found.notes)}
+
+
+def as_text(workload: Workload, found: Placement, objective: str, contiguous: bool) -> str:
+    """A line that says what was found, a table of devices, and the nodes of each."""
+    problem, names = found.problem, found.problem.device_names()
+    what = "latency of one sample" if objective == "latency" else f"largest load, {'contiguous' if contiguous else 'any split'}"
+    sure = "the optimum" if found.gap <= PROVEN else f"at most {found.gap:.2%} above the optimum, which is at least {found.bound:.9g}"
+    rows = loads(problem, found.device_of)
+    if objective == "latency":
+        header, cells = _calls(found)
+    else:
+        header = ["device", "nodes", "load", "of which transfers", "share", "memory"]
+        cells = [
+            [
+                name,
+                row.nodes,
+                f"{row.total:.9g}",
+                f"{row.transfer:.9g}",
+                f"{row.total / found.value:.0%}" if found.value else "-",
+                size(row.memory),
+            ]
+            for name, row in zip(names, rows, strict=True)
+        ]
+    width = terminal_width() or 140
+    lists = []
+    for d, name in enumerate(names):
+        nodes = " ".join(map(str, _nodes(workload, found, d))) or "nothing"
+        lists.append(textwrap.fill(f"{name}: {nodes}", width, subsequent_indent="    ", break_long_words=False))
+    return "\n".join([f"{what}: {found.value:.12g}, {sure}", table(header, cells), *lists])
+
+
+def _calls(found: Placement) -> tuple[list[str], list[list[object]]]:
+    """When each accelerator runs; CPU nodes run one by one, as many at once as there are to run."""
+    times = ends(found.problem, found.device_of)
+    assert times is not None
+    kinds, cells = found.problem.devices, []
+    for d, name in enumerate(found.problem.device_names()):
+        mine = [times[n] for n, device in enumerate(found.device_of) if device == d]
+        memory = sum(node.memory for node, device in zip(found.problem.nodes, found.device_of, strict=True) if device == d)
+        if found.problem.kinds[kinds[d]].pays_transfers or mine:
+            begin, end = (f"{min(b for b, _ in mine):.9g}", f"{max(e for _, e in mine):.9g}") if mine else ("-", "-")
+            cells.append([name, len(mine), begin, end, size(memory)])
+    return ["device", "nodes", "first start", "last end", "memory"], cells
+
+
+def _nodes(workload: Workload, found: Placement, device: int) -> list[int]:
+    return sorted(number for number, d in zip(workload.ids, found.device_of, strict=True) if d == device)
