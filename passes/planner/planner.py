@@ -2,7 +2,7 @@
 
 For every schedule that may be used, every microbatch size and every layout of devices a search (search.py) finds the best plan. Small fleets are searched
 over every choice of devices for every stage: then `bound` is that of the search, and a plan that reaches it is the best of the stated model (cost.py). Larger
-ones are restricted to rows of devices (layouts.py); `Outcome.restricted` says so, and the bound is
+ones are restricted to rows of devices (layouts.py), with equally many replicas of every stage; the bound is then
 
     m * seconds of a microbatch on the fastest device / sum over devices of how many times as fast as that one they can be on any layer
 
@@ -13,7 +13,7 @@ in spite of an exhaustive search; `proven` is said only of one that is not.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,21 +22,25 @@ from .chain import Chain, Table
 from .fleet import Fleet
 from .layouts import Layout, exhaustive, exhaustive_size, in_a_row, rows
 from .plan import Judged, Plan, Wanted
-from .search import Search
+from .search import Floor, Search
 from .stages import Stages
 
-# Elements that one run of the dynamic programme may look at, for every choice of devices, and for stages with different numbers of replicas.
-_EXHAUSTIVE, _MIXED = 3e7, 4e7
+# Elements that one run of the dynamic programme may look at, for every choice of devices.
+_EXHAUSTIVE = 3e7
+# Numbers of replicas that are tried for a row of devices.
+_SIZES = 16
+# A first, coarse search finds a plan that ends most of the fine ones at once.
+_COARSE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The best plan found of one schedule; no plan at all takes less than `bound` seconds per batch."""
+    """The best plan found of one schedule; no plan of it takes less than `bound` seconds per batch. `layout` is where it was found."""
 
     plan: Plan
     judged: Judged
     bound: float
-    restricted: str
+    layout: Layout
 
     @property
     def step(self) -> float:
@@ -47,7 +51,7 @@ class Outcome:
         return max(0.0, 1 - self.bound / self.step)
 
     def proven(self, tolerance: float) -> bool:
-        return not self.restricted and self.gap() <= 2 * tolerance
+        return self.layout.complete and self.gap() <= 2 * tolerance
 
 
 class Planner:
@@ -80,9 +84,9 @@ class Planner:
         most = self.wanted.replicas or len(fleet)
         speed = self.speeds(self.table(min(self.wanted.microbatch_sizes())))
         for name, row in rows(fleet, speed):
-            for size in sorted({len(row) // d for d in range(1, min(layers, len(row)) + 1)}):
-                if size <= most:
-                    yield in_a_row(fleet, self.kinds, row, (size,), f"{name}, stages of {size}", layers)
+            sizes = sorted({len(row) // d for d in range(1, min(layers, len(row)) + 1)})
+            for size in [size for size in _thinned(sizes) if size <= most]:
+                yield in_a_row(fleet, self.kinds, row, (size,), f"{name}, stages of {size}", layers)
 
     def speeds(self, table: Table) -> list[float]:
         """How many times as fast as the fastest device each one can be on any layer; 1 for that device, up to 1 for slower ones."""
@@ -96,10 +100,6 @@ class Planner:
             found[kind] = float(share.max())
         return [found[kind] for kind in self.kinds]
 
-    def least(self, b: int) -> float:
-        """Seconds per batch that no plan can be below."""
-        return self.wanted.batch // b * self._whole(b) / max(sum(self.speeds(self.table(b))), 1e-300)
-
     def _whole(self, b: int) -> float:
         """Seconds of a microbatch on the fastest device."""
         table = self.table(b)
@@ -108,39 +108,41 @@ class Planner:
 
     def best(self, schedule: str) -> Outcome | None:
         """The best plan of one schedule, or None where none fits."""
-        plan: Plan | None = None
-        judged: Judged | None = None
-        step, bound = np.inf, np.inf
+        found = self._pass(schedule, None, max(self.wanted.tolerance, _COARSE))
+        if found is not None and self.wanted.tolerance < _COARSE:
+            found = self._pass(schedule, found, self.wanted.tolerance)
+        return found
+
+    def _pass(self, schedule: str, known: Outcome | None, tolerance: float) -> Outcome | None:
+        """Search everything for plans that are better than the known one."""
+        best, bound = known, np.inf
         for b in self.wanted.microbatch_sizes():
-            least = self.least(b)
-            bound = min(bound, least) if not self.everything else bound
-            if least >= step:
-                bound = min(bound, least)
-                continue
             for layout in self.layouts():
-                low, pace = self.least_of(schedule, b, layout)
-                if low >= step:
-                    bound = min(bound, low)
-                    continue
+                floor = self.floor(schedule, b, layout)
+                if not self.everything:
+                    bound = min(bound, self.floor(schedule, b).step)
                 for search in self._searches(schedule, b, layout):
-                    found = search.best(step, low, pace)
+                    step = best.step if best is not None else np.inf
+                    if floor.step >= step:
+                        bound = min(bound, floor.step)
+                        break
+                    found = search.best(step, floor, tolerance)
                     if self.everything:
                         bound = min(bound, found.bound)
-                    if found.plan is not None and found.step < step:
-                        plan, judged, step = found.plan, found.judged, found.step
-        if plan is None or judged is None:
-            return None
-        restricted = "" if self.everything else "stages take devices in a row, with equally many replicas each"
-        return Outcome(plan, judged, min(bound, step), restricted)
+                    if found.plan is not None and found.judged is not None and found.step < step:
+                        best = Outcome(found.plan, found.judged, 0.0, layout)
+        return replace(best, bound=min(bound, best.step)) if best is not None else None
 
-    def least_of(self, schedule: str, b: int, layout: Layout) -> tuple[float, float]:
-        """What no plan of a layout can be below: seconds per batch, and the maximum in the formula of schedules that drain. Its devices share the work;
-        replicas with (n_j - 1) t_j <= T run m <= r + T * sum 1/t_j microbatches; and the sum is at least the whole model once."""
+    def floor(self, schedule: str, b: int, layout: Layout | None = None) -> Floor:
+        """What no plan, or none of a layout, can be below. Its devices share the work; replicas with (n_j - 1) t_j <= T run m <= r + T * sum 1/t_j
+        microbatches; and before a pipeline is full it has gone through the whole model once."""
         count, whole, speeds = self.wanted.batch // b, self._whole(b), self.speeds(self.table(b))
-        used = {device for devices in layout.last for device in devices}
+        used = range(len(speeds)) if layout is None else {device for devices in layout.last for device in devices}
+        most = len(speeds) if layout is None else max(map(len, layout.last))
         busy = count * whole / max(sum(speeds[i] for i in used), 1e-300)
-        pace = busy * max(0, count - max(map(len, layout.last))) / count
-        return (whole + pace if schedule in ("1f1b", "gpipe") else busy), pace
+        pace = busy * max(0, count - most) / count
+        fill = whole if schedule in ("1f1b", "gpipe") else 0.0
+        return Floor(max(busy, pace + fill), pace, fill)
 
     def _searches(self, schedule: str, b: int, layout: Layout) -> Iterator[Search]:
         """One, or for zb-1f1b one for every number of devices that a plan may use: what is in flight depends on it."""
@@ -158,6 +160,14 @@ class Planner:
             kept = {k: v for k, v in self._costs.items() if k[:2] == key[:2]}
             self._costs = kept | {key: Stages(self.table(b), self.fleet, self.kinds, schedule, self.wanted.batch // b, self.wanted, total)}
         return self._costs[key]
+
+
+def _thinned(sizes: list[int]) -> list[int]:
+    """At most _SIZES of them, each about as many times as large as the one before."""
+    if len(sizes) <= _SIZES:
+        return sizes
+    ratio = (sizes[-1] / sizes[0]) ** (1 / (_SIZES - 1))
+    return sorted({min(sizes, key=lambda size: abs(size - sizes[0] * ratio**k)) for k in range(_SIZES)})
 
 
 def plan_chain(chain: Chain, fleet: Fleet, wanted: Wanted) -> dict[str, Outcome]:

@@ -42,6 +42,15 @@ class Found:
         return self.judged.step if self.judged is not None else np.inf
 
 
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Seconds that no plan can be below: per batch, and, of schedules that drain, in the maximum and in the sum."""
+
+    step: float
+    pace: float
+    fill: float
+
+
 # A limit that no plan reaches, in seconds; finite, so that sums and differences are.
 _FREE = 1e30
 
@@ -77,13 +86,12 @@ class Search:
 
     # -------------------------------------------------------------------------------------------- bisection, and branch and bound
 
-    def best(self, below: float, least: float, pace: float) -> Found:
-        """The plan that takes least; none where all take `below` or more. No plan takes less than `least` seconds, nor has the others' maximum below
-        `pace`."""
-        return self._bisect(below, least) if self.delayed else self._branch(below, least, pace)
+    def best(self, below: float, floor: Floor, tolerance: float) -> Found:
+        """The plan that takes least, to a part of `tolerance`, if any takes less than `below`."""
+        return self._bisect(below, floor.step, tolerance) if self.delayed else self._branch(below, floor, tolerance)
 
-    def _bisect(self, below: float, low: float) -> Found:
-        found, tolerance = Found(None, None, below), self.wanted.tolerance
+    def _bisect(self, below: float, low: float, tolerance: float) -> Found:
+        found = Found(None, None, below)
         high = below
         first = True
         while first or high - low > tolerance * high:
@@ -103,27 +111,34 @@ class Search:
                 found = Found(plan, judged, 0.0)
         return Found(found.plan, found.judged, min(low, below))
 
-    def _branch(self, below: float, least: float, pace: float) -> Found:
+    def _branch(self, below: float, floor: Floor, tolerance: float) -> Found:
         found, bar = Found(None, None, below), below
-        tolerance = self.wanted.tolerance
         # Intervals (bound, sum, lower end, upper end), the most promising first: plans whose maximum is in there add up to at least `sum`.
         heap: list[tuple[float, float, float, float]] = []
 
         def enter(total: float, low: float, high: float) -> None:
-            heappush(heap, (max(least, total + low), total, low, high))
+            heappush(heap, (max(floor.step, total + low), total, low, high))
 
         def explore(low: float, high: float) -> None:
             nonlocal found, bar
-            plan = self.under(high)
-            if plan is not None:
+            for last in (False, True):
+                plan = self.under(high)
+                if plan is None:
+                    return
                 judged, total = self._judged(plan), self.value
                 bar = min(bar, judged.pipe)
                 if judged.step < found.step:
                     found = Found(plan, judged, 0.0)
-                # Plans with a maximum above that of this plan are no better than it.
-                enter(total, low, min(judged.pipe - total, high))
+                # Plans with a maximum above that of this plan are no better than it, nor those whose maximum and this sum are too much.
+                reach = min(judged.pipe - total, high)
+                high = min(reach, bar * (1 - tolerance) - total)
+                if high <= low:
+                    return
+                if last or high == reach:
+                    enter(total, low, high)
+                    return
 
-        explore(pace, min(below, _FREE))
+        explore(floor.pace, min(below - floor.fill, _FREE))
         while heap:
             bound, total, low, high = heappop(heap)
             if bound >= bar * (1 - tolerance):
@@ -132,7 +147,7 @@ class Search:
             if low < middle < high:
                 enter(total, middle, high)
                 explore(low, middle)
-        return Found(found.plan, found.judged, min(bar, below))
+        return Found(found.plan, found.judged, min(bar * (1 - tolerance), below))
 
     def _judged(self, plan: Plan) -> Judged:
         judged = judge(self.table, self.fleet, plan, self.wanted.base)
