@@ -194,6 +194,12 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every action")
     simulate.add_argument("--json", action="store_true", help="print all numbers as JSON")
 
+    doctor = add("doctor", "measure this machine, or the hosts of a torchrun group, and write a cluster file")
+    doctor.add_argument("--cluster-out", metavar="FILE", help="cluster file to write, TOML or YAML (.yaml)")
+    doctor.add_argument("--devices", type=_positive, metavar="N", help="equal CPU devices to divide the machine into (default: 1)")
+    doctor.add_argument("--threads", metavar="LIST", help="threads of each CPU device, e.g. 3,1")
+    doctor.add_argument("--json", action="store_true", help="print everything as JSON")
+
     diff = add("diff", "compare two IR files or bundles: removed lines, new lines, and the words that changed")
     diff.add_argument("a", metavar="A")
     diff.add_argument("b", metavar="B")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.diagnosis import doctor_command as doctor_command
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError
 from penstock.ir.text import print_literal, print_module

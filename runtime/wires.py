@@ -1,0 +1,141 @@
+"""What a link does: messages between two processes over gloo, as the runtime sends them.
+
+In: a connected group and pairs of its ranks. Out: for each pair the seconds of a message one way by its size, half of there and back, and the line
+through them:
+
+    seconds = latency + bytes / bandwidth, with the least squares of relative errors
+
+    python -m penstock.runtime.wires --rank R --port P     one end of a pair on this machine; rank 0 prints the times as JSON
+
+Known limits: one message at a time in one direction; both ends do nothing else meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..ir.errors import PeerLost
+from .launch import loopback_name, thread_environment
+from .transport import Group, host_store, join_store
+
+SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
+_TURNS, _SECONDS = 5, 0.25
+_TAG = 2
+
+
+class Wire(NamedTuple):
+    bandwidth: float
+    latency: float
+
+
+def fit(times: Sequence[tuple[int, float]]) -> Wire:
+    """The line through (bytes, seconds): least squares of relative errors. Neither part is negative."""
+    # With weights 1/t the unknowns are latency and seconds per byte: a x = 1 in each row, a = (1, bytes) / t.
+    rows = [(1.0 / t, n / t) for n, t in times]
+    aa, ab, bb = (sum(x[i] * x[j] for x in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(x[i] for x in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    if latency < 0:
+        latency, per_byte = 0.0, b / bb
+    if per_byte <= 0:
+        n, t = max(times)
+        latency, per_byte = min(t for _, t in times), t / n
+    return Wire(1.0 / per_byte, latency)
+
+
+def ping(peer: int, first: bool) -> list[tuple[int, float]]:
+    """Messages of all sizes there and back; both ends call this. Gives (bytes, seconds one way) on the side that goes first."""
+    found = []
+    for size in SIZES:
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        enough = torch.zeros(1, dtype=torch.uint8)
+        times: list[float] = []
+        for turn in range(10_000):
+            begin = time.perf_counter()
+            if first:
+                dist.send(tensor, peer, tag=_TAG)
+                dist.recv(tensor, peer, tag=_TAG)
+                # The first one opens the connection.
+                times += [time.perf_counter() - begin] if turn else []
+                enough[0] = len(times) >= _TURNS and sum(times) >= _SECONDS
+                dist.send(enough, peer, tag=_TAG)
+            else:
+                dist.recv(tensor, peer, tag=_TAG)
+                dist.send(tensor, peer, tag=_TAG)
+                dist.recv(enough, peer, tag=_TAG)
+            if enough[0]:
+                break
+        if times:
+            found.append((size, sorted(times)[len(times) // 4] / 2))
+    return found
+
+
+def measure_pairs(group: Group) -> dict[tuple[int, int], list[tuple[int, float]]]:
+    """Every pair of ranks of the group, one after the other; everybody gets all of it."""
+    own: dict[str, list[tuple[int, float]]] = {}
+    for a in range(group.world):
+        for b in range(a + 1, group.world):
+            if group.rank in (a, b):
+                own[f"{a} {b}"] = ping(b if group.rank == a else a, group.rank == a)
+            group.gather(f"wires/{a}/{b}", b"")
+    found: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    for part in group.gather("wires/times", json.dumps(own).encode()):
+        found |= {
+            (int(a), int(b)): [(n, t) for n, t in times] for pair, times in json.loads(part).items() if times for a, b in (pair.split(),)
+        }
+    return found
+
+
+def measure_loopback(timeout: float = 60.0) -> list[tuple[int, float]]:
+    """Two processes on this machine, over the interface that the runtime takes for local runs."""
+    store = host_store(2, timeout)
+    environment = os.environ | thread_environment(1) | {"GLOO_SOCKET_IFNAME": loopback_name()}
+    command = [sys.executable, "-P", "-m", "penstock.runtime.wires", "--port", str(store.port), "--timeout", str(timeout)]
+    running = [
+        subprocess.Popen(
+            [*command, "--rank", str(rank)], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [process.communicate(timeout=timeout) for process in running]
+    except subprocess.TimeoutExpired as error:
+        raise PeerLost(f"two processes on this machine did not finish exchanging messages within {timeout:g} s", where="doctor") from error
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    for process, (_, told) in zip(running, said, strict=True):
+        if process.returncode:
+            raise PeerLost(f"two processes on this machine cannot talk over gloo:\n{told.decode(errors='replace').strip()}", where="doctor")
+    return [(n, t) for n, t in json.loads(said[0][0])]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="penstock.runtime.wires", description="One end of a measured link.")
+    for name in ("rank", "port"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--timeout", type=float, default=60.0)
+    arguments = parser.parse_args(argv)
+    group = Group(join_store(arguments.port, 2, arguments.timeout), arguments.rank, 2, arguments.timeout)
+    group.connect()
+    times = ping(1 - arguments.rank, arguments.rank == 0)
+    if arguments.rank == 0:
+        print(json.dumps(times))
+    group.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The command doctor: what this machine is and can do, and a cluster file of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.ir.cluster import Cluster
+from penstock.ir.cluster_file import cluster_toml, cluster_yaml
+from penstock.ir.errors import UsageError
+from penstock.terminal import say, size, table
+
+if TYPE_CHECKING:
+    from penstock.runtime.doctor import Report
+
+
+def doctor_command(arguments: Namespace) -> None:
+    from penstock.runtime.doctor import examine
+
+    if arguments.cluster_out:
+        _check_place(Path(arguments.cluster_out))
+    threads = _threads(arguments.threads)
+    if threads and arguments.devices not in (None, len(threads)):
+        raise UsageError(f"--threads has {len(threads)} numbers, --devices is {arguments.devices}")
+    report = examine(threads, arguments.devices, say)
+    if report is None:
+        return
+    if arguments.json:
+        print(json.dumps(_plain(report), indent=2))
+    else:
+        print("\n".join(_lines(report)))
+    for problem in report.problems:
+        say(f"problem: {problem}")
+    if arguments.cluster_out:
+        _write(report.cluster, Path(arguments.cluster_out))
+        say(f"wrote {arguments.cluster_out}")
+
+
+def _threads(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() and 1 <= int(word) < 2**16 for word in words):
+        raise UsageError(f"bad --threads {text!r}, expected a number of threads for each device, e.g. --threads 3,1")
+    return tuple(map(int, words))
+
+
+def _check_place(path: Path) -> None:
+    """A minute of measuring should not end in a folder that is not there."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError("is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}", where=f"--cluster-out {path}")
+
+
+def _write(cluster: Cluster, path: Path) -> None:
+    """All of the file or nothing."""
+    text = cluster_yaml(cluster) if path.suffix in (".yaml", ".yml") else cluster_toml(cluster)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.absolute().parent, delete=False) as file:
+        try:
+            file.write(text)
+            file.close()
+            os.chmod(file.name, 0o644)
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def _plain(report: Report) -> dict[str, object]:
+    return {
+        "hosts": [msgspec.to_builtins(host) for host in report.hosts],
+        "cluster": {
+            "devices": [{"name": d.name, **d.fields(), "spaces": dict(d.spaces)} for d in report.cluster.devices],
+            "links": [asdict(link) for link in report.cluster.links],
+            "hosts": [asdict(host) for host in report.cluster.hosts],
+            "classes": {c.kind: c.fields() for c in report.cluster.classes},
+        },
+        "pairs": [{"hosts": [report.hosts[i].name for i in pair], **wire._asdict()} for pair, wire in report.pairs.items()],
+        "problems": report.problems,
+        "seconds": round(report.seconds, 3),
+    }
+
+
+def _lines(report: Report) -> list[str]:
+    lines = []
+    for host in report.hosts:
+        quota = "" if host.quota is None else f", {host.quota:g} cores' worth of time allowed"
+        free = "unknown" if host.free is None else size(host.free)
+        caches = ", ".join(f"{level} {size(count)}" for level, count in host.caches.items()) or "unknown"
+        lines += [
+            f"host {host.name}: {host.processor or 'unknown processor'}, {host.cores} cores{quota}, caches {caches}",
+            f"memory: {size(host.memory)}, free {free}",
+            ", ".join(f"{name} {version}" for name, version in host.versions.items()),
+            "",
+        ]
+    rows = []
+    for d in report.cluster.devices:
+        shares = dict(d.efficiency)
+        cells = [f"{shares[k]:.2f}" if k in shares else "-" for k in ("products", "products.bf16", "convolutions", "attention", "elements")]
+        memory = "-" if d.memory is None else size(d.memory)
+        near = f"{d.cache_bandwidth / 1e9:.1f} ({size(d.cache)})" if d.cache else "-"
+        rows.append(
+            [
+                d.name,
+                d.target,
+                d.threads,
+                memory,
+                f"{d.flops / 1e9:.4g}",
+                f"{d.bandwidth / 1e9:.3g}",
+                near,
+                *cells,
+                f"{d.overhead * 1e6:.2f}",
+            ]
+        )
+    heads = [
+        "device",
+        "target",
+        "threads",
+        "memory",
+        "GFLOP/s",
+        "GB/s",
+        "cache GB/s",
+        "products",
+        "bf16",
+        "conv",
+        "attention",
+        "elements",
+        "kernel us",
+    ]
+    lines += [table(heads, rows), "", "columns products to elements: share of GFLOP/s that this work reaches", ""]
+    wires = [[c.kind, f"{c.bandwidth / 1e9:.3g}", f"{c.latency * 1e6:.1f}"] for c in report.cluster.classes]
+    wires += [[f"{link.a} - {link.b}", f"{link.bandwidth / 1e9:.3g}", f"{link.latency * 1e6:.1f}"] for link in report.cluster.links]
+    if wires:
+        lines += [table(["link", "GB/s", "latency us"], wires), ""]
+    return [*lines, f"measured in {report.seconds:.0f} s"]
