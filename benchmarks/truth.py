@@ -9,8 +9,8 @@ Every configuration trains a small GPT, MLP or convolutional network in real wor
 on processor time (a control group for each rank; Linux, cgroup v1, root) or by one core for all ranks; links by injected latency, or by a token bucket on the loopback
 device of a network namespace of their own (root). A configuration that this host cannot make is said and left out.
 
-Predicted from: seconds of each kind of action, measured rank by rank with nobody else running (runtime/rehearse.py; under the same quota); how much two ranks that
-compute at once slow each other, measured with two of them; what messages over loopback cost, and what a worker takes beside its tensors, measured with a model
+Predicted from: seconds of each kind of action, measured rank by rank with nobody else running (runtime/rehearse.py; under the same quota); how much ranks that
+compute at once slow each other, measured with two, or as many as there are; what messages over loopback cost, and what a worker takes beside its tensors, measured with a model
 that computes next to nothing; all of it before the run, none of it from the run. Three ranks on two cores share them in the simulation as they do here.
 
 Step time is the median over the run of the time from one update to the next on the last stage (over two steps, as patterns of 2bw may take two batches to
@@ -31,7 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -262,14 +262,14 @@ def calibrate(folder: Path) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """Seconds by kind of every rank alone, and the speed of two busy ranks compared with one."""
+    """Seconds by kind of every rank alone, and what a core does while 1, 2, ... of them are busy, compared with one alone."""
 
     alone: list[dict[str, float]]
-    pair: float
+    speeds: tuple[float, ...]
 
 
 def rehearse_all(
-    configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], known: dict[str, Any], seconds: float
+    configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], known: dict[str, Any], seconds: float, folder: Path
 ) -> Rehearsed:
     """Times of ranks, taken from `known` where the same code was measured with the same threads and quota."""
     starts = prefixes(configuration, groups)
@@ -281,32 +281,41 @@ def rehearse_all(
         if key not in known:
             known[key] = rehearse(bundle, [rank], seconds=seconds, prefixes=starts)[0]
         alone.append(known[key])
-    key = f"pair {configuration.model}"
-    if key not in known:
-        # Two ranks of one thread each, without quotas: how much they slow each other is taken for a property of the host and the model.
-        both = [0, min(1, configuration.stages - 1)]
-        once = [rehearse(bundle, [rank], seconds=seconds)[0] for rank in both]
-        twice = rehearse(bundle, both, seconds=2 * seconds)
-        known[key] = statistics.median(a[kind] / b[kind] for a, b in zip(once, twice, strict=True) for kind in ("F", "B"))
-    return Rehearsed(alone, min(1.0, known[key]))
+    # Of ranks with one thread each and no quotas: how much they slow each other is taken for a property of the host and the model.
+    cores = 1 if configuration.one_core else usable_cores()
+    threads = sum(configuration.thread_count(rank) for rank in range(configuration.stages))
+    speeds = [1.0]
+    for busy in range(2, max(cores, threads) + 1):
+        key = f"{busy} of {configuration.model} on {cores}"
+        if key not in known:
+            if any(configuration.thread_count(rank) > 1 for rank in range(configuration.stages)):
+                plain = replace(configuration, threads=())
+                bundle = open_bundle(ps.compile(make_plan(plain, folder), folder / "plain"))
+            pinned = {rank: ["taskset", "-c", "0"] for rank in range(configuration.stages)} if configuration.one_core else {}
+            ranks = [rank % configuration.stages for rank in range(busy)]
+            once = {rank: rehearse(bundle, [rank], seconds=seconds, prefixes=pinned)[0] for rank in sorted(set(ranks))}
+            together = rehearse(bundle, ranks, seconds=busy * seconds, prefixes=pinned)
+            slowed = [once[rank][kind] / row[kind] for rank, row in zip(ranks, together, strict=True) for kind in ("F", "B")]
+            known[key] = statistics.mean(slowed) * busy / min(busy, cores)
+        speeds.append(min(1.0, known[key]))
+    return Rehearsed(alone, tuple(speeds))
 
 
 def predict(configuration: Configuration, bundle: Bundle, times: Rehearsed, loopback: Mapping[str, float]) -> dict[str, Any]:
     module = bundle.module
     assert module.schedule is not None
     sizes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
-    cores = usable_cores()
-    host, count, speeds = ("core 0", 1, ()) if configuration.one_core else ("here", cores, (1.0, *[times.pair] * (cores - 1)))
+    host, cores = ("core 0", 1) if configuration.one_core else ("here", usable_cores())
     seats = {
         rank: Seat(
             host,
-            count,
+            cores,
             configuration.thread_count(rank),
             configuration.quota(rank),
             loopback["writing"],
             loopback["buffer"],
             loopback["writing"],
-            speeds,
+            times.speeds,
         )
         for rank in range(configuration.stages)
     }
@@ -360,7 +369,7 @@ def measure(configuration: Configuration, known: dict[str, Any], seconds: float,
         bundle = open_bundle(ps.compile(plan, folder / "bundle"))
         more = known["host"]["memory"]
         expected = {int(rank): row["peak"] + more for rank, row in plan.as_dict()["memory"].items()}
-        times = rehearse_all(configuration, bundle, groups, known, seconds)
+        times = rehearse_all(configuration, bundle, groups, known, seconds, folder)
         predicted = predict(configuration, bundle, times, known["host"])
         found = run(configuration, bundle, groups, rounds)
     step = statistics.median(found["steps"])
@@ -372,7 +381,7 @@ def measure(configuration: Configuration, known: dict[str, Any], seconds: float,
         "ratio": predicted["step_s"] / step,
         "busy": predicted["busy"],
         "alone": times.alone,
-        "pair": times.pair,
+        "speeds": times.speeds,
         "memory": [
             {"rank": rank, "predicted": expected[rank], "measured": peak, "ratio": expected[rank] / peak}
             for rank, peak in enumerate(found["peaks"])

@@ -25,7 +25,7 @@ class Route:
 @dataclass(frozen=True, slots=True)
 class Seat:
     """What a rank needs of a host's cores: `threads` while it computes, of each of which a quota may leave only a part (`quota`). `speeds` are those of
-    the host: how fast each of 1, 2, ... busy threads goes compared with one alone. Sockets take processor time: a send writes its first `buffer` bytes
+    the host: what a core does while 1, 2, ... threads are busy, compared with one thread alone; there may be more of them than cores. Sockets take processor time: a send writes its first `buffer` bytes
     itself, at `writing` seconds a byte, before the rank goes on, and what the rank receives takes `reading` seconds of a core for each byte, beside
     its computations."""
 

@@ -14,7 +14,7 @@ anew. Cost of a change: (tasks + resources of the connected part) times the numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 Push = Callable[[float, "Task", int], None]
@@ -32,15 +32,15 @@ class Resource:
     moved: float = 0.0
     since: float = 0.0
 
-    def slowed(self, used: float) -> float:
-        """The factor on all speeds while so many cores are in use."""
-        if not self.speeds or used <= 1:
+    def slowed(self, busy: float) -> float:
+        """The factor on all speeds while so many threads are busy."""
+        if not self.speeds or busy <= 1:
             return 1.0
         last = len(self.speeds)
-        if used >= last:
+        if busy >= last:
             return self.speeds[-1]
-        below = int(used)
-        return self.speeds[below - 1] + (used - below) * (self.speeds[below] - self.speeds[below - 1])
+        below = int(busy)
+        return self.speeds[below - 1] + (busy - below) * (self.speeds[below] - self.speeds[below - 1])
 
 
 @dataclass(slots=True, eq=False)
@@ -146,16 +146,20 @@ def fair_rates(tasks: Iterable[Task]) -> dict[int, float]:
             for resource, demand in task.demands:
                 free[resource] = max(0.0, free[resource] - demand * rates[number])
                 pull[resource] = pull[resource] - demand * task.weight if any(n in growing for n in resource.tasks) else 0.0
-    return _slowed(listed, rates, free)
+    return _slowed(listed, rates)
 
 
-def _slowed(tasks: Sequence[Task], rates: dict[int, float], free: Mapping[Resource, float]) -> dict[int, float]:
-    """Rates where busy cores slow each other down. A task with several threads of its own is slowed by them when it is alone, too."""
-    used = {resource: resource.capacity - left for resource, left in free.items() if resource.speeds}
-    if not used:
+def _slowed(tasks: Sequence[Task], rates: dict[int, float]) -> dict[int, float]:
+    """Rates where busy threads slow each other down. A task with several threads of its own is slowed by them when it is alone, too."""
+    busy: dict[Resource, float] = {}
+    for task in tasks:
+        for resource, demand in task.demands:
+            if resource.speeds:
+                busy[resource] = busy.get(resource, 0.0) + demand * task.cap
+    if not busy:
         return rates
 
     def factor(task: Task) -> float:
-        return min((r.slowed(used[r]) / r.slowed(demand * task.cap) for r, demand in task.demands if r in used), default=1.0)
+        return min((r.slowed(busy[r]) / r.slowed(demand * task.cap) for r, demand in task.demands if r in busy), default=1.0)
 
     return {task.number: rates[task.number] * factor(task) for task in tasks}

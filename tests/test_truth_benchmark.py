@@ -43,14 +43,14 @@ def bundle(tmp_path_factory):
 def test_predictions_share_the_cores_there_are(bundle, changes, speeds, monkeypatch):
     """Three equal ranks: (m + d - 1)(tf + tb) with a core each, 3 m (tf + tb) on one core, and the slowest rank's m (tf + tb) and two more with a quota."""
     monkeypatch.setattr(truth, "usable_cores", lambda: 3)
-    times = truth.Rehearsed([{"F": 1.0 * s, "B": 2.0 * s} for s in speeds], 1.0)
+    times = truth.Rehearsed([{"F": 1.0 * s, "B": 2.0 * s} for s in speeds], (1.0,))
     configuration = truth.Configuration("mlp", 3, "1f1b", **changes)
     found = truth.predict(configuration, bundle, times, LOOPBACK)["step_s"]
     assert found == pytest.approx({"one_core": 36, "quotas": 30}.get(next(iter(changes), ""), 18))
 
 
 def test_two_cores_for_three_ranks_cost_more_than_three(bundle, monkeypatch):
-    times = truth.Rehearsed([{"F": 1.0, "B": 2.0}] * 3, 1.0)
+    times = truth.Rehearsed([{"F": 1.0, "B": 2.0}] * 3, (1.0,))
     configuration = truth.Configuration("mlp", 3, "1f1b")
     step = {}
     for cores in (2, 3):

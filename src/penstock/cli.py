@@ -184,9 +184,10 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--batches", type=_positive, default=10, metavar="N", help="batches to run (default: 10)")
     simulate.add_argument(
         "--costs",
-        choices=("analytic", "measured"),
+        choices=("analytic", "table", "measured"),
         default="analytic",
-        help="where times of computations come from: the rates of the cluster, or each rank of the bundle run by itself here (default: analytic)",
+        help="where times of computations come from: the rates of the cluster, what was measured on this machine before, "
+        "or each rank of the bundle run by itself here (default: analytic)",
     )
     simulate.add_argument("--latency", type=float, metavar="S", help="seconds on all links, in place of the cluster's")
     simulate.add_argument("--bandwidth", type=float, metavar="X", help="bytes per second of all links and NICs, in place of the cluster's")

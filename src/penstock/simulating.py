@@ -1,7 +1,7 @@
 """The command simulate: the program of a bundle or IR file, run against modelled times, links, NICs, cores and memory.
 
-Times of computations come from the costs of passes/cost.py, or are measured here: each rank of the bundle by itself (runtime/rehearse.py). Messages take the
-links of the cluster. Ranks on CPU devices of this machine share its cores; of other hosts a cluster file does not say how many they have.
+Times of computations come from the costs of passes/cost.py, from the table of what was measured on this machine, or are measured now: each rank of the
+bundle by itself (runtime/rehearse.py). Messages take the links of the cluster. Ranks on CPU devices of this machine share its cores; of other hosts a cluster file does not say how many they have.
 """
 
 from __future__ import annotations
@@ -91,25 +91,37 @@ def seat_of(cluster: Cluster, name: str) -> Seat | None:
     return sockets(Seat(device.host, usable_cores() if device.host == LOCAL else math.inf, device.threads))
 
 
-def analytic(module: Module) -> Seconds:
-    """Costs of passes/cost.py, and what the worker itself needs for a message."""
-    from penstock.passes.cost import rank_seconds
-
-    found = rank_seconds(module)
+def times_of(module: Module, source: Path, costs: str) -> Seconds:
+    """How long actions take: `analytic`, passes/cost.py with the rates of the cluster; `table`, what was measured on this machine before, where it was;
+    `measured`, every rank of a bundle now, one after another, which also goes into the table. Ends of messages take what they took where it was measured."""
+    found = _computations(module, source, costs)
     return lambda rank, action: found.get((rank, action.kind), MESSAGE_SECONDS if action.kind in (*SENDS, *RECEIVES) else 0.0)
 
 
-def measured(path: Path) -> Seconds:
-    """Every rank of a bundle on this machine, one after another."""
-    from penstock.backends.bundle import open_bundle
-    from penstock.runtime.rehearse import rehearse
+def _computations(module: Module, source: Path, costs: str) -> dict[tuple[int, str], float]:
+    if costs == "measured":
+        from penstock.backends.bundle import Bundle, open_bundle
+        from penstock.measured import profile
+        from penstock.runtime.rehearse import rehearse
 
-    bundle = open_bundle(path)
-    times: dict[int, dict[str, float]] = {}
-    for rank in range(bundle.world_size):
-        say(f"measuring rank {rank} of {bundle.world_size} by itself, threads: {bundle.rank(rank).threads}")
-        times[rank] = rehearse(bundle, [rank])[0]
-    return lambda rank, action: times[rank].get(action.kind, 0.0) + (MESSAGE_SECONDS if action.kind in (*SENDS, *RECEIVES) else 0.0)
+        def told(bundle: Bundle, ranks: list[int]) -> list[dict[str, float]]:
+            for rank in ranks:
+                say(f"measuring rank {rank} of {bundle.world_size} by itself, threads: {bundle.rank(rank).threads}")
+            return rehearse(bundle, ranks)
+
+        return profile(open_bundle(source), told, anew=True)
+    if costs == "table":
+        from penstock.backends.bundle import open_bundle
+        from penstock.measured import Measured, stage_times
+
+        backend = open_bundle(source).manifest.backend if source.is_dir() else "tvm"
+        found, estimates = stage_times(module, Measured(backend))
+        if estimates:
+            say(f"{estimates} of {len(found)} times are not in the table and are estimated")
+        return found
+    from penstock.passes.cost import rank_seconds
+
+    return rank_seconds(module)
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -132,8 +144,7 @@ def simulate_command(arguments: Namespace) -> None:
 
     if module.schedule is None:
         raise UsageError("has no schedule", where=arguments.file, hint="simulate needs a bundle, or a dump after `communicate`")
-    seconds = measured(Path(arguments.file)) if arguments.costs == "measured" else analytic(module)
-    made = forecast(module, seconds, arguments.batches, change)
+    made = forecast(module, times_of(module, Path(arguments.file), arguments.costs), arguments.batches, change)
     if arguments.gantt:
         from penstock.runtime.gantt import svg_gantt
 

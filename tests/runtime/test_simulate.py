@@ -296,6 +296,10 @@ def test_busy_neighbours_slow_each_other():
     found = simulate(written(1, r0="0F1", r1="1F1"), 1, lambda rank, a: 4.0 if rank else 8.0, nothing, Machine(seats=seats))
     # Both at 0.8 until the first is done at 5; the other has 8 - 4 left.
     assert [when(found, r)[f"{r}F0"][1] for r in range(2)] == pytest.approx([9, 5])
+    # Three on two cores take turns: two thirds of a core each, which does three quarters of what it would for one thread alone.
+    turns = {rank: Seat("h", 2, speeds=(1.0, 0.8, 0.75)) for rank in range(3)}
+    found = simulate(written(1, r0="0F1", r1="1F1", r2="2F1"), 1, lasting(F=4), nothing, Machine(seats=turns))
+    assert [when(found, r)[f"{r}F0"][1] for r in range(3)] == pytest.approx([8, 8, 8])
     # Two threads of one rank slow each other in the time that it takes alone.
     alone = {0: Seat("h", 2, threads=2, speeds=(1.0, 0.8))}
     assert when(simulate(written(1, r0="0F1"), 1, lasting(F=4), nothing, Machine(seats=alone)), 0)["0F0"][1] == pytest.approx(4)
