@@ -31,13 +31,13 @@ class Edge:
 
 @dataclass(frozen=True)
 class Layout:
-    """`last[n]` are the devices of the stage placed last at node n, `used[n]` how many are used; edges come in the order of `used` of their source.
+    """`last[n]` are the devices of the stage placed last at node n, `placed[n]` all that are used; edges come in the order of how many their source uses.
     A `complete` one leaves no choice out."""
 
     name: str
     complete: bool
     last: tuple[tuple[int, ...], ...]
-    used: tuple[int, ...]
+    placed: tuple[frozenset[int], ...]
     edges: tuple[Edge, ...]
 
 
@@ -90,8 +90,8 @@ def exhaustive(fleet: Fleet, most_replicas: int = 0) -> Layout:
                     levels[sum(now)].append((now, more))
                 behind = last[index[used, before]]
                 edges.append(build.edge(index[used, before], index[now, more], devices, level, behind))
-    counts = [sum(used) for used, _ in index]
-    return Layout("every choice of devices", True, tuple(last), tuple(counts), tuple(edges))
+    placed = [frozenset(i for group, n in zip(classes, used, strict=True) for i in group[:n]) for used, _ in index]
+    return Layout("every choice of devices", True, tuple(last), tuple(placed), tuple(edges))
 
 
 def in_a_row(fleet: Fleet, kinds: Sequence[int], row: Sequence[int], sizes: Sequence[int], name: str, most_stages: int) -> Layout:
@@ -114,7 +114,7 @@ def in_a_row(fleet: Fleet, kinds: Sequence[int], row: Sequence[int], sizes: Sequ
                     last.append(devices)
                     levels[used + more].append(key)
                 edges.append(build.edge(index[used, size], index[key], devices, level, last[index[used, size]]))
-    return Layout(name, False, tuple(last), tuple(used for used, _ in index), tuple(edges))
+    return Layout(name, False, tuple(last), tuple(frozenset(row[:used]) for used, _ in index), tuple(edges))
 
 
 def rows(fleet: Fleet, speed: Sequence[float]) -> Iterator[tuple[str, list[int]]]:

@@ -1,4 +1,4 @@
-"""plan_chain: a chain of layers and a fleet in, the best plan out, with how far it can be from the best there is.
+"""A chain of layers and a fleet in, the best plan out, with how far it can be from the best there is.
 
 For every schedule that may be used, every microbatch size and every layout of devices a search (search.py) finds the best plan. Small fleets are searched
 over every choice of devices for every stage: then `bound` is that of the search, and a plan that reaches it is the best of the stated model (cost.py). Larger
@@ -12,7 +12,7 @@ in spite of an exhaustive search; `proven` is said only of one that is not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +31,9 @@ _EXHAUSTIVE = 3e7
 _SIZES = 16
 # A first, coarse search finds a plan that ends most of the fine ones at once.
 _COARSE = 0.03
+
+
+Devices = Callable[[frozenset[int]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +109,24 @@ class Planner:
         rows = [table.times(self.fleet.devices[kind]) for kind in dict.fromkeys(self.kinds)]
         return min(float(forward[-1] + backward[-1]) for forward, backward, *_ in rows)
 
-    def best(self, schedule: str) -> Outcome | None:
-        """The best plan of one schedule, or None where none fits."""
-        found = self._pass(schedule, None, max(self.wanted.tolerance, _COARSE))
+    def best(self, schedule: str, using: Devices = lambda devices: True) -> Outcome | None:
+        """The best plan of one schedule that is on a set of devices as it may be, or None where none fits."""
+        found = self._pass(schedule, using, None, max(self.wanted.tolerance, _COARSE))
         if found is not None and self.wanted.tolerance < _COARSE:
-            found = self._pass(schedule, found, self.wanted.tolerance)
+            found = self._pass(schedule, using, found, self.wanted.tolerance)
         return found
 
-    def _pass(self, schedule: str, known: Outcome | None, tolerance: float) -> Outcome | None:
+    def fits(self, schedule: str) -> Outcome | None:
+        """Any plan of the schedule that fits into memory."""
+        for b in reversed(self.wanted.microbatch_sizes()):
+            for layout in self.layouts():
+                for search in self._searches(schedule, b, layout, lambda devices: True):
+                    found = search.any()
+                    if found is not None:
+                        return Outcome(*found, 0.0, layout)
+        return None
+
+    def _pass(self, schedule: str, using: Devices, known: Outcome | None, tolerance: float) -> Outcome | None:
         """Search everything for plans that are better than the known one."""
         best, bound = known, np.inf
         for b in self.wanted.microbatch_sizes():
@@ -121,7 +134,7 @@ class Planner:
                 floor = self.floor(schedule, b, layout)
                 if not self.everything:
                     bound = min(bound, self.floor(schedule, b).step)
-                for search in self._searches(schedule, b, layout):
+                for search in self._searches(schedule, b, layout, using):
                     step = best.step if best is not None else np.inf
                     if floor.step >= step:
                         bound = min(bound, floor.step)
@@ -144,14 +157,16 @@ class Planner:
         fill = whole if schedule in ("1f1b", "gpipe") else 0.0
         return Floor(max(busy, pace + fill), pace, fill)
 
-    def _searches(self, schedule: str, b: int, layout: Layout) -> Iterator[Search]:
+    def _searches(self, schedule: str, b: int, layout: Layout, using: Devices) -> Iterator[Search]:
         """One, or for zb-1f1b one for every number of devices that a plan may use: what is in flight depends on it."""
         if schedule != "zb-1f1b":
-            yield Search(self.table(b), self.fleet, self._stages(schedule, b, 0), layout)
+            ends = [node for node in range(1, len(layout.last)) if using(layout.placed[node])]
+            yield Search(self.table(b), self.fleet, self._stages(schedule, b, 0), layout, ends)
             return
-        totals = sorted({used for used in layout.used if used})
+        totals = sorted({len(placed) for placed in layout.placed if placed})
         for total in totals if self.everything else totals[-1:]:
-            yield Search(self.table(b), self.fleet, self._stages(schedule, b, total), layout, frozenset((total,)))
+            ends = [node for node, placed in enumerate(layout.placed) if len(placed) == total and using(placed)]
+            yield Search(self.table(b), self.fleet, self._stages(schedule, b, total), layout, ends)
 
     def _stages(self, schedule: str, b: int, total: int) -> Stages:
         key = (schedule, b, total)
@@ -168,10 +183,3 @@ def _thinned(sizes: list[int]) -> list[int]:
         return sizes
     ratio = (sizes[-1] / sizes[0]) ** (1 / (_SIZES - 1))
     return sorted({min(sizes, key=lambda size: abs(size - sizes[0] * ratio**k)) for k in range(_SIZES)})
-
-
-def plan_chain(chain: Chain, fleet: Fleet, wanted: Wanted) -> dict[str, Outcome]:
-    """The best plan of every schedule that fits, the fastest first."""
-    planner = Planner(chain, fleet, wanted)
-    found = {schedule: outcome for schedule in wanted.schedules if (outcome := planner.best(schedule)) is not None}
-    return dict(sorted(found.items(), key=lambda item: item[1].step))

@@ -15,7 +15,7 @@ plans are compared with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -56,14 +56,14 @@ _FREE = 1e30
 
 
 class Search:
-    """One schedule, m and layout. `ends` are the nodes at which a plan may end: those that use as many devices as it may say."""
+    """One schedule, m and layout. `ends` are the nodes at which a plan may end."""
 
-    def __init__(self, table: Table, fleet: Fleet, stages: Stages, layout: Layout, ends: frozenset[int] | None = None) -> None:
+    def __init__(self, table: Table, fleet: Fleet, stages: Stages, layout: Layout, ends: Sequence[int]) -> None:
         self.table, self.fleet, self.stages, self.layout = table, fleet, stages, layout
         self.schedule, self.count, self.wanted = stages.schedule, stages.count, stages.wanted
         self.delayed = self.schedule in DELAYED
         self.kept = 2.0 if self.schedule == "eager-2bw" else 1.0
-        self.ends = [n for n in range(1, len(layout.last)) if ends is None or layout.used[n] in ends]
+        self.ends = ends
         self.value = 0.0
         self._trips: dict[object, tuple[Floats, Floats]] = {}
         self.work: list[tuple[Edge, list[Option], Floats, Floats]] = []
@@ -89,6 +89,11 @@ class Search:
     def best(self, below: float, floor: Floor, tolerance: float) -> Found:
         """The plan that takes least, to a part of `tolerance`, if any takes less than `below`."""
         return self._bisect(below, floor.step, tolerance) if self.delayed else self._branch(below, floor, tolerance)
+
+    def any(self) -> tuple[Plan, Judged] | None:
+        """A plan that fits into memory, if there is one."""
+        plan = self.under(_FREE)
+        return None if plan is None else (plan, self._judged(plan))
 
     def _bisect(self, below: float, low: float, tolerance: float) -> Found:
         found = Found(None, None, below)

@@ -14,11 +14,12 @@ from planner_drawn import draw_chain, draw_fleet
 from penstock.ir.cluster import Cluster, Device, Link, Path
 from penstock.ir.errors import UsageError
 from penstock.ir.schedule import Action
+from penstock.passes.planner.argue import plan_chain
 from penstock.passes.planner.chain import Amount, Chain, Layer, Table, Times, TimeTable, Work
 from penstock.passes.planner.cost import judge
 from penstock.passes.planner.fleet import Fleet, equal_hosts, fleet_of
 from penstock.passes.planner.plan import SCHEDULES, Plan, StagePlan, Wanted
-from penstock.passes.planner.planner import Planner, plan_chain
+from penstock.passes.planner.planner import Planner
 from penstock.passes.schedules import build_schedule
 
 BASE = 1000
@@ -265,8 +266,8 @@ def test_few_microbatches_make_2bw_shallow() -> None:
     chain = equal_chain(8, params=10**6)
     slow = fleet_of(equal_hosts(1, 8, Device("", flops=1e6, bandwidth=1e12), (1e6, 0.0), (1e6, 0.0)))
     found = plan_chain(chain, slow, Wanted(4, ("1f1b", "2bw"), sizes=(1,), replicas=1))
-    assert len(found["2bw"].plan.stages) == 5
-    assert len(found["1f1b"].plan.stages) == 8
+    assert len(found.outcomes["2bw"].plan.stages) == 5
+    assert len(found.outcomes["1f1b"].plan.stages) == 8
 
 
 def test_bad_wishes_are_told_together() -> None:

@@ -1,0 +1,259 @@
+"""Why this plan: its parts, what binds, devices left out, what would be if one thing were otherwise; and, where nothing fits, the nearest change that does.
+
+`plan_chain` gives a `Result` or raises DoesNotFit. `counterfactuals` plans again with one thing changed at a time, by the schedule of the plan:
+
+    each schedule                      the best plan of it
+    recomputation none, all            the best plan with it
+    without DEVICE                     one for each device that the plan uses, of devices that can be exchanged for one another just one
+    links of X bytes/s twice as fast   one for each speed of links, latency unchanged
+    memory without limit               what memory costs
+    times of TIMER                     the chain with another chain's times, such as those in bfloat16
+
+A device is left out where a plan with it is slower or there is none, which is tried: the reason says which, and by how much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ...ir.cluster import Cluster, Path
+from ...ir.errors import DoesNotFit
+from .chain import Chain
+from .cost import stage_times
+from .fleet import Fleet, fleet_of
+from .plan import DELAYED, SCHEDULES, Bytes, Wanted
+from .planner import Outcome, Planner
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One device of a plan: `busy` seconds of a batch it computes, `share` of the step that is."""
+
+    stage: int
+    device: str
+    layers: tuple[str, str]
+    microbatches: int
+    recompute: bool
+    busy: float
+    share: float
+    memory: Bytes
+    limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a plan would take if one thing were otherwise; None where nothing fits then."""
+
+    name: str
+    outcome: Outcome | None
+    step: float | None
+
+    def against(self, step: float) -> str:
+        if self.step is None:
+            return f"{self.name}: nothing fits"
+        return f"{self.name}: {self.step:.6g} s per batch, {self.step / step - 1:+.1%}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """`outcomes` are the best plans of all schedules that fit, the fastest first."""
+
+    chain: Chain
+    fleet: Fleet
+    wanted: Wanted
+    outcomes: Mapping[str, Outcome]
+    left_out: Mapping[str, str]
+    planner: Planner
+
+    @property
+    def best(self) -> Outcome:
+        return next(iter(self.outcomes.values()))
+
+    def rows(self) -> list[Row]:
+        plan, judged = self.best.plan, self.best.judged
+        table, found = self.planner.table(plan.size), []
+        for s, part in enumerate(plan.stages):
+            times = stage_times(table, self.fleet, self.planner.kinds, plan, s)
+            layers = (self.chain.layers[part.first].name, self.chain.layers[part.last - 1].name)
+            for j, index in enumerate(part.devices):
+                busy, device = part.shares[j] * times.each[j] + times.update[j], self.fleet.devices[index]
+                found.append(
+                    Row(
+                        s,
+                        device.name,
+                        layers,
+                        part.shares[j],
+                        part.recompute,
+                        busy,
+                        busy / judged.step,
+                        judged.memory[index],
+                        device.memory,
+                    )
+                )
+        return found
+
+
+def plan_chain(chain: Chain, cluster: Cluster | Fleet, wanted: Wanted) -> Result:
+    """The best plan of every schedule; DoesNotFit, with the nearest change that fits, where there is none."""
+    fleet = cluster if isinstance(cluster, Fleet) else fleet_of(cluster)
+    planner = Planner(chain, fleet, wanted)
+    found = {schedule: outcome for schedule in wanted.schedules if (outcome := planner.best(schedule)) is not None}
+    if not found:
+        raise nearest(chain, fleet, wanted)
+    outcomes = dict(sorted(found.items(), key=lambda item: item[1].step))
+    return Result(chain, fleet, wanted, outcomes, dict(_left_out(planner, next(iter(outcomes.values())))), planner)
+
+
+def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
+    """Devices that the plan does not use, with what would be if it did."""
+    fleet, used = planner.fleet, frozenset(best.plan.devices)
+    idle = [i for i in range(len(fleet)) if i not in used]
+    # The same microbatches: a device that helps only with others shows among the plans of other sizes, which have been searched.
+    again = Planner(planner.chain, fleet, replace(planner.wanted, sizes=(best.plan.size,)))
+    groups = (
+        fleet.classes()
+        if planner.everything
+        else [[j for j in range(len(fleet)) if planner.kinds[j] == k] for k in dict.fromkeys(planner.kinds)]
+    )
+    said: dict[int, str] = {}
+    for i in idle:
+        group = frozenset(next(g for g in groups if i in g))
+        first = min(group)
+        if first not in said:
+            more = len(used & group) + 1
+            found = again.best(best.plan.schedule, lambda devices, group=group, more=more: len(devices & group) >= more)  # type: ignore[misc]
+            if found is None:
+                said[first] = "no plan that uses it fits"
+            elif found.step > best.step:
+                said[first] = f"a batch would take {found.step:.6g} s with it instead of {best.step:.6g} s"
+            else:
+                said[first] = f"a batch would take as long with it, {best.step:.6g} s"
+        yield fleet.devices[i].name, said[first]
+
+
+# ------------------------------------------------------------------------------------------------ what would be
+
+
+def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -> list[Change]:
+    """What the model says with one thing changed at a time. `others` are chains with the same layers and other costs, by name."""
+    chain, fleet, best = result.chain, result.fleet, result.best
+    wanted, schedule = result.wanted, best.plan.schedule
+    found = [_change(f"schedule {name}", outcome) for name, outcome in result.outcomes.items() if name != schedule]
+    found += [Change(f"schedule {name}", None, None) for name in wanted.schedules if name not in result.outcomes]
+    for mode in ("none", "all"):
+        if wanted.recompute != mode:
+            found.append(_change(f"recomputation: {mode}", Planner(chain, fleet, replace(wanted, recompute=mode)).best(schedule)))
+    for name, part in _without(result):
+        found.append(_change(f"without {name}", Planner(chain, part, wanted).best(schedule) if len(part) else None))
+    for name, part in _faster(fleet):
+        found.append(_change(name, Planner(chain, part, wanted).best(schedule)))
+    if any(device.memory is not None for device in fleet.devices):
+        free = fleet.but([replace(device, spaces=()) for device in fleet.devices])
+        found.append(_change("memory without limit", Planner(chain, free, wanted).best(schedule)))
+    for name, other in (others or {}).items():
+        found.append(_change(name, Planner(other, fleet, wanted).best(schedule)))
+    return found
+
+
+def _change(name: str, outcome: Outcome | None) -> Change:
+    return Change(name, outcome, None if outcome is None else outcome.step)
+
+
+def _without(result: Result) -> Iterator[tuple[str, Fleet]]:
+    fleet, used = result.fleet, set(result.best.plan.devices)
+    groups = (
+        fleet.classes()
+        if result.planner.everything
+        else [[j for j, k in enumerate(result.planner.kinds) if k == kind] for kind in dict.fromkeys(result.planner.kinds)]
+    )
+    for group in groups:
+        here = [i for i in group if i in used]
+        if here:
+            name = fleet.devices[here[0]].name + (f" (or one of {len(group) - 1} like it)" if len(group) > 1 else "")
+            yield name, fleet.only([i for i in range(len(fleet)) if i != here[0]])
+
+
+def _faster(fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
+    """Every speed of links twice as fast, with the network cards on their way."""
+    speeds = sorted({fleet.path(a, b).bandwidth for a in range(len(fleet)) for b in range(len(fleet)) if a != b})
+    for speed in speeds[:4]:
+
+        def path(a: int, b: int, speed: float = speed) -> Path:
+            given = fleet.path(a, b)
+            if given.bandwidth != speed:
+                return given
+            return Path(2 * speed, given.latency, tuple((name, 2 * rate) for name, rate in given.shares))
+
+        yield f"links of {speed:.4g} bytes/s twice as fast", Fleet(fleet.devices, path)
+
+
+# ------------------------------------------------------------------------------------------------ when nothing fits
+
+
+def nearest(chain: Chain, fleet: Fleet, wanted: Wanted) -> DoesNotFit:
+    """The error that says why nothing fits, and what to change so that something does."""
+    every = replace(wanted, sizes=(), recompute="auto", schedules=SCHEDULES)
+    tries = {
+        "recompute activations": replace(wanted, recompute="auto"),
+        "use smaller microbatches": replace(wanted, sizes=()),
+        "keep one version of the weights (1f1b)": replace(wanted, schedules=("1f1b",)),
+        "do all of this: recompute, smaller microbatches, 1f1b": replace(every, schedules=("1f1b",)),
+    }
+    hints = [what for what, asked in tries.items() if asked != wanted and _fits(chain, fleet, asked)]
+    more = next((n for n in (1, 2, 4, 8, 16, 32) if n <= 3 * len(fleet) and _fits(chain, _grown(fleet, n), wanted)), None)
+    if more is not None:
+        hints.append(f"add {more} device{'s' * (more > 1)} like {fleet.devices[0].name}")
+    what = "no plan fits into the memory of the devices"
+    enough = _least_memory(chain, fleet, wanted)
+    if enough is None:
+        what = f"no plan fits: {wanted.batch} samples per batch do not make enough microbatches for {', '.join(wanted.schedules)} on these devices"
+    else:
+        factor, outcome = enough
+        tight = max(outcome.judged.memory, key=lambda i: outcome.judged.memory[i].total / (fleet.devices[i].memory or float("inf")))
+        device, held = fleet.devices[tight], outcome.judged.memory[tight]
+        what += (
+            f": with {factor:.3f} times of it something would, and then {device.name} holds {held.total} bytes, of which {held.weights} are weights, "
+            f"{held.gradients} gradients, {held.state} optimiser state, {held.activations} activations; it has {device.memory}"
+        )
+        hints.append(f"give {device.name} and the others {factor:.3f} times their memory, {device.name} {held.total} bytes")
+    return DoesNotFit(what, where="planner", hint="; or ".join(hints))
+
+
+def _fits(chain: Chain, fleet: Fleet, wanted: Wanted) -> Outcome | None:
+    planner = Planner(chain, fleet, wanted)
+    # Schedules with fewer versions first: they take less.
+    return next((found for s in sorted(wanted.schedules, key=lambda s: s in DELAYED) if (found := planner.fits(s)) is not None), None)
+
+
+def _grown(fleet: Fleet, more: int) -> Fleet:
+    """The fleet with copies of its first device, which are connected as that one is."""
+    count = len(fleet)
+    copies = [replace(fleet.devices[0], name=f"{fleet.devices[0].name} copy {i + 1}") for i in range(more)]
+
+    def path(a: int, b: int) -> Path:
+        a, b = (0 if i >= count else i for i in (a, b))
+        return fleet.path(a, b) if a != b else fleet.path(0, 1) if count > 1 else Path(1e9, 1e-4)
+
+    return Fleet((*fleet.devices, *copies), path)
+
+
+def _least_memory(chain: Chain, fleet: Fleet, wanted: Wanted) -> tuple[float, Outcome] | None:
+    """The smallest factor, to one part in a thousand, by which all memories have to grow, and a plan that fits then."""
+
+    def tried(factor: float) -> Outcome | None:
+        grown = [replace(d, spaces=((d.spaces[0][0], int(d.spaces[0][1] * factor)),)) if d.spaces else d for d in fleet.devices]
+        return _fits(chain, fleet.but(grown), wanted)
+
+    low, high = 1.0, 2.0
+    while (found := tried(high)) is None:
+        low, high = high, 4 * high
+        if high > 1e7:
+            return None
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        better = tried(middle)
+        low, high, found = (middle, high, found) if better is None else (low, middle, better)
+    # Rounded up, so that what is printed is enough.
+    return math.ceil(high * 1000) / 1000, found

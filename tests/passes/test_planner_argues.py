@@ -1,0 +1,123 @@
+"""What a plan says for itself: devices left out, what would be otherwise, and the nearest change that fits, each against planning or looking again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from random import Random
+
+import pytest
+from planner_brute import Brute
+from planner_drawn import draw_chain, draw_fleet
+
+from penstock.ir.cluster import Cluster, Device
+from penstock.ir.errors import DoesNotFit
+from penstock.passes.planner.argue import Result, counterfactuals, plan_chain
+from penstock.passes.planner.chain import Amount, Chain, Layer, Work
+from penstock.passes.planner.fleet import Fleet, fleet_of
+from penstock.passes.planner.plan import Wanted
+
+BASE = 1000
+
+
+def best_of_all(chain: Chain, fleet: Fleet, wanted: Wanted, schedule: str, recompute: str = "auto") -> float:
+    return min(Brute(chain, fleet, schedule, b, wanted.batch // b, wanted.base, recompute).run() for b in wanted.microbatch_sizes())
+
+
+def drawn_results(count: int) -> list[Result]:
+    found, seed = list[Result](), 1000
+    while len(found) < count:
+        seed += 1
+        rng = Random(seed)
+        chain, fleet = draw_chain(rng, rng.randint(2, 5)), draw_fleet(rng, 3, False)
+        try:
+            found.append(plan_chain(chain, fleet, Wanted(4, ("1f1b", "2bw"), sizes=(1, 2), base=BASE, tolerance=1e-11)))
+        except DoesNotFit:
+            continue
+    return found
+
+
+def test_counterfactuals_are_what_planning_again_gives() -> None:
+    checked = 0
+    for result in drawn_results(12):
+        schedule = result.best.plan.schedule
+        for change in counterfactuals(result):
+            step = inf if change.step is None else change.step
+            if change.name.startswith("recomputation"):
+                assert step == pytest.approx(
+                    best_of_all(result.chain, result.fleet, result.wanted, schedule, change.name.split()[-1]), rel=1e-9
+                )
+            elif change.name.startswith("schedule"):
+                assert step == pytest.approx(best_of_all(result.chain, result.fleet, result.wanted, change.name.split()[-1]), rel=1e-9)
+            elif change.name.startswith("without"):
+                lost = next(i for i, d in enumerate(result.fleet.devices) if d.name == change.name.split()[1])
+                rest = result.fleet.only([i for i in range(3) if i != lost])
+                assert step == pytest.approx(best_of_all(result.chain, rest, result.wanted, schedule), rel=1e-9)
+            elif change.name.startswith("memory"):
+                free = result.fleet.but([replace(d, spaces=()) for d in result.fleet.devices])
+                assert step == pytest.approx(best_of_all(result.chain, free, result.wanted, schedule), rel=1e-9)
+            if not change.name.startswith("schedule") and ("twice" in change.name or "memory" in change.name):
+                assert step <= result.best.step * (1 + 1e-9)
+            checked += 1
+    assert checked > 60
+
+
+def test_other_times_and_words() -> None:
+    """Half the operations, as with 16-bit floats, are a chain of their own."""
+    layers = tuple(Layer(f"l{i}", 10, 10, 0, forward=Work(Amount(0, 1000)), backward=Work(Amount(0, 2000))) for i in range(4))
+    half = Chain(tuple(replace(x, forward=Work(Amount(0, 500)), backward=Work(Amount(0, 1000))) for x in layers))
+    result = plan_chain(Chain(layers), Cluster((Device("a", flops=1e6, bandwidth=1e12),)), Wanted(4, ("1f1b",), sizes=(1,)))
+    (change,) = [c for c in counterfactuals(result, {"bf16": half}) if c.name == "bf16"]
+    assert change.step == pytest.approx(result.best.step / 2, rel=1e-3)
+    assert change.against(result.best.step) == "bf16: 0.024 s per batch, -50.0%"
+
+
+def test_rows_say_what_each_device_does() -> None:
+    for result in drawn_results(6):
+        rows, plan = result.rows(), result.best.plan
+        assert [row.device for row in rows] == [result.fleet.devices[i].name for i in plan.devices]
+        for stage in range(len(plan.stages)):
+            assert sum(row.microbatches for row in rows if row.stage == stage) == plan.count
+        assert max(row.share for row in rows) <= 1 + 1e-9
+        assert all(row.limit is None or row.memory.total <= row.limit for row in rows)
+
+
+def test_says_why_devices_are_left_out() -> None:
+    devices = (
+        Device("a", flops=1e6, bandwidth=1e12),
+        Device("tiny", flops=1e6, bandwidth=1e12, spaces=(("ram", 10),)),
+        Device("snail", flops=10.0, bandwidth=1e12),
+    )
+    layers = tuple(Layer(f"l{i}", 1000, 1000, 0, forward=Work(Amount(0, 1000)), backward=Work(Amount(0, 2000))) for i in range(4))
+    result = plan_chain(Chain(layers), fleet_of(Cluster(devices)), Wanted(4, ("1f1b",)))
+    assert result.left_out["tiny"] == "no plan that uses it fits"
+    assert "a batch would take" in result.left_out["snail"]
+    assert result.left_out.keys() == {"tiny", "snail"}
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    """The memory it names is enough, and a percent less is not."""
+    found = 0
+    for seed in range(2000, 2040):
+        rng = Random(seed)
+        chain, fleet = draw_chain(rng, 3), draw_fleet(rng, 2, False)
+        wanted = Wanted(4, ("2bw",), "none", (2,), base=BASE)
+        try:
+            plan_chain(chain, fleet, wanted)
+            continue
+        except DoesNotFit as error:
+            said = error
+        assert said.exit_code == 4
+        factor, hint = float(said.what.split("with ")[1].split()[0]), said.hint
+        for part, fits in ((factor, True), (factor * 0.99, False)):
+            grown = fleet.but([replace(d, spaces=(("ram", int(d.memory * part)),)) if d.memory else d for d in fleet.devices])
+            assert (best_of_all(chain, grown, wanted, "2bw", "none") < inf) == fits
+        recomputes = best_of_all(chain, fleet, wanted, "2bw") < inf
+        assert recomputes == ("recompute activations" in hint.split("; or "))
+        smaller = best_of_all(chain, fleet, replace(wanted, sizes=(1, 2, 4)), "2bw", "none") < inf
+        assert smaller == ("use smaller microbatches" in hint.split("; or "))
+        assert (best_of_all(chain, fleet, wanted, "1f1b", "none") < inf) == (
+            "keep one version of the weights (1f1b)" in hint.split("; or ")
+        )
+        found += 1
+    assert found >= 8
