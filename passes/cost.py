@@ -8,18 +8,19 @@
 
 Where the seconds of a kernel come from is a `Prices`, asked for one kernel at a time; who does not know answers None, and the next one is asked:
 
-    Roofline   max(operations / (rate * efficiency), bytes / (bandwidth * efficiency)) + overhead; always knows
+    Roofline   max(operations / (rate * efficiency), bytes / (bandwidth * efficiency)) + overhead; always knows. In a graph, bytes that are in a
+               cache (reach.py) move at its rate
     a table    times of kernels that were measured on this machine, by what the kernel does and by device (src/penstock/measured.py)
     a learned model would be one more Prices: it sees the kernel as a graph (`Kernel.body`), `work_of(kernel)` and the device
 
-Work is divided by family: products, convolutions, attention, elements (element by element, reductions, rows, windows, lookups), layout. A device
+Work is divided by family: products, convolutions, attention, elements (element by element, reductions, rows, windows, lookups), updates (optimisers), layout. A device
 says which share of its rate and of its bandwidth a family reaches (`Device.efficiency`, measured by `penstock doctor`); what it does not say is
 EFFICIENCY below. Keys are `family` and `family.f16` for operations, and `family.bytes` for memory.
 
 Before stage graphs exist, kernels are those that `fuse` would choose in the whole graph: an operation that would be done while its operand stands
 in registers costs its arithmetic and no memory, and a layout change nothing. A cut may part what was one kernel, which costs a little more.
 
-Limits: the roofline knows no caches (a kernel whose operands are in one is faster) and no shapes (a product of few rows is slower); each kernel is priced by itself.
+Limits: the roofline knows one cache, and no shapes (a product of few rows is slower); a kernel by itself finds nothing in a cache.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ from ..ir.cluster import Device, Link
 from ..ir.errors import UsageError
 from ..ir.graph import Graph, Module, Op
 from ..ir.ops import OPS, cost_of
-from ..ir.schedule import COMPUTE
+from ..ir.schedule import COMPUTE, PER_BATCH
 from .fuse import choose_kernels
 from .kernels import Kernel, bytes_moved, divide, kernels_of
+from .reach import bytes_near
 
-PRODUCTS, CONVOLUTIONS, ATTENTION, ELEMENTS, LAYOUT = FAMILIES = ("products", "convolutions", "attention", "elements", "layout")
+PRODUCTS, CONVOLUTIONS, ATTENTION, ELEMENTS, UPDATES, LAYOUT = FAMILIES = (
+    "products", "convolutions", "attention", "elements", "updates", "layout",
+)  # fmt: skip
 _OF_KIND = {
     "matmul": PRODUCTS,
     "conv": CONVOLUTIONS,
@@ -47,17 +51,20 @@ _OF_KIND = {
     "attention": ATTENTION,
     "attention_grad": ATTENTION,
 }
+_OF_FAMILY = {"optimizer": UPDATES, "layout": LAYOUT, "state": LAYOUT, "source": LAYOUT}
 # What a device reaches that does not say: shares of `flops` (rate of a large float32 product) and of `bandwidth`.
 EFFICIENCY = {
     PRODUCTS: 0.9,
     CONVOLUTIONS: 0.8,
     ATTENTION: 0.5,
     ELEMENTS: 0.2,
+    UPDATES: 0.2,
     LAYOUT: 1.0,
     f"{PRODUCTS}.bytes": 1.0,
     f"{CONVOLUTIONS}.bytes": 1.0,
     f"{ATTENTION}.bytes": 1.0,
     f"{ELEMENTS}.bytes": 1.0,
+    f"{UPDATES}.bytes": 1.3,
     f"{LAYOUT}.bytes": 0.8,
 }
 
@@ -97,7 +104,7 @@ class Prices(Protocol):
 
 def family_of(op: Op) -> str:
     """The family of work an operation belongs to."""
-    return _OF_KIND.get(op.kind) or (LAYOUT if OPS[op.kind].family in ("layout", "state", "source") else ELEMENTS)
+    return _OF_KIND.get(op.kind) or _OF_FAMILY.get(OPS[op.kind].family, ELEMENTS)
 
 
 def work_of(kernel: Kernel) -> Work:
@@ -141,10 +148,11 @@ class Roofline:
     def seconds(self, kernel: Kernel, device: Device) -> float:
         return self.of_work(work_of(kernel), device)
 
-    def of_work(self, work: Work, device: Device) -> float:
+    def of_work(self, work: Work, device: Device, near: float = 0.0) -> float:
+        """`near` of the bytes are in a cache."""
         compute = sum(count / (device.flops * efficiency_of(device, family, dtype)) for family, dtype, count in work.flops)
-        memory = work.bytes / (device.bandwidth * efficiency_of(device, work.family, "bytes"))
-        return max(compute, memory) + device.overhead
+        memory = (work.bytes - near) / device.bandwidth + (near / device.cache_bandwidth if near else 0.0)
+        return max(compute, memory / efficiency_of(device, work.family, "bytes")) + device.overhead
 
 
 ROOFLINE = Roofline()
@@ -152,14 +160,14 @@ ROOFLINE = Roofline()
 
 @dataclass
 class InTurn:
-    """Ask one source after the other, the roofline last. `known` counts the kernels that the others knew, `unknown` those that they did not."""
+    """Ask one source after the other; whoever asks takes the roofline when none knows. `known` counts the kernels that the others knew, `unknown` those that they did not."""
 
     sources: Sequence[Prices]
     known: int = 0
     unknown: int = 0
     by_device: Counter[str] = field(default_factory=Counter)
 
-    def seconds(self, kernel: Kernel, device: Device) -> float:
+    def seconds(self, kernel: Kernel, device: Device) -> float | None:
         for source in self.sources:
             found = source.seconds(kernel, device)
             if found is not None:
@@ -167,7 +175,7 @@ class InTurn:
                 return found
         self.unknown += 1
         self.by_device[device.name] += 1
-        return ROOFLINE.seconds(kernel, device)
+        return None
 
     def told(self) -> str:
         """How many of the kernels that were asked for had to be estimated."""
@@ -234,15 +242,29 @@ class GraphCost:
             which.append(number[kernel.key])
         return first, which
 
-    def kernel_seconds(self, device: Device, prices: Prices = ROOFLINE) -> list[float]:
-        """One entry per kernel."""
+    def kernel_seconds(self, device: Device, prices: Prices = ROOFLINE, between: float = 0.0) -> list[float]:
+        """One entry per kernel; `between` bytes are touched by others before the graph runs again."""
         first, which = self._alike
-        found = [_ask(prices, kernel, device) for kernel in first]
-        return [found[i] for i in which]
+        known = [None if isinstance(prices, Roofline) else prices.seconds(kernel, device) for kernel in first]
+        near = bytes_near(self.kernels, device.cache if device.cache_bandwidth else 0, between)
+        found = []
+        for i, close in zip(which, near, strict=True):
+            told = known[i]
+            found.append(ROOFLINE.of_work(self._work[i], device, close) if told is None else told)
+        return found
 
-    def seconds(self, device: Device, prices: Prices = ROOFLINE) -> float:
+    @cached_property
+    def _work(self) -> list[Work]:
+        return [work_of(kernel) for kernel in self._alike[0]]
+
+    @cached_property
+    def moved(self) -> float:
+        """Bytes that all kernels touch."""
+        return sum(kernel.moved for kernel in self.kernels)
+
+    def seconds(self, device: Device, prices: Prices = ROOFLINE, between: float = 0.0) -> float:
         """One call of the graph."""
-        return device.call_overhead + sum(self.kernel_seconds(device, prices))
+        return device.call_overhead + sum(self.kernel_seconds(device, prices, between))
 
     def op_seconds(self, device: Device, prices: Prices = ROOFLINE) -> list[float]:
         """For each operation of the graph its part of the kernel it is in: shares are as its work by itself, and what is computed where it is
@@ -282,11 +304,15 @@ def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, s
     if module.cluster is None:
         raise UsageError("the module names no devices", where=f"@{module.name}", hint="cost needs a bundle, or a dump after `partition`")
     found: dict[tuple[int, str], float] = {}
+    microbatches = module.schedule.microbatches if module.schedule is not None else 1
     for rank, (stage, name) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True)):
-        for kind in COMPUTE:
-            graph = module.stage_graph(stage, kind)
-            if graph is not None:
-                found[rank, kind] = graph_seconds(graph, module.cluster.device(name), prices)
+        graphs = {kind: GraphCost(graph) for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None}
+        # Microbatch after microbatch, each graph finds in the cache what the others have left there; once per batch there is little.
+        moved = {kind: priced.moved for kind, priced in graphs.items()}
+        microbatch = sum(count for kind, count in moved.items() if kind not in PER_BATCH)
+        for kind, priced in graphs.items():
+            others = microbatch * microbatches if kind in PER_BATCH else microbatch - moved[kind]
+            found[rank, kind] = priced.seconds(module.cluster.device(name), prices, others)
     return found
 
 

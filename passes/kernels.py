@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ..ir.graph import ANNOTATIONS, Attr, Graph, Op, Value, slot_of
 from .fuse import INLINE
@@ -41,9 +42,14 @@ class Kernel:
     body: Graph
 
     @cached_property
+    def touches(self) -> list[Touch]:
+        """What it reads and writes."""
+        return touches(self.body, self.ops)
+
+    @cached_property
     def moved(self) -> float:
         """Bytes to and from memory."""
-        return bytes_moved(self.body, self.ops)
+        return sum(touch.bytes for touch in self.touches)
 
     @cached_property
     def key(self) -> str:
@@ -135,12 +141,29 @@ def shape_of(body: Graph) -> object:
 # ------------------------------------------------------------------------------------------------ what a kernel should cost
 
 
+# What has memory: a value, or a variable by name.
+Place = Value | str
+
+
+class Touch(NamedTuple):
+    """Bytes that a kernel reads from a place, or writes to it."""
+
+    place: Place
+    bytes: float
+    written: bool
+
+
 def bytes_moved(body: Graph, ops: Iterable[Op]) -> float:
-    """Bytes that a kernel has to read and to write. Of a table, a lookup reads the rows that it wants, and its gradient changes those."""
+    """Bytes that a kernel has to read and to write."""
+    return sum(touch.bytes for touch in touches(body, tuple(ops)))
+
+
+def touches(body: Graph, ops: tuple[Op, ...]) -> list[Touch]:
+    """What a kernel reads and writes, reads first. Of a table, a lookup reads the rows that it wants, and its gradient changes those."""
     makers = body.producers()
     own = {v for op in ops if op.kind != "take" for v in op.outs}
     wanted: dict[Value, dict[Value, float]] = {}
-    written = float(sum(v.type.nbytes for v in body.outs))
+    found: list[Touch] = []
     for op in ops:
         for i, v in enumerate(op.ins):
             if v in own:
@@ -150,13 +173,19 @@ def bytes_moved(body: Graph, ops: Iterable[Op]) -> float:
                     count = min(count, op.outs[0].type.nbytes)
                 # Read twice in the same form it is read once; in several forms, at most whole.
                 wanted.setdefault(source, {})[v] = count
+    for source, forms in wanted.items():
+        maker = makers.get(source)
+        place: Place = maker.var if maker is not None and maker.kind in ("read", "take") else source
+        found.append(Touch(place, min(float(source.type.nbytes), sum(forms.values())), False))
+    for op in ops:
         if op.kind == "accum":
             maker = makers.get(op.ins[0])
-            scattered = maker is not None and maker in tuple(ops) and maker.kind == "gather_grad"
-            written += 2 * (maker.ins[0].type.nbytes if scattered and maker is not None else op.ins[0].type.nbytes)
+            scattered = maker is not None and maker in ops and maker.kind == "gather_grad"
+            count = float(maker.ins[0].type.nbytes if scattered and maker is not None else op.ins[0].type.nbytes)
+            found += [Touch(op.var, count, False), Touch(op.var, count, True)]
         elif op.kind in ("write", "take"):
-            written += (op.ins or op.outs)[0].type.nbytes
-    return written + sum(min(float(source.type.nbytes), sum(forms.values())) for source, forms in wanted.items())
+            found.append(Touch(op.var, float((op.ins or op.outs)[0].type.nbytes), True))
+    return [*found, *(Touch(v, float(v.type.nbytes), True) for v in body.outs)]
 
 
 def _read(value: Value, makers: Mapping[Value, Op]) -> dict[Value, float]:

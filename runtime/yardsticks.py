@@ -8,6 +8,7 @@ runs on the machine only makes them longer. From these:
 
     flops            a float32 product of 1024 x 1024 matrices                    bandwidth    the sum of two lists of 64 MiB
     efficiency       per family: operations / (seconds * flops), over some shapes that models have; of bytes: bytes / (seconds * bandwidth)
+                     (layout in the cache; updates: AdamW in place, of variables that no cache holds)
     cache            the largest working set whose bytes move at more than the middle (geometric) between the rates of small and of large ones;
                      cache_bandwidth is the rate of working sets of a few MB
     overhead         what 32 kernels of nothing take more than one, each; call_overhead: what is left of a call with one
@@ -23,13 +24,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import msgspec
 import torch
 
 from ..backends.interface import CompileOptions, Progress, StageProgram, backend_of
-from ..ir.graph import Graph, Module, Op, Stage, Value
+from ..ir.graph import GRAD, PARAM, STATE, Graph, Module, Op, Stage, Value, Var, signature
 from ..ir.ops import cost_of, make
 from ..ir.types import TensorType
 from .store import TORCH_DTYPES
@@ -37,11 +39,16 @@ from .store import TORCH_DTYPES
 # A measurement ends after so many calls and so many seconds.
 _CALLS, _SECONDS = 5, 0.12
 _SIDE, _LENGTH = 1024, 1 << 24
+# Elements of the variable that is updated: with its gradient and its state more than caches hold.
+_UPDATED = 1 << 23
 # Floats of each operand of a sum: working sets of 0.75 to 96 MiB.
 _WORKING = tuple(1 << n for n in range(16, 24))
 # The cache that counts is the one that holds what a layer works on.
 _LAYER = (3 << 20, 12 << 20)
 _TINY = 32
+# Operands of a yardstick are spread over so many bytes, but for those that measure a place in memory.
+_SPREAD, _MOST_SETS = 16 << 20, 16
+_RESTED = ("flops", "bandwidth", "cache", "overhead")
 
 
 class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,6 +111,7 @@ def yardsticks() -> list[Yardstick]:
     add("tanh", "elements", "tanh", rows)
     add("transposed", "layout.bytes", "transpose", ("f32", (1024, 1024)), perm=(1, 0))
     add("joined", "layout.bytes", "concat", ("f32", (512, 1024)), ("f32", (512, 1024)), axis=1)
+    found.append(Yardstick("update", "updates.bytes", _update()))
     add("stream", "bandwidth", "add", ("f32", (_LENGTH,)), ("f32", (_LENGTH,)))
     for length in _WORKING:
         add(f"sum{length}", "cache", "add", ("f32", (length,)), ("f32", (length,)))
@@ -121,8 +129,24 @@ def _type(given: tuple[str, tuple[int, ...]]) -> TensorType:
     return TensorType(*given)
 
 
+def _update() -> Graph:
+    """AdamW over one variable, in place, its gradient taken: all in one kernel."""
+    kind = TensorType("f32", (_UPDATED,))
+    places: list[tuple[str, str]] = [("w", "read"), ("g", "take"), ("m", "read"), ("v", "read")]
+    taken = [
+        Op(what, (), (Value(name, kind),), {"var": name, "kernel": "k0"} if what == "take" else {"var": name}) for name, what in places
+    ]
+    scalars = tuple(Value(name, TensorType("f32", ())) for name in ("c1", "c2", "lr"))
+    step = make("adamw", (*(op.outs[0] for op in taken), *scalars), ["w1", "m1", "v1"], "", kernel="k0")
+    writes = [Op("write", (value,), (), {"var": name, "kernel": "k0"}) for value, name in zip(step.outs, "wmv", strict=True)]
+    return Graph("s0.update", scalars, (), (*taken, step, *writes))
+
+
+@cache
 def _module() -> Module:
-    return Module("yardsticks", graphs={y.graph.name: y.graph for y in yardsticks()}, stages=(Stage(0, "cpu:0"),))
+    roles = {"w": PARAM, "g": GRAD, "m": STATE, "v": STATE}
+    vars = {name: Var(name, TensorType("f32", (_UPDATED,)), role, 0) for name, role in roles.items()}
+    return Module("yardsticks", vars=vars, graphs={y.graph.name: y.graph for y in yardsticks()}, stages=(Stage(0, "cpu:0"),))
 
 
 def compile_yardsticks(folder: Path, progress: Progress | None = None) -> None:
@@ -135,17 +159,26 @@ def measure(folder: Path, threads: int) -> Rates:
     """Run all yardsticks in this process, which must have that many threads."""
     files = [folder / name for name in json.loads((folder / "files.json").read_text(encoding="utf-8"))]
     program = backend_of("tvm").load_stage(_module(), 0, files, threads)
-    return rates_of({y.name: _seconds(program, y.graph, threads) for y in yardsticks()}, threads)
+    return rates_of({y.name: _seconds(program, y.graph, threads, y.key in _RESTED) for y in yardsticks()}, threads)
 
 
-def _seconds(program: StageProgram, graph: Graph, threads: int) -> float:
+def _seconds(program: StageProgram, graph: Graph, threads: int, rested: bool) -> float:
     """With one thread processor time, which other programs change little; the time of several threads is that of the clock."""
     clock = time.process_time if threads == 1 else time.perf_counter
     source = torch.Generator().manual_seed(0)
-    args = [torch.rand(v.type.dims, generator=source).mul_(0.9).add_(0.1).to(TORCH_DTYPES[v.type.dtype]) for v in graph.ins]
-    program.call(graph.name, args)
+    types = [*(v.type for v in graph.ins), *(_module().vars[slot.var].type for slot in signature(graph).slots)]
+
+    def operands() -> list[torch.Tensor]:
+        return [torch.rand(t.dims, generator=source).mul_(0.9).add_(0.1).to(TORCH_DTYPES[t.dtype]) for t in types]
+
+    # One after the other, so that operands are not where the last call has left them, as little as in a model.
+    each = sum(t.nbytes for t in types)
+    sets = [operands() for _ in range(1 if rested else max(1, min(_MOST_SETS, _SPREAD // max(each, 1))))]
+    for args in sets:
+        program.call(graph.name, args)
     times: list[float] = []
     while len(times) < _CALLS or sum(times) < _SECONDS:
+        args = sets[len(times) % len(sets)]
         begin = clock()
         kept = program.call(graph.name, args)
         times.append(clock() - begin)
@@ -163,6 +196,8 @@ def rates_of(seconds: dict[str, float], threads: int) -> Rates:
         by_key.setdefault(stick.key, []).append(stick)
     flops_of = {y.name: sum(cost_of(op).flops for op in y.graph.ops) for y in yardsticks()}
     bytes_of = {y.name: float(sum(v.type.nbytes for v in (*y.graph.ins, *y.graph.outs))) for y in yardsticks()}
+    # Four variables are read and written; the gradient is zeroed.
+    bytes_of["update"] = 8.0 * 4 * _UPDATED
     one, many = seconds["tiny1"], seconds[f"tiny{1 + _TINY}"]
     overhead = max(0.0, (many - one) / _TINY)
     call = max(0.0, one - overhead)
@@ -180,6 +215,7 @@ def rates_of(seconds: dict[str, float], threads: int) -> Rates:
         key: rate(key, flops_of) / flops for key in ("products", "products.bf16", "products.f16", "convolutions", "attention", "elements")
     }
     efficiency["layout.bytes"] = rate("layout.bytes", bytes_of) / near
+    efficiency["updates.bytes"] = rate("updates.bytes", bytes_of) / bandwidth
     return Rates(
         threads, _round(flops), _round(bandwidth), cache, _round(cache_bandwidth), _round(overhead), _round(call),
         {key: _round(share) for key, share in efficiency.items()},

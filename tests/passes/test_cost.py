@@ -21,6 +21,7 @@ from penstock.passes.cost import (
     ELEMENTS,
     LAYOUT,
     PRODUCTS,
+    UPDATES,
     GraphCost,
     InTurn,
     Transfer,
@@ -94,7 +95,8 @@ def test_every_operation_has_a_family() -> None:
 
     families = {name: family_of(Op(name, (), (), {})) for name in OPS}
     assert families["matmul"] == PRODUCTS
-    assert {families[k] for k in ("add", "softmax", "sum", "gather", "max_pool", "adamw", "random")} == {ELEMENTS}
+    assert {families[k] for k in ("add", "softmax", "sum", "gather", "max_pool", "random")} == {ELEMENTS}
+    assert {families[k] for k in ("sgd", "adamw")} == {UPDATES}
     assert {families[k] for k in ("reshape", "pad", "concat", "accum", "take")} == {LAYOUT}
 
 
