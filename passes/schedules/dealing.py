@@ -5,9 +5,10 @@ turns, and stages with the same shares make the same groups: whole pipelines sid
 
 Each rank follows the order that one rank would follow for the whole stage, and leaves out what is not its own. A rank must have so many forwards in hand
 that it can work while its microbatch is with the stages behind it. With one rank per stage that is one microbatch for each stage behind, d-1-s. A rank
-that runs n of the m microbatches of a batch holds one for m/n of the time of one, so in general it is the sum of m/n over the stages behind, where of
-several ranks that it shares microbatches with the slowest counts. `ahead` is that sum, rounded up, and at least that of every rank of the next stage
-with which the rank shares microbatches.
+that runs n of the m microbatches of a batch holds one for m/n of the time of one. So the microbatch is away for that time at the rank of the next stage
+which takes it, and for as long as that rank has forwards in hand: `ahead` is the sum of both, of the slowest it shares microbatches with, rounded up to
+whole microbatches of its own, that is to a multiple of m/n. Without the rounding two replicas in front of one would wait for each other's turns: 1.5
+times the time.
 
 That is why nobody waits for ever. On rank r, F of microbatch k stands before B of microbatch j if k <= j + ahead(r). Give a rank that waits to run B(j)
 the value j, and one that waits to run F(k) the value k - ahead(r). Along the chain of those who wait for each other values never grow: whoever stands
@@ -78,10 +79,15 @@ def forwards_ahead(dealt: Dealt) -> list[list[int]]:
     """For every stage and rank of it, by how many microbatches forwards are ahead of backwards, in numbers of all microbatches."""
     found: list[list[int]] = []
     for stage in reversed(range(len(dealt))):
-        needed = [math.ceil(_time_at(own, dealt[stage + 1 :])) for own in dealt[stage]]
-        if found:
-            later = list(zip(dealt[stage + 1], found[0], strict=True))
-            needed = [max([w, *(v for other, v in later if _meet(own, other))]) for own, w in zip(dealt[stage], needed, strict=True)]
+        if not found:
+            found.insert(0, [0] * len(dealt[stage]))
+            continue
+        total = sum(map(len, dealt[stage]))
+        later = list(zip(dealt[stage + 1], found[0], strict=True))
+        needed = []
+        for own in dealt[stage]:
+            away = max(ahead + Fraction(total, len(other)) for other, ahead in later if _meet(own, other))
+            needed.append(math.ceil(math.ceil(away * len(own) / total) * Fraction(total, len(own))))
         found.insert(0, needed)
     return found
 

@@ -21,11 +21,14 @@ from penstock.ir.simulate import simulate, time_per_batch
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.verify import verify
 from penstock.passes.communicate import communicate
+from penstock.passes.late_updates import sum_late
 from penstock.passes.lifetimes import lifetimes
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, build_schedule, schedule
-from penstock.passes.schedules.dealing import deal, forwards_ahead
+from penstock.passes.schedules.dealing import deal, equal_shares, forwards_ahead
 from penstock.passes.split_backward import split_backward
 from penstock.passes.weight_versions import weight_versions
+from penstock.runtime.simulate import simulate as play
+from penstock.runtime.simulate import wire_chain
 
 FACTS = ("scheduled", "versioned", "wired", "freed")
 TRAINING = [kind for kind, row in SCHEDULES.items() if row.trains]
@@ -227,3 +230,13 @@ def test_no_rank_runs_two_things_at_once_and_all_ends(shares):
     for line in played.ranks.values():
         for before, after in pairwise(line):
             assert after.start >= before.finish
+
+
+@pytest.mark.parametrize("kind", ["2bw", "eager-2bw"])
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2, 1), (1, 3, 4), (2, 3, 1), (4, 4, 2), (3, 2, 2, 1), (1, 2, 1, 2, 2), (4, 1, 3)])
+def test_stages_with_unequal_numbers_of_ranks_wait_for_nobody(kind: str, ranks: tuple[int, ...]) -> None:
+    """As many ranks as a stage is slow: a batch takes no longer than each stage alone, message by message."""
+    m = 24
+    wired = wire_chain(sum_late(build_schedule(kind, len(ranks), m, [equal_shares(n, m) for n in ranks]), SCHEDULES[kind].delay))
+    played = play(wired, 8, lambda rank, action: {"F": 1.0, "B": 2.0}.get(action.kind, 0.0) * ranks[action.stage], lambda *edge: 0.0)
+    assert played.step_seconds == pytest.approx(3 * m)
