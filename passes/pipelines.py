@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ir.graph import Attr
+from ..ir.graph import Attr, Scalar
 from ..ir.text import print_literal
 from .autodiff import AutodiffOptions, autodiff
 from .communicate import CommunicateOptions, communicate
@@ -61,7 +61,7 @@ def training_pipeline(
     library: str = "",
     guard: dict[str, Attr] | None = None,
     again: str = "auto",
-    shares: tuple[int, ...] = (),
+    shares: tuple[Scalar, ...] = (),
 ) -> list[Call]:
     """From a model with its loss to the program of every rank. `compute` is the element type of activations; `library`, where there are GPUs,
     who computes contractions on them; `guard` what is done about the gradient before it is used; `again` what is computed again in the
@@ -98,7 +98,7 @@ def training_pipeline(
 
 
 def inference_pipeline(
-    partition: dict[str, Attr], microbatches: int, compute: str = "f32", library: str = "", shares: tuple[int, ...] = ()
+    partition: dict[str, Attr], microbatches: int, compute: str = "f32", library: str = "", shares: tuple[Scalar, ...] = ()
 ) -> list[Call]:
     """From a model to the forward program of every rank."""
     check_precision(compute)

@@ -1,8 +1,9 @@
 """ONNX models as modules: `import_onnx` reads a file by its path."""
 
 from ..imported import Imported
+from .binding import open_dimensions
 from .importer import import_onnx
 from .report import CannotImport
 from .versions import OPSETS
 
-__all__ = ["OPSETS", "CannotImport", "Imported", "import_onnx"]
+__all__ = ["OPSETS", "CannotImport", "Imported", "import_onnx", "open_dimensions"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -16,7 +17,7 @@ from onnx.helper import tensor_dtype_to_np_dtype
 
 from penstock.ir.errors import UsageError
 
-from .source import element_name
+from .source import Source, element_name
 
 # What an input is bound to: numbers, for a sequence a list of them, for an optional also nothing.
 Given = object
@@ -112,6 +113,23 @@ def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Gi
         hint = f"add {' '.join(flags.values())}, or dims={{{sizes_in_python}}} in Python" if flags else ""
         raise UsageError(f"{what} do not fit the model:\n" + "\n".join(f"  {p}" for p in problems), where=where, hint=hint)
     return found
+
+
+def open_dimensions(path: str | Path, dims: Mapping[str, int], known: Mapping[str, Given]) -> tuple[str | None, list[str]]:
+    """Of a model's symbolic dimensions that are not bound: the one that all inputs with an open dimension have first, if there is one, and the others."""
+    graph = Source(path).model.graph
+    stored = {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
+    first: set[str] = set()
+    others: set[str] = set()
+    for value in graph.input:
+        if value.name in stored or value.name in known or not value.type.HasField("tensor_type"):
+            continue
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            name = dim.dim_param or f"{value.name}.{axis}"
+            if not dim.HasField("dim_value") and name not in dims:
+                (others if axis else first).add(name)
+    alone = next(iter(first)) if len(first) == 1 and not first & others else None
+    return alone, sorted(others | (first - {alone}))
 
 
 def _open_dimensions(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.frontends.imported import Imported
     from penstock.frontends.training import Training
     from penstock.passes.manager import Call, Dump
+    from penstock.planning import Search
 
 ProgressHook = Callable[[int, int, str], None]
 
@@ -40,19 +41,22 @@ class Model:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will run where. `module` is the program, `reference` the same model before it was cut into stages."""
+    """What will run where. `module` is the program, `reference` the same model before it was cut into stages, `search` what the planner did if it
+    chose."""
 
     model: Model
     module: Module
     reference: Module
     calls: tuple[Call, ...]
     training: Training | None
+    search: Search | None = None
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2, sort_keys=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain data: the same facts as `notes`, for programs."""
+        """The plan as plain data: the same facts as `notes`, for programs, and what is predicted of it."""
+        from penstock.arguing import planner_facts, predicted_facts
         from penstock.passes.lifetimes import memory_table
         from penstock.passes.manager import print_pipeline
 
@@ -69,6 +73,8 @@ class Plan:
             ],
             "memory": {str(rank): dict(row) for rank, row in memory_table(self.module).items()},
             "notes": [f"{note.origin}: {note.text}" for note in self.module.notes],
+            "predicted": predicted_facts(self.module),
+            **({} if self.search is None else {"planner": planner_facts(self.search)}),
         }
 
 
@@ -129,29 +135,18 @@ def plan(
     saving it: auto (what the memory of their devices asks for), none or all. `cuda_libraries` says who computes contractions on GPUs: torch,
     which calls the vendor's libraries, or none. `hints` is whether placement hints of the model are followed, where it has some and `split_at`
     is not given."""
-    from penstock.frontends.moving import at_rest
-    from penstock.frontends.training import attach_loss
     from penstock.passes.manager import Call, run_passes
-    from penstock.passes.pipelines import PASSES, inference_pipeline, training_pipeline
+    from penstock.passes.pipelines import PASSES
     from penstock.passes.schedules.dealing import fair_shares
     from penstock.placement import follow_hints
 
-    library = cuda_libraries if any(d.kind == "cuda" for d in cluster.devices) else ""
     microbatches = training.microbatches if training is not None else microbatches
     placed = tuple(map(tuple, devices)) or _in_groups(cluster, stages, replicas)
     fair = shares or [fair_shares([cluster.device(n).flops for n in names], microbatches) for names in placed]
     dealt = tuple(share for of_stage in fair for share in of_stage)
     named = tuple(" ".join(names) for names in placed)
     cuts: dict[str, Attr] = {"stages": stages, "split_at": tuple(split_at), "devices": named, "shares": dealt}
-    module = model.module.but(cluster=cluster)
-    if training is None:
-        module = at_rest(module, pure=model.imported.structure is not None)
-        calls = inference_pipeline(cuts, microbatches, precision or "f32", library, dealt)
-    else:
-        module = attach_loss(module, training, model.imported.names)
-        compute = precision or training.precision
-        guard = training.guard_options()
-        calls = training_pipeline(training.pass_options(), cuts, schedule, microbatches, compute, library, guard, recompute, dealt)
+    module, calls = _pipeline(model, cluster, training, cuts, schedule, microbatches, precision, recompute, cuda_libraries)
     seen: list[Module] = []
     made: list[Call] = []
     notes: list[str] = []
@@ -170,6 +165,52 @@ def plan(
     done = run_passes(module, calls, PASSES, dump=dump, progress=progress, before=look)
     done = done.noted("placement", *notes)
     return Plan(model, done, seen[0], tuple(made), training)
+
+
+def before_partition(
+    model: Model,
+    cluster: Cluster,
+    training: Training | None = None,
+    *,
+    schedule: str = "1f1b",
+    precision: str | None = None,
+    cuda_libraries: str = "torch",
+    progress: ProgressHook | None = None,
+) -> Module:
+    """The whole model as `partition` sees it in `plan`: with its loss, gradients and updates."""
+    from penstock.passes.manager import run_passes
+    from penstock.passes.pipelines import PASSES
+
+    microbatches = training.microbatches if training is not None else 1
+    module, calls = _pipeline(model, cluster, training, {}, schedule, microbatches, precision, "none", cuda_libraries)
+    return run_passes(module, calls[: [call.name for call in calls].index("partition")], PASSES, progress=progress)
+
+
+def _pipeline(
+    model: Model,
+    cluster: Cluster,
+    training: Training | None,
+    cuts: dict[str, Attr],
+    schedule: str,
+    microbatches: int,
+    precision: str | None,
+    recompute: str,
+    cuda_libraries: str,
+) -> tuple[Module, list[Call]]:
+    """What passes start from, and which ones run. `cuts` are options for `partition`."""
+    from penstock.frontends.moving import at_rest
+    from penstock.frontends.training import attach_loss
+    from penstock.passes.pipelines import inference_pipeline, training_pipeline
+
+    library = cuda_libraries if any(d.kind == "cuda" for d in cluster.devices) else ""
+    module, shares = model.module.but(cluster=cluster), cuts.get("shares", ())
+    assert isinstance(shares, tuple)
+    if training is None:
+        module = at_rest(module, pure=model.imported.structure is not None)
+        return module, inference_pipeline(cuts, microbatches, precision or "f32", library, shares)
+    compute, guard = precision or training.precision, training.guard_options()
+    module = attach_loss(module, training, model.imported.names)
+    return module, training_pipeline(training.pass_options(), cuts, schedule, microbatches, compute, library, guard, recompute, shares)
 
 
 def _in_groups(cluster: Cluster, stages: int, replicas: int) -> tuple[tuple[str, ...], ...]:

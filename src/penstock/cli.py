@@ -104,6 +104,11 @@ def _parser() -> argparse.ArgumentParser:
     plan = add("plan", "choose stages and devices for a model, or for the graph of a placement file, and show the choice")
     _model_arguments(plan, optional=True)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    grading = plan.add_argument_group("after a run (MODEL.onnx is then a bundle)")
+    grading.add_argument(
+        "--grade", metavar="METRICS", help="compare what the bundle's plan predicted with the metrics of a run, and keep corrections"
+    )
+    grading.add_argument("--trace", metavar="FILE", help="with --grade: the trace of the run, for computations one by one")
     workload = plan.add_argument_group("placement files (in place of a model)")
     workload.add_argument("--workload", metavar="FILE.json", help="a graph in the public device-placement format (docs/placement.md)")
     workload.add_argument(
@@ -329,7 +334,18 @@ def _model_arguments(parser: argparse.ArgumentParser, optional: bool = False) ->
         help="leave out updates whose gradient is infinite or nan (with --clip and in f16 that is done in any case)",
     )
     training.add_argument("--microbatches", type=_positive, metavar="M", help="microbatches per batch (default: 1)")
-    training.add_argument("--schedule", choices=_SCHEDULES, help="default: 1f1b, which equals plain training")
+    training.add_argument(
+        "--batch",
+        type=_positive,
+        metavar="N",
+        help="samples per update: the planner then chooses stages, their devices and shares, microbatches, schedule and recomputation; a symbolic "
+        "first dimension of the inputs is left to it as well",
+    )
+    training.add_argument(
+        "--schedule",
+        choices=(*_SCHEDULES, "auto"),
+        help="default: 1f1b, which equals plain training; with --batch the fastest that does; auto, with --batch: the fastest of all",
+    )
     training.add_argument(
         "--recompute",
         choices=("auto", "none", "all"),
@@ -345,9 +361,10 @@ def _model_arguments(parser: argparse.ArgumentParser, optional: bool = False) ->
     parser.add_argument(
         "--replicas",
         type=_positive,
-        default=1,
+        default=0,
         metavar="N",
-        help="devices per stage: they share the microbatches of a batch out among them, faster ones take more (default: 1)",
+        help="devices per stage: they share the microbatches of a batch out among them, faster ones take more (default: 1; with --batch, the most of "
+        "one stage, by default any number)",
     )
     parser.add_argument(
         "--split-at", action="append", default=[], metavar="NODE", help="start a new stage at this node or value instead of searching"

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,31 +20,39 @@ from penstock.looking import check_cache, load_module
 from penstock.looking import diff_command as diff_command
 from penstock.looking import inspect_command as inspect_command
 from penstock.simulating import simulate_command as simulate_command
-from penstock.terminal import Progress, say, size, table
+from penstock.terminal import Progress, say, table
 
 if TYPE_CHECKING:
     from penstock.api import Plan
     from penstock.frontends.training import Training
+    from penstock.planning import Load
 
 # ------------------------------------------------------------------------------------------------ plan and compile
 
 
 def plan_command(arguments: Namespace) -> None:
+    from penstock.arguing import as_json, print_argument
     from penstock.placing import check_plan_arguments, plan_workload
 
+    if arguments.grade is not None:
+        from penstock.grading import grade_command
+
+        grade_command(arguments)
+        return
     check_plan_arguments(arguments)
     if arguments.workload is not None:
         plan_workload(arguments)
         return
     found = _plan(arguments)
     if arguments.json:
-        print(found.to_json())
+        print(as_json(found))
     else:
-        print_plan(found)
+        print_argument(found)
 
 
 def compile_command(arguments: Namespace) -> None:
     from penstock import api
+    from penstock.arguing import print_plan
     from penstock.backends.bundle import check_replaceable
 
     check_replaceable(Path(arguments.out))
@@ -76,12 +84,24 @@ def _plan(arguments: Namespace) -> Plan:
     elif isinstance(arguments.devices, str):
         cluster = Cluster.listed(arguments.devices)
     else:
-        cluster = Cluster.local(arguments.devices or (arguments.stages or 1) * arguments.replicas)
+        cluster = Cluster.local(arguments.devices or (arguments.stages or 1) * (arguments.replicas or 1))
     names = {"frozen": arguments.frozen, "trained": arguments.trained}
-    model = api.from_onnx(arguments.model, dims=_dims(arguments.dim), known=_known(arguments.known), **names)
+    dims = _dims(arguments.dim)
+
+    def load(size: int | None) -> api.Model:
+        own = dims if size is None or batch_dim is None else dims | {batch_dim: size}
+        return api.from_onnx(arguments.model, dims=own, known=_known(arguments.known), **names)
+
+    options = {"cuda_libraries": arguments.cuda_libraries, "progress": Progress("passes")}
+    dump = Dump(arguments.dump_ir) if arguments.dump_ir else None
+    batch_dim = _batch_dimension(arguments, dims)
+    if arguments.batch is not None:
+        return _best(arguments, load, cluster, training, batch_dim is not None, options | {"dump": dump})
+    if arguments.schedule == "auto":
+        raise UsageError("--schedule auto leaves it to the planner, which needs to know the samples of a batch", hint="add --batch")
+    model = load(None)
     for line in model.imported.report:
         say(line)
-    dump = Dump(arguments.dump_ir) if arguments.dump_ir else None
     return api.plan(
         model,
         cluster,
@@ -90,14 +110,53 @@ def _plan(arguments: Namespace) -> Plan:
         stages=arguments.stages,
         split_at=arguments.split_at,
         microbatches=arguments.microbatches or 1,
-        replicas=arguments.replicas,
+        replicas=arguments.replicas or 1,
         recompute=arguments.recompute or "auto",
-        cuda_libraries=arguments.cuda_libraries,
         precision=arguments.precision,
         hints=arguments.hints == "use",
         dump=dump,
-        progress=Progress("passes"),
+        **options,
     )
+
+
+def _batch_dimension(arguments: Namespace, dims: dict[str, int]) -> str | None:
+    """The symbolic dimension that samples are counted along, where the planner may choose how many make a microbatch."""
+    from penstock.frontends.onnx import open_dimensions
+
+    if arguments.batch is None:
+        return None
+    first, others = open_dimensions(arguments.model, dims, _known(arguments.known))
+    return first if first is not None and not others else None
+
+
+def _best(arguments: Namespace, load: Load, cluster: Cluster, training: Training | None, free: bool, options: dict[str, Any]) -> Plan:
+    """What the planner chooses for batches of `--batch` samples."""
+    from penstock.passes.planner.plan import SCHEDULES
+    from penstock.planning import SYNCHRONOUS, plan_best, sizes_of
+
+    if training is None:
+        raise UsageError("--batch plans for training", hint="add --loss, or leave --batch out for an inference plan")
+    fixed = {"--stages": arguments.stages, "--microbatches": arguments.microbatches, "--split-at": arguments.split_at}
+    given = [flag for flag, value in fixed.items() if value]
+    if given:
+        raise UsageError(f"{', '.join(given)} with --batch: the planner chooses that", hint="leave out one or the other")
+    schedules = {None: SYNCHRONOUS, "auto": SCHEDULES}.get(arguments.schedule, (arguments.schedule,))
+    sizes = sizes_of(arguments.batch, None) if free else (None,)
+    plan = plan_best(
+        load,
+        cluster,
+        training,
+        batch=arguments.batch,
+        sizes=sizes,
+        schedules=schedules,
+        recompute=arguments.recompute or "auto",
+        replicas=arguments.replicas,
+        precision=arguments.precision,
+        **options,
+    )
+    for line in plan.model.imported.report:
+        say(line)
+    return plan
 
 
 def _dims(words: Iterable[str]) -> dict[str, int]:
@@ -179,26 +238,6 @@ def _training(arguments: Namespace) -> Training | None:
     if arguments.microbatches is not None:
         settings = replace(settings, microbatches=arguments.microbatches)
     return settings
-
-
-def print_plan(found: Plan) -> None:
-    from penstock.passes.lifetimes import memory_table
-
-    module = found.module
-    assert module.schedule is not None
-    memory = memory_table(module)
-    columns = list(next(iter(memory.values())))
-    shares = [share for s in module.stages for share in module.schedule.shares(s.index)]
-    several = len(shares) > len(module.stages)
-    rows = [
-        [stage, device, *([shares[rank]] if several else []), *(size(memory[rank][c]) for c in columns)]
-        for rank, (stage, device) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True))
-    ]
-    print(f"{module.name}: schedule {module.schedule.name}, {module.schedule.microbatches} microbatches per batch, predicted peak memory")
-    print(table(["stage", "device", *(["microbatches"] if several else []), *columns], rows))
-    for note in module.notes:
-        if note.origin in ("placement", "partition", "schedule", "recompute"):
-            print(f"{note.origin}: {note.text}")
 
 
 # ------------------------------------------------------------------------------------------------ run and demo

@@ -14,7 +14,7 @@ from shlex import quote
 
 import numpy as np
 
-from penstock.commands import print_plan
+from penstock.arguing import print_plan
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.terminal import Progress, say
 

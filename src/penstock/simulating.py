@@ -94,8 +94,12 @@ def seat_of(cluster: Cluster, name: str) -> Seat | None:
 def times_of(module: Module, source: Path, costs: str) -> Seconds:
     """How long actions take: `analytic`, passes/cost.py with the rates of the cluster; `table`, what was measured on this machine before, where it was;
     `measured`, every rank of a bundle now, one after another, which also goes into the table. Ends of messages take what they took where it was measured."""
-    found = _computations(module, source, costs)
-    return lambda rank, action: found.get((rank, action.kind), MESSAGE_SECONDS if action.kind in (*SENDS, *RECEIVES) else 0.0)
+    return seconds_of(_computations(module, source, costs))
+
+
+def seconds_of(computations: Mapping[tuple[int, str], float]) -> Seconds:
+    """Times of all actions, from those of computations by rank and kind."""
+    return lambda rank, action: computations.get((rank, action.kind), MESSAGE_SECONDS if action.kind in (*SENDS, *RECEIVES) else 0.0)
 
 
 def _computations(module: Module, source: Path, costs: str) -> dict[tuple[int, str], float]:

@@ -1,0 +1,279 @@
+"""The chain that a model is to the planner. In: the module as `partition` would see it, at each size of a microbatch that is to be tried, and where times come
+from. Out: a Chain whose layers are runs of operations, and what each of them costs at each of these sizes.
+
+    layers      the operations of the forward graph, in their order, cut into at most `most` runs of about the same time; of the places where a run
+                may end the one is taken that fewest bytes cross. So no plan over layers is slower than the best over operations by more than a run
+                per stage; `largest` is what part of the whole the longest run is
+    seconds     of passes/cost.py, for the kernels that `fuse` would choose; operations of the backward graph count for the layer of the operation they
+                belong to. Those that only gradients of weights need are its `weight` part
+    bytes       a value that the backward needs counts where it is made, or where it is needed if that is one other layer; a parameter counts for every
+                layer that reads it, with its gradient and its optimiser state
+
+Limits: what is exchanged of a tied parameter is memory here, not time. Bytes are estimates for choosing; ir/memory.py counts what a chosen plan needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...ir.cluster import Device
+from ...ir.errors import UsageError
+from ...ir.graph import GRAD, PARAM, STATE, Graph, Module, Op, Value, written_vars
+from ...ir.ops import OPS
+from ...ir.types import FLOATS
+from ..cost import ROOFLINE, GraphCost, Prices
+from ..partition import chain_of, forward_graph, positions_of, replicable
+from .chain import Amount, Chain, Floats, Layer, Times, Work
+
+MOST_LAYERS = 96
+
+
+@dataclass(frozen=True)
+class Profile:
+    """`starts` are the names of the operations that layers begin with, as `partition` takes them for `split_at`; `largest` is the part of all
+    work that the longest layer has."""
+
+    chain: Chain
+    starts: tuple[str, ...]
+    operations: int
+    largest: float
+
+
+def profile_chain(modules: Mapping[int, Module], device: Device, prices: Prices = ROOFLINE, most: int = MOST_LAYERS) -> Profile:
+    """`modules` by samples per microbatch; layers are of about the same time on `device`."""
+    parts = {b: _Sized(module, prices) for b, module in sorted(modules.items())}
+    last = parts[max(parts)]
+    alike = {b: part for b, part in parts.items() if part.names == last.names}
+    if len(alike) < len(parts):
+        sizes = ", ".join(map(str, sorted(parts.keys() - alike.keys())))
+        raise UsageError(
+            f"the model has other operations with microbatches of {sizes}", where="planner", hint="plan for one size at a time"
+        )
+    cuts = last.cuts(device, most)
+    rows = {b: part.layers(cuts) for b, part in parts.items()}
+    low, high = min(rows), max(rows)
+    layers = [_between(low, a, high, z) for a, z in zip(rows[low], rows[high], strict=True)]
+    work = last.work(device)
+    sums = [float(work[a:z].sum()) for a, z in zip(cuts, [*cuts[1:], len(work)], strict=True)]
+    entry = {b: sum(v.type.nbytes for v in part.module.data_inputs) for b, part in parts.items()}
+    known: dict[tuple[Device, int], Times] = {}
+
+    def timer(chain: Chain, on: Device, b: int) -> Times:
+        key = (replace(on, name="", host=""), b)
+        if key not in known:
+            if b not in parts:
+                raise UsageError(f"microbatches of {b} samples were not profiled, only {', '.join(map(str, parts))}", where="planner")
+            known[key] = parts[b].times(on, cuts)
+        return known[key]
+
+    chain = Chain(tuple(layers), timer, _amount(low, entry[low], high, entry[high]))
+    return Profile(chain, tuple(last.names[i] for i in cuts), len(work), max(sums) / max(sum(sums), 1e-300))
+
+
+def _between(low: int, a: Layer, high: int, z: Layer) -> Layer:
+    """Bytes as a function of b, from those at two sizes."""
+
+    def of(what: str) -> Amount:
+        return _amount(low, getattr(a, what).fixed, high, getattr(z, what).fixed)
+
+    return replace(z, saved=of("saved"), out=of("out"), back=of("back"), workspace=of("workspace"))
+
+
+def _amount(low: int, a: int, high: int, z: int) -> Amount:
+    """What grows with b, at least at both sizes what was found there."""
+    if low == high:
+        return Amount(a, 0)
+    each = -(-(z - a) // (high - low)) if z > a else 0
+    return Amount(max(a - each * low, z - each * high, 0), each)
+
+
+class _Sized:
+    """A module at one size of a microbatch."""
+
+    def __init__(self, module: Module, prices: Prices) -> None:
+        self.module, self.prices = module, prices
+        self.chain = chain_of(module)
+        if not self.chain:
+            raise UsageError("the model computes nothing from its inputs: there is no operation to plan for")
+        forward = forward_graph(module)
+        self.backward = module.graphs.get("B")
+        position = positions_of(self.chain)
+        self.names = [op.loc if position.get(op.loc) == i else _first_name(op) for i, op in enumerate(self.chain)]
+        self.made = {v: i for i, op in enumerate(self.chain) for v in op.outs}
+        by_name = {v.name: i for v, i in self.made.items()}
+        self.forward_cost = GraphCost(forward), [self.made.get(op.outs[0]) if op.outs else None for op in forward.ops]
+        self.backward_at = _places(self.backward, by_name) if self.backward is not None else []
+        self.backward_cost = GraphCost(self.backward) if self.backward is not None else None
+        self.params = _params_read(module, forward, self.chain)
+
+    # -------------------------------------------------------------------------------------------- seconds
+
+    def _forward(self, device: Device) -> Floats:
+        found = np.zeros(len(self.chain))
+        graph, where = self.forward_cost
+        for at, seconds in zip(where, graph.op_seconds(device, self.prices), strict=True):
+            if at is not None:
+                found[at] += seconds
+        return found
+
+    def _backward(self, device: Device, only: Sequence[bool] | None = None) -> Floats:
+        found = np.zeros(len(self.chain))
+        if self.backward_cost is not None:
+            for i, (at, seconds) in enumerate(zip(self.backward_at, self.backward_cost.op_seconds(device, self.prices), strict=True)):
+                if at is not None and (only is None or only[i]):
+                    found[at] += seconds
+        return found
+
+    def _update(self, device: Device) -> Floats:
+        """Updates of parameters, by the first operation that reads them; what belongs to none is done on every stage, and is little."""
+        found = np.zeros(len(self.chain))
+        update = self.module.graphs.get("U")
+        if update is None:
+            return found
+        reader = {name: i for i, names in reversed(list(enumerate(self.params))) for name in names}
+        at: dict[Value, int] = {}
+        for op, seconds in zip(update.ops, GraphCost(update).op_seconds(device, self.prices), strict=True):
+            own = op.var if "var" in op.attrs else ""
+            places = [at[v] for v in op.ins if v in at] + [reader[name] for name in (own, own.rpartition(".")[0]) if name in reader]
+            if places:
+                found[places[0]] += seconds
+                at.update(dict.fromkeys(op.outs, places[0]))
+        return found
+
+    def work(self, device: Device) -> Floats:
+        return self._forward(device) + self._backward(device)
+
+    def times(self, device: Device, cuts: Sequence[int]) -> Times:
+        def by_layer(seconds: Floats) -> tuple[float, ...]:
+            return tuple(float(x) for x in np.add.reduceat(seconds, list(cuts)))
+
+        forward, backward = by_layer(self._forward(device)), by_layer(self._backward(device))
+        weight = by_layer(self._backward(device, self._for_weights(cuts)))
+        return Times(forward, backward, tuple(map(min, weight, backward)), forward, by_layer(self._update(device)))
+
+    def _for_weights(self, cuts: Sequence[int]) -> list[bool]:
+        """Operations of the backward graph whose results no earlier layer's backward needs."""
+        if self.backward is None:
+            return []
+        layer_of = [None if at is None else int(np.searchsorted(cuts, at, "right")) for at in self.backward_at]
+        makers = {v: i for i, op in enumerate(self.backward.ops) for v in op.outs}
+        needed = [False] * len(self.backward.ops)
+        for i in reversed(range(len(self.backward.ops))):
+            for v in self.backward.ops[i].ins:
+                j = makers.get(v)
+                if j is not None and (needed[i] or layer_of[i] != layer_of[j]) and self.backward.ops[i].kind != "accum":
+                    needed[j] = True
+        return [not found for found in needed]
+
+    # -------------------------------------------------------------------------------------------- layers and bytes
+
+    def crossing(self, floats: bool = False) -> Floats:
+        """Entry i: bytes of values made before operation i and used at or after it."""
+        delta = np.zeros(len(self.chain) + 1)
+        last: dict[Value, int] = {}
+        for i, op in enumerate(self.chain):
+            last.update((v, i) for v in op.ins if v in self.made)
+        for value, at in last.items():
+            if not floats or value.type.dtype in FLOATS:
+                delta[self.made[value] + 1] += value.type.nbytes
+                delta[at + 1] -= value.type.nbytes
+        return np.cumsum(delta)
+
+    def cuts(self, device: Device, most: int) -> list[int]:
+        """Where layers begin: the cheapest place in every stretch of equal time, and never where a stage may not start."""
+        work, crossing, count = self.work(device), self.crossing(), len(self.chain)
+        allowed = [i for i in range(1, count) if i not in self._inside_spans()]
+        ends = np.concatenate([[0.0], np.cumsum(work)])
+        if len(allowed) < most:
+            return [0, *allowed]
+        stretch: dict[int, list[int]] = {}
+        for i in allowed:
+            stretch.setdefault(int(ends[i] / max(ends[-1], 1e-300) * (most - 1)), []).append(i)
+        return [0, *sorted(min(places, key=lambda i: (crossing[i], i)) for places in stretch.values())]
+
+    def _inside_spans(self) -> set[int]:
+        """Places between the operations that touch a variable which the forward graph changes."""
+        moving, found = written_vars(forward_graph(self.module)), set[int]()
+        for name in moving:
+            at = [i for i, op in enumerate(self.chain) if OPS[op.kind].effect and op.var == name]
+            found.update(range(at[0] + 1, at[-1] + 1))
+        return found
+
+    def layers(self, cuts: Sequence[int]) -> list[Layer]:
+        ends = [*cuts[1:], len(self.chain)]
+        crossing, back = self.crossing(), self.crossing(floats=True) if self.backward is not None else np.zeros(len(self.chain) + 1)
+        saved = self._saved(cuts)
+        found = []
+        for number, (first, last) in enumerate(zip(cuts, ends, strict=True)):
+            names = {name for i in range(first, last) for name in self.params[i]}
+            owned = [var for var in self.module.vars.values() if var.name in names or var.name.rpartition(".")[0] in names]
+            by_role = {role: sum(v.type.nbytes for v in owned if v.role == role) for role in (PARAM, GRAD, STATE)}
+            temporary = max((sum(v.type.nbytes for v in op.outs) for op in self.chain[first:last]), default=0)
+            found.append(
+                Layer(
+                    self.names[first],
+                    by_role[PARAM],
+                    by_role[GRAD],
+                    by_role[STATE],
+                    Amount(saved[number]),
+                    Amount(int(crossing[last])),
+                    Amount(int(back[last])),
+                    Amount(2 * temporary),
+                    forward=Work(),
+                )
+            )
+        return found
+
+    def _saved(self, cuts: Sequence[int]) -> list[int]:
+        """Bytes that the backward of each layer needs of the forward pass."""
+        found = [0] * len(cuts)
+        if self.backward is None:
+            return found
+        users: dict[Value, set[int]] = {}
+        for at, op in zip(self.backward_at, self.backward.ops, strict=True):
+            if at is not None:
+                for v in op.ins:
+                    users.setdefault(v, set()).add(int(np.searchsorted(cuts, at, "right")) - 1)
+        fed = set(self.module.inputs)
+        for value, layers in users.items():
+            if value in self.made:
+                home = int(np.searchsorted(cuts, self.made[value], "right")) - 1
+            elif value in fed:
+                home = min(layers)
+            else:
+                continue
+            found[next(iter(layers)) if len(layers) == 1 else home] += value.type.nbytes
+        return found
+
+
+def _first_name(op: Op) -> str:
+    return op.outs[0].name if op.outs else op.var
+
+
+def _places(backward: Graph, position: Mapping[str, int]) -> list[int | None]:
+    """Where each operation of the backward graph belongs: with its forward operation, sums of gradients with the first of their operands."""
+    made: dict[Value, int] = {}
+    found: list[int | None] = []
+    for op in backward.ops:
+        at = position.get(str(op.attrs["of"])) if "of" in op.attrs else min((made[v] for v in op.ins if v in made), default=None)
+        found.append(at)
+        if at is not None:
+            made.update(dict.fromkeys(op.outs, at))
+    return found
+
+
+def _params_read(module: Module, forward: Graph, chain: Sequence[Op]) -> list[set[str]]:
+    """The parameters that each operation of the chain reads, also through values that any stage can compute, such as a transposed weight."""
+    anywhere, of = replicable(forward), dict[Value, frozenset[str]]()
+    for op in forward.ops:
+        if op.outs and anywhere.issuperset(op.outs):
+            own = frozenset((op.var,)) if op.kind == "read" and module.vars[op.var].role == PARAM else frozenset[str]()
+            of.update(dict.fromkeys(op.outs, own.union(*(of.get(v, frozenset()) for v in op.ins))))
+    return [set(_joined(of.get(v, ()) for v in op.ins)) for op in chain]
+
+
+def _joined(parts: Iterable[Iterable[str]]) -> Iterable[str]:
+    return (name for part in parts for name in part)

@@ -1,0 +1,201 @@
+"""Why a plan is as it is: what `penstock plan` prints, and what goes into plan.json.
+
+In: a plan, and if the planner chose it the search behind it. Out: a table of ranks with their seconds and their share of the bottleneck, their memory by
+purpose, the step that the simulator predicts for the program, what limits it, how far it is from the bound, why devices were left out, and what would
+change it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock import api
+from penstock.grading import Corrected, corrected
+from penstock.ir.graph import Module
+from penstock.passes.cost import ROOFLINE, rank_seconds
+from penstock.passes.planner.argue import Change, counterfactuals
+from penstock.planning import SYNCHRONOUS, Search
+from penstock.simulating import Forecast, binding, forecast, seconds_of
+from penstock.terminal import size, table
+
+# Batches that are simulated: enough for a steady state.
+BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the simulator says of a planned program. `busy` are seconds per batch of every rank's computations."""
+
+    forecast: Forecast
+    step: float
+    busy: dict[int, float]
+    correction: Corrected | None = None
+
+    @property
+    def pace(self) -> float:
+        return max(self.busy.values(), default=0.0)
+
+
+def predict(module: Module) -> Predicted:
+    """Simulate a planned module on its own cluster, with costs that are estimated, and corrected where runs were graded."""
+    correction = corrected()
+    seconds = seconds_of(rank_seconds(module, correction or ROOFLINE))
+    made = forecast(module, seconds, BATCHES)
+    assert module.schedule is not None
+    busy = {rank: sum(seconds(rank, a) for a in program.batch) for rank, program in module.schedule.ranks.items()}
+    return Predicted(made, made.found.step_seconds or made.drained, busy, correction)
+
+
+# ------------------------------------------------------------------------------------------------ for people
+
+
+def print_argument(plan: api.Plan) -> None:
+    """All there is to say about a plan."""
+    print_plan(plan)
+    if plan.search is not None:
+        for line in argument(plan.search):
+            print(line)
+
+
+def print_plan(plan: api.Plan) -> None:
+    """The plan and what is predicted of it."""
+    module, predicted = plan.module, predict(plan.module)
+    print_ranks(module, predicted)
+    for note in module.notes:
+        if note.origin in ("placement", "partition", "schedule", "recompute"):
+            print(f"{note.origin}: {note.text}")
+    step, samples = predicted.step, predicted.forecast.samples
+    print(
+        f"predicted: {_seconds(step)} per batch of {samples} samples, {samples / step:.1f} samples/s, {1 - _busy(predicted):.0%} of the ranks' time idle"
+    )
+    if predicted.correction is not None:
+        runs = predicted.correction.runs
+        print(
+            f"estimates of this machine are corrected by {predicted.correction.factor:.2f}, from {runs} graded run{'s' if runs > 1 else ''}"
+        )
+    print(f"limited by: {binding(predicted.forecast)}")
+
+
+def print_ranks(module: Module, predicted: Predicted) -> None:
+    from penstock.passes.lifetimes import memory_table
+
+    memory, schedule = memory_table(module), module.schedule
+    assert schedule is not None
+    columns = list(next(iter(memory.values())))
+    shares = [share for s in module.stages for share in schedule.shares(s.index)]
+    rows = [
+        [
+            stage,
+            device,
+            shares[rank],
+            f"{predicted.busy[rank] * 1e3:.3f} ms",
+            f"{predicted.busy[rank] / predicted.pace:.0%}" if predicted.pace else "-",
+            *(size(memory[rank][c]) for c in columns),
+        ]
+        for rank, (stage, device) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True))
+    ]
+    print(
+        f"{module.name}: schedule {schedule.name}, {schedule.microbatches} microbatches per batch, predicted time per batch and peak memory"
+    )
+    print(table(["stage", "device", "microbatches", "time", "of slowest", *columns], rows))
+
+
+def _busy(predicted: Predicted) -> float:
+    whole = sum(u.busy + u.waiting + u.idle for u in predicted.forecast.found.ranks)
+    return sum(u.busy for u in predicted.forecast.found.ranks) / whole if whole else 1.0
+
+
+def argument(search: Search) -> Iterator[str]:
+    """The planner's reasons, a line each."""
+    chosen, profile, result = search.chosen, search.profile, search.result
+    plan = chosen.plan
+    grain = (
+        ""
+        if len(profile.starts) == profile.operations
+        else f" (of {profile.operations} operations, the longest {profile.largest:.1%} of the work)"
+    )
+    yield f"planner: {plan.size} samples per microbatch, {plan.count} microbatches; chosen over {len(profile.starts)} layers{grain}"
+    yield f"planner: {_seconds(chosen.step)} per batch by its formulas, limited by {chosen.judged.binding}; {_bound(search)}"
+    for schedule, reason in search.refused.items():
+        yield f"planner: {schedule} would take {_seconds(result.outcomes[schedule].step)}, but it was refused: {reason.splitlines()[0]}"
+    if plan.schedule not in SYNCHRONOUS:
+        yield f"planner: under {plan.schedule} gradients are one update late, which is not what plain training computes; --schedule 1f1b is"
+    yield from (f"planner: left out: {line}" for line in search.little)
+    for name, reason in result.left_out.items():
+        yield f"planner: left out: {name}, because {reason}"
+    for change in what_if(search):
+        told = "nothing fits" if change.step is None else f"{_seconds(change.step)} ({_against(change.step, chosen.step)})"
+        yield f"what if: {change.name}: {told}"
+
+
+def what_if(search: Search) -> list[Change]:
+    """Plans with one thing changed, against the one that was chosen."""
+    chosen = search.chosen
+    others = {} if search.in_bf16 is None else {"in bfloat16": search.in_bf16().chain}
+    outcomes = {chosen.plan.schedule: chosen} | {
+        kind: found for kind, found in search.result.outcomes.items() if kind != chosen.plan.schedule
+    }
+    return counterfactuals(replace(search.result, outcomes=outcomes), others)
+
+
+def _bound(search: Search) -> str:
+    chosen = search.chosen
+    if chosen.proven(search.result.wanted.tolerance):
+        return "no plan is faster"
+    told = f"no plan takes less than {_seconds(chosen.bound)}, {chosen.gap():.1%} less"
+    return told + (
+        "" if chosen.layout.complete else f"; of a fleet of this size not every choice was tried, {chosen.layout.name} were best"
+    )
+
+
+def _against(other: float, chosen: float) -> str:
+    ratio = other / chosen
+    if abs(ratio - 1) < 5e-4:
+        return "the same"
+    return f"{ratio - 1:.1%} slower" if ratio > 1 else f"{1 - ratio:.1%} faster"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+
+
+# ------------------------------------------------------------------------------------------------ for programs
+
+
+def predicted_facts(module: Module) -> dict[str, Any]:
+    """What the simulator says, for plan.json."""
+    predicted = predict(module)
+    return {
+        "step_s": predicted.step,
+        "samples_per_s": predicted.forecast.samples / predicted.step if predicted.step else None,
+        "drained_s": predicted.forecast.drained,
+        "busy_s": {str(rank): seconds for rank, seconds in predicted.busy.items()},
+        "limited_by": binding(predicted.forecast),
+        "correction": predicted.correction.factor if predicted.correction is not None else None,
+    }
+
+
+def planner_facts(search: Search) -> dict[str, Any]:
+    """What the planner found, for plan.json."""
+    chosen = search.chosen
+    return {
+        "step_s": chosen.step,
+        "bound_s": chosen.bound,
+        "proven": chosen.proven(search.result.wanted.tolerance),
+        "layout": chosen.layout.name,
+        "limited_by": chosen.judged.binding,
+        "schedules": {kind: outcome.step for kind, outcome in search.result.outcomes.items()},
+        "refused": dict(search.refused),
+        "left_out": search.left_out,
+    }
+
+
+def as_json(plan: api.Plan) -> str:
+    """The plan with what would change it."""
+    found = plan.as_dict()
+    if plan.search is not None:
+        found["planner"]["what_if"] = {change.name: change.step for change in what_if(plan.search)}
+    return json.dumps(found, indent=2, sort_keys=True)

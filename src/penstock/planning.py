@@ -1,0 +1,158 @@
+"""Let the planner choose: how many stages, on which devices, with which shares of how large microbatches, under which schedule.
+
+In: a way to load the model at any size of a microbatch, a cluster, training settings, samples per batch. Out: a Plan as `ps.plan` makes it, with the
+`Search` that led to it: what every schedule could do at best, and why one was not taken.
+
+The planner works on a chain of layers with estimates (passes/planner); what it chooses then goes through all passes, which check order, versions and
+memory exactly. A choice that they refuse is not lost in silence: the next best schedule is taken, and the reason is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from penstock import api
+from penstock.grading import corrected
+from penstock.ir.cluster import Cluster
+from penstock.ir.errors import DoesNotFit, UsageError, VerifyError
+from penstock.passes.cost import ROOFLINE, Prices
+from penstock.passes.planner.argue import Result, plan_chain
+from penstock.passes.planner.plan import SCHEDULES, Wanted
+from penstock.passes.planner.planner import Outcome
+from penstock.passes.planner.profile import Profile, profile_chain
+from penstock.passes.planner.sparing import without_little_help
+
+if TYPE_CHECKING:
+    from penstock.frontends.training import Training
+
+# Schedules that compute what plain training does; the others are one update late, and only for who asks for them.
+SYNCHRONOUS = tuple(kind for kind in SCHEDULES if kind not in ("2bw", "eager-2bw"))
+# Sizes of microbatches that are tried if none are given: each is one more import of the model.
+MOST_SIZES = 5
+
+# The model at so many samples per microbatch; None for the size that it has.
+Load = Callable[[int | None], api.Model]
+
+
+@dataclass(frozen=True)
+class Search:
+    """What led to a plan. `result` has the best plan of every schedule, `chosen` is the one that was carried out; `refused` are those that the passes
+    refused, with the reason; `little` says of devices that they help too little to be used. `in_bf16` makes the profile of the model in bfloat16,
+    where the plan is in float32."""
+
+    profile: Profile
+    result: Result
+    chosen: Outcome
+    refused: Mapping[str, str]
+    little: Sequence[str] = ()
+    in_bf16: Callable[[], Profile] | None = None
+
+    @property
+    def left_out(self) -> list[str]:
+        """Devices that the plan does not use."""
+        return [device.name for i, device in enumerate(self.result.fleet.devices) if i not in self.chosen.plan.devices]
+
+
+def sizes_of(batch: int, fixed: int | None) -> tuple[int, ...]:
+    """Samples per microbatch to try: the size that the model has, or divisors of the batch, evenly among its powers of two and the like."""
+    if fixed is not None:
+        if batch % fixed:
+            raise UsageError(
+                f"a batch of {batch} samples cannot be made of microbatches of {fixed}, the size that the model has",
+                hint="give another --batch, or a model whose first dimension is symbolic",
+            )
+        return (fixed,)
+    divisors = [b for b in range(1, batch + 1) if batch % b == 0]
+    if len(divisors) <= MOST_SIZES:
+        return tuple(divisors)
+    step = (len(divisors) - 1) / (MOST_SIZES - 1)
+    return tuple(sorted({divisors[round(i * step)] for i in range(MOST_SIZES)}))
+
+
+def plan_best(
+    load: Load,
+    cluster: Cluster,
+    training: Training,
+    *,
+    batch: int,
+    sizes: Sequence[int | None] = (None,),
+    schedules: Sequence[str] = SYNCHRONOUS,
+    recompute: str = "auto",
+    replicas: int = 0,
+    precision: str | None = None,
+    prices: Prices | None = None,
+    progress: api.ProgressHook | None = None,
+    **options: Any,
+) -> api.Plan:
+    """The best plan for batches of so many samples. `sizes` are samples per microbatch to choose from, None for that of the model; `replicas` is the most
+    devices of a stage, 0 for any number; further options are those of `ps.plan`."""
+    from penstock.runtime.program import microbatch_size
+
+    library = {"cuda_libraries": options.get("cuda_libraries", "torch")}
+    alone = replace(training, microbatches=1)
+    models: dict[int, api.Model] = {}
+    for size in sizes:
+        model = load(size)
+        found = microbatch_size(model.module)
+        if size is not None and found != size:
+            raise UsageError(f"with microbatches of {size} the model's inputs are of {found} samples", hint="which dimension is the batch?")
+        if batch % found:
+            sizes_of(batch, found)
+        models[found] = model
+
+    def profile_in(precision: str | None) -> Profile:
+        modules = {
+            size: api.before_partition(model, cluster, alone, precision=precision, progress=progress, **library)
+            for size, model in models.items()
+        }
+        return profile_chain(modules, max(cluster.devices, key=lambda device: device.flops), prices or corrected() or ROOFLINE)
+
+    profile = profile_in(precision)
+    wanted = Wanted(batch, tuple(schedules), recompute, tuple(sorted(models)), replicas=replicas)
+    result = plan_chain(profile.chain, cluster, wanted)
+    refused: dict[str, str] = {}
+    for schedule, outcome in result.outcomes.items():
+        outcome, little = without_little_help(profile.chain, result.fleet, wanted, outcome)
+        try:
+            made = _carried_out(models[outcome.plan.size], cluster, training, outcome, profile, recompute, precision, progress, options)
+        except (VerifyError, DoesNotFit) as error:
+            refused[schedule] = str(error)
+            continue
+        whole = (precision or training.precision) == "f32"
+        return replace(made, search=Search(profile, result, outcome, refused, little, (lambda: profile_in("bf16")) if whole else None))
+    problems = "".join(f"\n  - {kind}: {reason.splitlines()[0]}" for kind, reason in refused.items())
+    raise DoesNotFit(
+        f"what the planner chose does not fit after all:{problems}", hint="more devices, or smaller microbatches or batches, need less"
+    )
+
+
+def _carried_out(
+    model: api.Model,
+    cluster: Cluster,
+    training: Training,
+    outcome: Outcome,
+    profile: Profile,
+    recompute: str,
+    precision: str | None,
+    progress: api.ProgressHook | None,
+    options: Mapping[str, Any],
+) -> api.Plan:
+    """The chosen plan through all passes."""
+    plan = outcome.plan
+    names = [device.name for device in cluster.devices]
+    return api.plan(
+        model,
+        cluster,
+        replace(training, microbatches=plan.count),
+        schedule=plan.schedule,
+        split_at=[profile.starts[stage.first] for stage in plan.stages[1:]],
+        devices=[[names[i] for i in stage.devices] for stage in plan.stages],
+        shares=[stage.shares for stage in plan.stages],
+        recompute=recompute,
+        precision=precision,
+        hints=False,
+        progress=progress,
+        **options,
+    )

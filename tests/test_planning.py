@@ -1,0 +1,239 @@
+"""The planner from the command line and from Python: what it chooses goes through all passes, trains, argues and is graded."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+
+import penstock as ps
+from penstock.backends.bundle import open_bundle
+from penstock.cli import main
+from penstock.frontends.onnx import open_dimensions
+from penstock.grading import corrected, grade, step_times
+from penstock.ir.cluster import Cluster, Device
+from penstock.ir.errors import DoesNotFit, UsageError
+from penstock.models import write_mlp
+from penstock.planning import plan_best, sizes_of
+
+CLUSTER = (
+    '[[device]]\nname = "cpu:0"\n[[device]]\nname = "cpu:1"\nflops = 2.5e10\n[[device]]\nname = "cpu:2"\nflops = 1e5\nbandwidth = 1e5\n'
+)
+SIZES = [64, 256, 256, 256, 8]
+
+
+@pytest.fixture(scope="module")
+def symbolic(tmp_path_factory):
+    """A model whose first dimension has a name."""
+    path = write_mlp(tmp_path_factory.mktemp("planning") / "mlp.onnx", SIZES, batch=4)
+    model = onnx.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+
+
+def command(*words):
+    return [str(word) for word in words]
+
+
+TRAIN = ("--loss", "mse", "--optimizer", "momentum", "--lr", "0.01")
+
+
+def test_the_planner_chooses_all(symbolic, cluster, tmp_path, capsys):
+    assert main(command("plan", symbolic, "--cluster", cluster, *TRAIN, "--batch", 32, "--schedule", "auto", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    planner = found["planner"]
+    used = [name for stage in found["stages"] for name in stage["devices"]]
+    assert planner["left_out"] == ["cpu:2"]
+    assert sorted(used) == ["cpu:0", "cpu:1"]
+    assert planner["bound_s"] <= planner["step_s"] * (1 + 1e-9)
+    assert set(planner["schedules"]) == {"1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b"}
+    assert min(planner["schedules"].values()) <= planner["step_s"] <= min(planner["schedules"].values()) * 1.01
+    assert planner["what_if"]["without cpu:0"] > planner["step_s"]
+    assert found["predicted"]["step_s"] > 0
+    # One device alone is a plan as well, and no better one.
+    single = tmp_path / "single.toml"
+    single.write_text('[[device]]\nname = "cpu:0"\n')
+    assert main(command("plan", symbolic, "--cluster", single, *TRAIN, "--batch", 32, "--json")) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["planner"]["step_s"] > planner["step_s"]
+
+
+def test_what_is_printed_for_people(symbolic, cluster, capsys):
+    assert main(command("plan", symbolic, "--cluster", cluster, *TRAIN, "--batch", 32, "--schedule", "auto")) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "of slowest",
+        "predicted: ",
+        "limited by: ",
+        "planner: left out",
+        "cpu:2",
+        "twice as fast",
+        "what if: without cpu:0",
+    ):
+        assert part in text, part
+    if "schedule 2bw" in text or "schedule eager-2bw" in text:
+        assert "gradients are one update late" in text
+
+
+def test_a_delay_only_for_who_asks(symbolic, cluster, capsys):
+    assert main(command("plan", symbolic, "--cluster", cluster, *TRAIN, "--batch", 32, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "2bw" not in found["schedule"]
+    assert main(command("plan", symbolic, "--cluster", cluster, *TRAIN, "--batch", 32, "--schedule", "2bw", "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["schedule"] == "2bw"
+
+
+def test_the_chosen_plan_trains_as_one_device_would(symbolic, tmp_path):
+    training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.01))
+    fast = Device("cpu:0")
+    losses = []
+    for number, cluster in enumerate((Cluster((fast,)), Cluster((fast, Device("cpu:1", flops=2e10))))):
+        plan = plan_best(lambda b: ps.from_onnx(symbolic, dims={"batch": b}), cluster, training, batch=16, sizes=(4,), schedules=("1f1b",))
+        rng = np.random.default_rng(0)
+        batches = [{v.name: rng.normal(size=(16, *v.type.dims[1:])).astype(np.float32) for v in plan.module.data_inputs} for _ in range(3)]
+        with ps.open(ps.compile(plan, tmp_path / f"b{number}", backend="numpy")) as job:
+            losses.append(list(job.run(batches)))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+def test_what_does_not_fit_says_what_would(symbolic, tmp_path, capsys):
+    tight = tmp_path / "tight.toml"
+    tight.write_text('[[device]]\nname = "cpu:0"\nmemory = "100 KB"\n[[device]]\nname = "cpu:1"\nmemory = "100 KB"\n')
+    assert main(command("plan", symbolic, "--cluster", tight, *TRAIN, "--batch", 8)) == DoesNotFit.exit_code == 4
+    told = capsys.readouterr().err
+    assert "no plan fits" in told
+    assert "times their memory" in told
+
+
+def test_flags_that_the_planner_decides(symbolic, capsys):
+    assert main(command("plan", symbolic, *TRAIN, "--batch", 8, "--stages", 2, "--microbatches", 2)) == 2
+    assert "--stages, --microbatches with --batch: the planner chooses that" in capsys.readouterr().err
+    assert main(command("plan", symbolic, "--batch", 8)) == 2
+    assert "--batch plans for training" in capsys.readouterr().err
+    assert main(command("plan", symbolic, "--dim", "batch=4", *TRAIN, "--schedule", "auto")) == 2
+    assert "--schedule auto" in capsys.readouterr().err
+
+
+def test_sizes_of_microbatches():
+    assert sizes_of(12, 4) == (4,)
+    with pytest.raises(UsageError, match="batch of 10 samples cannot be made of microbatches of 4"):
+        sizes_of(10, 4)
+    assert sizes_of(7, None) == (1, 7)
+    found = sizes_of(720, None)
+    assert found[0] == 1
+    assert found[-1] == 720
+    assert len(found) <= 5
+    assert all(720 % b == 0 for b in found)
+
+
+def test_open_dimensions(symbolic, tmp_path):
+    assert open_dimensions(symbolic, {}, {}) == ("batch", [])
+    assert open_dimensions(symbolic, {"batch": 4}, {}) == (None, [])
+    model = onnx.load(symbolic)
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "width"
+    onnx.save(model, tmp_path / "two.onnx")
+    assert open_dimensions(tmp_path / "two.onnx", {}, {}) == ("batch", ["width"])
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "batch"
+    onnx.save(model, tmp_path / "same.onnx")
+    assert open_dimensions(tmp_path / "same.onnx", {}, {}) == (None, ["batch"])
+
+
+# ------------------------------------------------------------------------------------------------ grades
+
+
+@pytest.fixture
+def bundle(symbolic, tmp_path):
+    plan = ps.plan(
+        ps.from_onnx(symbolic, dims={"batch": 4}), Cluster.local(2), ps.Training(loss="mse", optimizer=ps.SGD(lr=0.1), microbatches=2)
+    )
+    return open_bundle(ps.compile(plan, tmp_path / "bundle", backend="numpy"))
+
+
+def metrics(path, seconds):
+    path.write_text("".join(json.dumps({"step": i, "loss": 1.0, "step_s": s}) + "\n" for i, s in enumerate(seconds)))
+    return path
+
+
+def test_a_grade_is_the_median_without_the_first_steps(bundle, tmp_path):
+    promised = bundle.plan["predicted"]["step_s"]
+    found = grade(bundle, metrics(tmp_path / "m.jsonl", [99.0] * 3 + [2 * promised] * 5 + [99.0]))
+    assert found.measured == pytest.approx(2 * promised)
+    assert found.factor == pytest.approx(2)
+    assert step_times(metrics(tmp_path / "short.jsonl", [9.0, 1.0])) == [1.0]
+
+
+def test_corrections_change_the_next_prediction(bundle, symbolic, tmp_path, capsys):
+    def predicted():
+        assert main(command("plan", symbolic, "--dim", "batch=4", "--devices", 2, *TRAIN, "--microbatches", 2, "--json")) == 0
+        return json.loads(capsys.readouterr().out)["predicted"]
+
+    before = predicted()
+    assert before["correction"] is None
+    for factor in (3.0, 2.0, 4.0):
+        grade(bundle, metrics(tmp_path / "m.jsonl", [factor * bundle.plan["predicted"]["step_s"]] * 9))
+    assert corrected().factor == pytest.approx(3)
+    assert corrected().runs == 3
+    after = predicted()
+    assert after["correction"] == pytest.approx(3)
+    for rank, seconds in before["busy_s"].items():
+        assert seconds < after["busy_s"][rank] <= 3 * seconds * (1 + 1e-9)
+
+
+def test_the_command_grades_a_real_run(bundle, tmp_path, capsys):
+    path = bundle.path
+    assert main(command("run", path, "--steps", 4, "--metrics", tmp_path / "m.jsonl", "--trace", tmp_path / "t.json")) == 0
+    assert main(command("plan", path, "--grade", tmp_path / "m.jsonl", "--trace", tmp_path / "t.json")) == 0
+    text = capsys.readouterr().out
+    assert "measured / predicted" in text
+    assert [line.split()[:3] for line in text.splitlines() if line.startswith("rank 1")][:2] == [["rank", "1", "F"], ["rank", "1", "B"]]
+    assert main(command("plan", path, "--grade", tmp_path / "m.jsonl", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ratio"] == pytest.approx(found["measured_s"] / found["predicted_s"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no steps"),
+        ("{}", "cannot read the metrics"),
+        ("[1]", "cannot read the metrics"),
+        ('{"step_s": -1}', "step_s is -1"),
+        ("\x00", "cannot read"),
+    ],
+)
+def test_metrics_that_are_none(bundle, tmp_path, text, said):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=said):
+        grade(bundle, path)
+
+
+def test_traces_that_are_of_something_else(bundle, tmp_path):
+    good = metrics(tmp_path / "m.jsonl", [1.0] * 3)
+    for text, said in (
+        ("{}", "cannot read the trace"),
+        ('{"traceEvents": []}', "not of a run of this bundle"),
+        ('{"traceEvents": [{"ph": "X", "name": "5F0", "pid": 7, "dur": 1}]}', "not of a run of this bundle"),
+    ):
+        path = tmp_path / "t.json"
+        path.write_text(text)
+        with pytest.raises(UsageError, match=said):
+            grade(bundle, good, path)
+    with pytest.raises(SystemExit):
+        raise SystemExit(main(command("plan", "model.onnx", "--grade", good)))
