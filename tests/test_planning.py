@@ -237,3 +237,61 @@ def test_traces_that_are_of_something_else(bundle, tmp_path):
             grade(bundle, good, path)
     with pytest.raises(SystemExit):
         raise SystemExit(main(command("plan", "model.onnx", "--grade", good)))
+
+
+# ------------------------------------------------------------------------------------------------ plan files
+
+
+def planned(capsys, symbolic, *words):
+    assert main(command("plan", symbolic, "--dim", "batch=4", *TRAIN, "--json", *words)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_file_is_carried_out(symbolic, tmp_path, capsys):
+    given = planned(capsys, symbolic, "--devices", 3, "--schedule", "2bw", "--microbatches", 4)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(given))
+    again = planned(capsys, symbolic, "--devices", 3, "--plan", path)
+    for key in ("schedule", "microbatches", "recompute", "stages", "memory"):
+        assert again[key] == given[key], key
+    # Edited: two stages, the first on two devices with unequal shares, another schedule.
+    first, _, third = given["stages"]
+    first |= {"devices": ["cpu:2", "cpu:0"], "shares": [3, 1]}
+    edited = given | {"schedule": "1f1b", "stages": [first, third | {"stage": 1, "devices": ["cpu:1"]}]}
+    path.write_text(json.dumps(edited))
+    found = planned(capsys, symbolic, "--devices", 3, "--plan", path)
+    assert found["schedule"] == "1f1b"
+    assert [(s["devices"], s["shares"]) for s in found["stages"]] == [(["cpu:2", "cpu:0"], [3, 1]), (["cpu:1"], [4])]
+    assert found["stages"][1]["starts_at"] == third["starts_at"]
+
+
+def test_all_that_is_wrong_with_a_plan_file_is_told(symbolic, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    stages = [
+        {"stage": 0, "starts_at": "fc1", "devices": ["cpu:0", "cpu:1"], "shares": [3, 3]},
+        {"stage": 2, "devices": [], "share": 1},
+        {"starts_at": "fc3", "devices": ["cpu:1", "cpu:2"]},
+    ]
+    path.write_text(json.dumps({"schedule": "3bw", "microbatches": 4, "recompute": "some", "stages": stages, "stage": 1}))
+    assert main(command("plan", symbolic, "--dim", "batch=4", *TRAIN, "--plan", path)) == 2
+    told = capsys.readouterr().err
+    for part in (
+        "unknown key 'stage'",
+        "schedule '3bw' is none of",
+        "recompute 'some' is none of auto, none, all",
+        "stage 0: is the first and begins with the model, not at 'fc1'",
+        "stage 0: `shares` must be 1 or more each and 4 together, got 3, 3",
+        "stage 1: unknown key 'share'",
+        "stage 1: stands in the place of stage 1, but says it is stage 2",
+        "stage 1: needs `starts_at`",
+        "stage 1: needs `devices`",
+        "stage 2: needs `shares`, as it has several devices",
+    ):
+        assert part in told, part
+    for text, said in (("[", "cannot read the plan"), ("[]", "is not a plan"), ("{}", "schedule is missing")):
+        path.write_text(text)
+        assert main(command("plan", symbolic, "--dim", "batch=4", *TRAIN, "--plan", path)) == 2
+        assert said in capsys.readouterr().err
+    path.write_text("{}")
+    assert main(command("plan", symbolic, "--dim", "batch=4", *TRAIN, "--plan", path, "--stages", 2)) == 2
+    assert "--stages with --plan: the file says that" in capsys.readouterr().err

@@ -59,16 +59,24 @@ class Plan:
         from penstock.arguing import planner_facts, predicted_facts
         from penstock.passes.lifetimes import memory_table
         from penstock.passes.manager import print_pipeline
+        from penstock.passes.recompute import RecomputeOptions
+        from penstock.placement import stage_starts
 
-        schedule = self.module.schedule
+        schedule, starts = self.module.schedule, stage_starts(self.reference, self.module)
         assert schedule is not None
         return {
             "model": self.module.name,
             "pipeline": print_pipeline(self.calls),
             "schedule": schedule.name,
             "microbatches": schedule.microbatches,
+            "recompute": next((call.options.mode for call in self.calls if isinstance(call.options, RecomputeOptions)), "none"),
             "stages": [
-                {"stage": s.index, "devices": list(self.module.devices_of(s.index)), "shares": schedule.shares(s.index)}
+                {
+                    "stage": s.index,
+                    "starts_at": starts[s.index],
+                    "devices": list(self.module.devices_of(s.index)),
+                    "shares": schedule.shares(s.index),
+                }
                 for s in self.module.stages
             ],
             "memory": {str(rank): dict(row) for rank, row in memory_table(self.module).items()},

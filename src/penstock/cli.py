@@ -357,6 +357,11 @@ def _model_arguments(parser: argparse.ArgumentParser, optional: bool = False) ->
         default="torch",
         help="who computes products, convolutions and attention on GPUs: the vendor's libraries through torch, or kernels of ours (default: torch)",
     )
+    parser.add_argument(
+        "--plan",
+        metavar="FILE.json",
+        help="carry out this plan: what `penstock plan --json` printed, or the plan.json of a bundle, perhaps edited",
+    )
     parser.add_argument("--stages", type=_positive, default=0, metavar="N", help="pipeline stages (default: as many as the devices make)")
     parser.add_argument(
         "--replicas",

@@ -23,7 +23,7 @@ from penstock.simulating import simulate_command as simulate_command
 from penstock.terminal import Progress, say, table
 
 if TYPE_CHECKING:
-    from penstock.api import Plan
+    from penstock.api import Model, Plan
     from penstock.frontends.training import Training
     from penstock.planning import Load
 
@@ -97,6 +97,8 @@ def _plan(arguments: Namespace) -> Plan:
     batch_dim = _batch_dimension(arguments, dims)
     if arguments.batch is not None:
         return _best(arguments, load, cluster, training, batch_dim is not None, options | {"dump": dump})
+    if arguments.plan is not None:
+        return _planned(arguments, load(None), cluster, training, options | {"dump": dump})
     if arguments.schedule == "auto":
         raise UsageError("--schedule auto leaves it to the planner, which needs to know the samples of a batch", hint="add --batch")
     model = load(None)
@@ -117,6 +119,27 @@ def _plan(arguments: Namespace) -> Plan:
         dump=dump,
         **options,
     )
+
+
+def _planned(arguments: Namespace, model: Model, cluster: Cluster, training: Training | None, options: dict[str, Any]) -> Plan:
+    """What a plan file says."""
+    from penstock import api
+    from penstock.passes.schedules import SCHEDULES
+    from penstock.plan_file import load_plan_file
+
+    fixed = ("batch", "stages", "microbatches", "split_at", "replicas", "schedule", "recompute")
+    given = [f"--{name.replace('_', '-')}" for name in fixed if getattr(arguments, name)]
+    if given:
+        raise UsageError(f"{', '.join(given)} with --plan: the file says that", where=arguments.plan, hint="edit the file")
+    asked = load_plan_file(arguments.plan)
+    if SCHEDULES[asked["schedule"]].trains != (training is not None):
+        what = "is for training, but there is no loss" if training is None else "is for inference, but there is a loss"
+        raise UsageError(f"schedule {asked['schedule']} {what}", where=arguments.plan)
+    for line in model.imported.report:
+        say(line)
+    if training is not None:
+        training = replace(training, microbatches=asked["microbatches"])
+    return api.plan(model, cluster, training, **asked, precision=arguments.precision, hints=False, **options)
 
 
 def _batch_dimension(arguments: Namespace, dims: dict[str, int]) -> str | None:

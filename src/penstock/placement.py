@@ -60,6 +60,18 @@ def _changes(chain: Sequence[Op], hint_of: Mapping[str, int] | Mapping[str, str]
     return [i for (_, before), (i, after) in pairwise(hinted) if after != before]
 
 
+def stage_starts(reference: Module, planned: Module) -> list[str | None]:
+    """What each stage of a planned module begins with, as `partition` takes it for `split_at`; None for the first. `reference` is the model before it
+    was cut."""
+    chain = chain_of(reference)
+    found: list[str | None] = [None]
+    for stage in planned.stages[1:]:
+        graph = planned.stage_graph(stage.index, "F")
+        made = {v.name for op in graph.ops for v in op.outs} if graph is not None else set()
+        found.append(_names(chain, [next(i for i, op in enumerate(chain) if any(v.name in made for v in op.outs))])[0])
+    return found
+
+
 def _names(chain: Sequence[Op], starts: Sequence[int]) -> tuple[str, ...]:
     """What `partition` understands as these operations: the nodes that begin with them, or else their results."""
     position = positions_of(chain)

@@ -1,0 +1,77 @@
+"""A plan as a file that people may edit: what `penstock plan --json` prints, and plan.json of a bundle. In: a path. Out: options of `ps.plan`.
+
+Read are `schedule`, `microbatches`, `recompute` and of every stage its `devices`, their `shares` and what it `starts_at`: a node or value of the
+model (nothing for the first stage). Everything else in such a file says what was predicted, and is not read. All that is wrong is one error.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.ir.errors import UsageError
+from penstock.passes.recompute import MODES
+from penstock.passes.schedules import SCHEDULES
+
+_READ = ("schedule", "microbatches", "recompute", "stages")
+_TOLD = ("memory", "model", "notes", "pipeline", "planner", "predicted")
+_STAGE = ("stage", "starts_at", "devices", "shares")
+
+
+def load_plan_file(path: str | Path) -> dict[str, Any]:
+    """Options for `ps.plan` that carry the plan out."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UsageError(f"cannot read the plan: {error}", where=str(path), hint="`penstock plan --json` prints one") from error
+    if not isinstance(found, dict):
+        raise UsageError("is not a plan: expected an object", where=str(path), hint="`penstock plan --json` prints one")
+    problems = [f"unknown key {key!r}, expected {', '.join((*_READ, *_TOLD))}" for key in found if key not in (*_READ, *_TOLD)]
+    problems += [f"{key} is missing" for key in ("schedule", "microbatches", "stages") if key not in found]
+    if found.get("schedule", "1f1b") not in SCHEDULES:
+        problems.append(f"schedule {found['schedule']!r} is none of {', '.join(SCHEDULES)}")
+    if found.get("recompute", "auto") not in MODES:
+        problems.append(f"recompute {found['recompute']!r} is none of {', '.join(MODES)}")
+    count = found.get("microbatches", 1)
+    if type(count) is not int or count < 1:
+        problems.append(f"microbatches must be a number from 1 on, got {count!r}")
+    stages = found.get("stages", [])
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages) or ("stages" in found and not stages):
+        problems.append("stages must be a list of objects, one or more")
+        stages = []
+    for number, stage in enumerate(stages):
+        problems += [f"stage {number}: {problem}" for problem in _stage_problems(number, stage, count)]
+    if problems:
+        raise UsageError("the plan has problems:" + "".join(f"\n  - {p}" for p in problems), where=str(path))
+    return {
+        "schedule": found["schedule"],
+        "microbatches": count,
+        "recompute": found.get("recompute", "auto"),
+        "split_at": [stage["starts_at"] for stage in stages[1:]],
+        "devices": [stage["devices"] for stage in stages],
+        "shares": [stage.get("shares", [count]) for stage in stages],
+    }
+
+
+def _stage_problems(number: int, stage: dict[str, Any], microbatches: object) -> list[str]:
+    problems = [f"unknown key {key!r}, expected {', '.join(_STAGE)}" for key in stage if key not in _STAGE]
+    if stage.get("stage", number) != number:
+        problems.append(f"stands in the place of stage {number}, but says it is stage {stage['stage']!r}")
+    start = stage.get("starts_at")
+    if number and not (isinstance(start, str) and start):
+        problems.append("needs `starts_at`, the node or value that it begins with")
+    if not number and start is not None:
+        problems.append(f"is the first and begins with the model, not at {start!r}")
+    devices = stage.get("devices")
+    if not isinstance(devices, list) or not devices or not all(isinstance(name, str) and name and not name.split()[1:] for name in devices):
+        problems.append("needs `devices`, a list of names")
+        return problems
+    shares = stage.get("shares")
+    if shares is None:
+        problems += ["needs `shares`, as it has several devices"] if len(devices) > 1 else []
+    elif not isinstance(shares, list) or not all(type(n) is int for n in shares) or len(shares) != len(devices):
+        problems.append("`shares` must be a number of microbatches for each device")
+    elif sum(shares) != microbatches or min(shares) < 1:
+        problems.append(f"`shares` must be 1 or more each and {microbatches} together, got {', '.join(map(str, shares))}")
+    return problems
