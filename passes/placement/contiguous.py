@@ -5,9 +5,10 @@
     3. a tie that costs as much as that value is not cut by anything better, so its units are made one
     4. all ideals, at most `limit` of them, and the dynamic programme over them (sweep.py)
 
-Where there are more ideals than the limit, the units are clustered along the best of the linear orders (coarsen.py), fewer and fewer, until their
-ideals can be counted. The value is then the best over clusters, never worse than the best linear order, and `bound` says what is lost at
-most: the relaxation of bounds.py.
+Where there are more ideals than the limit, small units with one neighbour go with it, whatever memory says; if that does not do, the units are clustered along
+the best of the linear orders (coarsen.py), fewer and fewer, until their ideals can be counted. The value is then the best over clusters, never worse than
+the best linear order. `bound` says what is lost at most: the optimum without memory limits and without the times of such small units, where its ideals can
+be counted, and the relaxation of bounds.py.
 
 Time: in proportion to pairs of ideals within reach of each other, some 30 ns each. Memory: ideals x (units + 18 x states) bytes, where the states
 are the numbers of devices that can be in use.
@@ -16,7 +17,7 @@ are the numbers of devices that can be in use.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import networkx as nx
@@ -27,21 +28,24 @@ from .coarsen import clusters, lines
 from .ideals import Ideals, bits, enumerate_ideals, prefixes
 from .problem import Placement, Problem, Progress, fits, loads
 from .sweep import Fillings, Part, Tables, sweep
-from .units import Units, absorb, units_of
+from .units import Units, absorb, relaxed, units_of
 
 LIMIT = 50_000
 # How far the number of units goes down when there are too many ideals.
 _SHRINK = 0.75
+# Units at the rim that take less than this part of the largest load go with their neighbour when there are too many ideals.
+_SMALL = 2e-3
 # Linear orders of more units take too much memory: a byte for each pair.
 _LONGEST = 4_000
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Sets of the units it was found on, one after the other."""
+    """Sets of units, one after the other; `line` is the linear order it is one of, if it was made from one."""
 
     value: float
     parts: tuple[Part, ...]
+    units: Units
     line: tuple[int, ...] = ()
 
 
@@ -53,43 +57,55 @@ def split_contiguously(problem: Problem, limit: int = LIMIT, progress: Progress 
     fillings = Fillings.of_kinds([min(kind.count, len(units)) for kind in units.kinds])
     notes: list[str] = []
     if len(units) > _LONGEST:
-        weights = [min(times) for times in units.times]
-        units = units.merged(clusters(weights, lines(units)[-1], (), _LONGEST))
+        units = units.merged(clusters(_weights(units), lines(units)[-1], (), _LONGEST))
         notes.append(f"the graph is clustered into {len(units)} pieces first")
-    known = _best_line(units, fillings)
-    found = known
+    known = _best_line(units, fillings, None)
     tight = _fused(units, known.value) if known is not None else units
-    before, after = tight.neighbours()
-    ideals = enumerate_ideals(before, after, limit, progress)
+    ideals = enumerate_ideals(*tight.neighbours(), limit, progress)
     if ideals is None:
-        tight, ideals = _clustered(units, known, limit, progress)
+        tight, ideals, known = _clustered(units, fillings, known, limit, progress)
         notes.append(f"more than {limit} ideals: the best split of {len(tight)} clusters of nodes, not of all nodes")
     exact = not notes
     notes.insert(0, f"{len(ideals)} ideals of {len(tight)} units, made of {len(problem.nodes)} nodes")
-    better = sweep(Tables(tight, ideals), fillings, known.value if known is not None else inf, progress)
-    if better is not None:
-        found, units = _Split(better[0], tuple(better[1])), tight
+    found = _swept(tight, ideals, fillings, known, progress)
     if found is None:
         reason = "no contiguous split fits the memory of the devices" + ("" if exact else f", of {len(tight)} clusters of nodes")
         raise DoesNotFit(reason, hint="add devices or memory" + ("" if exact else ", or raise the limit of ideals"))
-    device_of = units.spread(_devices(units, found.parts), len(problem.nodes))
-    rows = loads(problem, device_of)
-    assert fits(problem, rows), "the split does not fit"
-    value = max(row.total for row in rows)
+    device_of, value = _placed(problem, found)
     assert abs(value - found.value) <= 1e-9 * max(1.0, value), f"the split takes {value}, the search said {found.value}"
-    bound = value if exact else min(value, lower_bound(whole))
-    return Placement(problem, device_of, value, bound, tuple(notes))
+    if exact:
+        return Placement(problem, device_of, value, value, tuple(notes))
+    better, bound = _relaxed(whole, fillings, value, limit, progress)
+    if better is not None:
+        tried, reached = _placed(problem, better)
+        if fits(problem, loads(problem, tried)) and reached < value:
+            device_of, value = tried, reached
+    return Placement(problem, device_of, value, min(value, max(bound, lower_bound(whole))), tuple(notes))
 
 
-def _best_line(units: Units, fillings: Fillings) -> _Split | None:
-    """The best split into stretches of one of several linear orders."""
-    before, _ = units.neighbours()
-    best: _Split | None = None
+def _placed(problem: Problem, found: _Split) -> tuple[tuple[int, ...], float]:
+    """Devices of the nodes, and the largest load, from the definition."""
+    device_of = found.units.spread(_devices(found.units, found.parts), len(problem.nodes))
+    return device_of, max(row.total for row in loads(problem, device_of))
+
+
+def _weights(units: Units) -> list[float]:
+    return [min(times) for times in units.times]
+
+
+def _swept(units: Units, ideals: Ideals, fillings: Fillings, known: _Split | None, progress: Progress | None = None) -> _Split | None:
+    """What is better than what is known, or that."""
+    better = sweep(Tables(units, ideals), fillings, known.value if known is not None else inf, progress)
+    return known if better is None else _Split(better[0], tuple(better[1]), units)
+
+
+def _best_line(units: Units, fillings: Fillings, known: _Split | None) -> _Split | None:
+    """The best split into stretches of one of several linear orders, if it is better than what is known."""
     for line in lines(units):
-        found = sweep(Tables(units, prefixes(line, before)), fillings, best.value if best is not None else inf)
-        if found is not None:
-            best = _Split(found[0], tuple(found[1]), tuple(line))
-    return best
+        found = _swept(units, prefixes(line), fillings, known)
+        if found is not None and found is not known:
+            known = replace(found, line=tuple(line))
+    return known
 
 
 def _fused(units: Units, upper: float) -> Units:
@@ -108,22 +124,46 @@ def _fused(units: Units, upper: float) -> Units:
     return units if len(groups) == len(units) else units.merged([group_of[u] for u in range(len(units))])
 
 
-def _clustered(units: Units, known: _Split | None, limit: int, progress: Progress | None) -> tuple[Units, Ideals]:
-    """Units made of units, as many as there may be for the limit."""
-    line = list(known.line) if known is not None else lines(units)[-1]
-    cuts: set[int] = set()
-    for part in known.parts if known is not None else ():
-        cuts.add(max(cuts, default=0) + part.units.bit_count())
-    weights = [min(times) for times in units.times]
-    count = len(units)
+def _clustered(
+    units: Units, fillings: Fillings, known: _Split | None, limit: int, progress: Progress | None
+) -> tuple[Units, Ideals, _Split | None]:
+    """Units made of units, as many as there may be for the limit, their ideals, and what is known by then."""
+    small = (known.value if known is not None else sum(_weights(units))) * _SMALL
+    loose = absorb(units, small)
+    if loose is not units:
+        known = _best_line(loose, fillings, known)
+        ideals = enumerate_ideals(*loose.neighbours(), limit, progress)
+        if ideals is not None:
+            return loose, ideals, known
+    line, cuts = lines(loose)[-1], set[int]()
+    if known is not None and known.units is loose:
+        line = list(known.line)
+        for part in known.parts:
+            cuts.add(max(cuts, default=0) + part.units.bit_count())
+    count = len(loose)
     while count > max(1, len(cuts)):
         count = min(count - 1, int(count * _SHRINK))
-        coarse = units.merged(clusters(weights, line, cuts, count))
+        coarse = loose.merged(clusters(_weights(loose), line, cuts, count))
         ideals = enumerate_ideals(*coarse.neighbours(), limit, progress)
         if ideals is not None:
-            return coarse, ideals
+            return coarse, ideals, known
     # Very many devices side by side: nothing but the known split is left.
-    return units, prefixes(line, units.neighbours()[0])
+    return loose, prefixes(line), known
+
+
+def _relaxed(whole: Units, fillings: Fillings, value: float, limit: int, progress: Progress | None) -> tuple[_Split | None, float]:
+    """The optimum without memory limits and without the times of small units at the rim: a bound. Its split may even fit."""
+    units = absorb(relaxed(whole, value * _SMALL))
+    if len(units) > _LONGEST:
+        return None, 0.0
+    known = _best_line(units, fillings, None)
+    assert known is not None
+    tight = _fused(units, known.value)
+    ideals = enumerate_ideals(*tight.neighbours(), limit, progress)
+    if ideals is None:
+        return None, 0.0
+    found = _swept(tight, ideals, fillings, known, progress)
+    return found, found.value if found is not None else 0.0
 
 
 def _devices(units: Units, parts: Sequence[Part]) -> list[int]:

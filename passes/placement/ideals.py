@@ -22,7 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Ideals:
-    """`sets[i]`, and `tops[i]`: its units without a successor in it; another ideal holds it if it holds these. Smaller sets come first: `sets[0]` is
+    """`sets[i]`, and `tops[i]`: its units without a successor in it, or enough of them that another ideal here holds it if it holds these. Smaller sets come first: `sets[0]` is
     empty, the last is everything."""
 
     units: int
@@ -82,11 +82,9 @@ def enumerate_ideals(before: Sequence[set[int]], after: Sequence[set[int]], limi
     return Ideals(units, tuple(sets), tuple(tops))
 
 
-def prefixes(line: Sequence[int], before: Sequence[set[int]]) -> Ideals:
-    """The ideals that a linear order passes through."""
-    below = masks(before)
-    sets, tops = [0], [0]
+def prefixes(line: Sequence[int]) -> Ideals:
+    """The ideals that a linear order passes through: each holds those before it, so one that has the last unit has all."""
+    sets = [0]
     for u in line:
         sets.append(sets[-1] | 1 << u)
-        tops.append(tops[-1] & ~below[u] | 1 << u)
-    return Ideals(len(line), tuple(sets), tuple(tops))
+    return Ideals(len(line), tuple(sets), (0, *(1 << u for u in line)))

@@ -8,15 +8,13 @@ again and again, as a node that used only such nodes uses nothing any more. Wher
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 
-from .problem import Problem
+from .problem import Problem, holds
 
 
 def without_sources(problem: Problem) -> tuple[Problem, list[int]]:
     """The smaller problem, and for every node of the large one the node of the small one that it goes with."""
-    limit = min((kind.memory for kind in problem.kinds if kind.count), default=inf)
-    roomy = sum(node.memory for node in problem.nodes) <= limit
+    roomy = all(holds(kind, sum(node.memory for node in problem.nodes)) for kind in problem.kinds if kind.count)
     colours: dict[object, int] = {}
     colour_of = [colours.setdefault(("own", i) if n.colour is None else n.colour, len(colours)) for i, n in enumerate(problem.nodes)]
     members: list[list[int]] = [[] for _ in colours]

@@ -20,7 +20,7 @@ from math import inf
 
 import networkx as nx
 
-from .problem import Kind, Problem
+from .problem import Kind, Problem, holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,10 @@ def units_of(problem: Problem, contiguous: bool = True) -> Units:
     return replace(units, order=tuple(sorted((a, b) for a, b in pairs if a != b)))
 
 
-def absorb(units: Units) -> Units:
-    """Merge units into a neighbour as long as the optimum cannot change; the same object where nothing can be."""
-    limit = min((kind.memory for kind in units.kinds), default=inf)
-    roomy = sum(units.memory) <= limit
+def absorb(units: Units, slack: float | None = None) -> Units:
+    """Merge units into a neighbour as long as the optimum cannot change; the same object where nothing can be. With a `slack` it may change: a unit may add
+    this much time, and memory only has to be enough for what is merged."""
+    roomy = all(holds(kind, sum(units.memory)) for kind in units.kinds)
     before, after = units.neighbours()
     group = list(range(len(units)))
     times, memory = list(units.times), list(units.memory)
@@ -132,13 +132,15 @@ def absorb(units: Units) -> Units:
         near = before[s] | after[s]
         # Without neighbours in the order it may stand anywhere.
         hosts = near or (frozenset.intersection(*ties[s]) - {s} if ties[s] else frozenset())
-        if not hosts or len(near) > 1 or not (roomy or memory[s] == 0):
+        if not hosts or len(near) > 1 or not (roomy or memory[s] == 0 or slack is not None):
             continue
         m = min(hosts)
         if any(m not in tie for tie in ties[s]):
             continue
         saved = ties[s].get(frozenset((s, m)), 0.0)
-        if not _worth(units.kinds, times[s], times[m], saved):
+        if not _worth(units.kinds, times[s], times[m], saved, slack or 0.0):
+            continue
+        if not roomy and not any(holds(kind, memory[s] + memory[m]) for kind, t in zip(units.kinds, times[m], strict=True) if t < inf):
             continue
         group[s] = m
         times[m] = tuple(a + b for a, b in zip(times[m], times[s], strict=True))
@@ -157,9 +159,9 @@ def absorb(units: Units) -> Units:
     return units if len(roots) == len(units) else units.merged(_numbered(group), roots)
 
 
-def _worth(kinds: Sequence[Kind], small: Sequence[float], large: Sequence[float], saved: float) -> bool:
-    """Whether moving the small unit to where the large one is makes no device slower."""
-    return all(s <= (saved if kind.pays_transfers else 0.0) for kind, s, t in zip(kinds, small, large, strict=True) if t < inf)
+def _worth(kinds: Sequence[Kind], small: Sequence[float], large: Sequence[float], saved: float, slack: float) -> bool:
+    """Whether moving the small unit to where the large one is makes no device slower, by more than `slack`."""
+    return all(s <= slack + (saved if kind.pays_transfers else 0.0) for kind, s, t in zip(kinds, small, large, strict=True) if t < inf)
 
 
 def _numbered(parent: list[int]) -> list[int]:
@@ -172,3 +174,12 @@ def _numbered(parent: list[int]) -> list[int]:
         roots.append(root)
     numbers: Mapping[int, int] = {root: i for i, root in enumerate(sorted(set(roots)))}
     return [numbers[root] for root in roots]
+
+
+def relaxed(units: Units, slack: float) -> Units:
+    """Units with unlimited memory, in which those with one neighbour or none take no time when they take no more than `slack`: no optimum of theirs is
+    above that of the units."""
+    before, after = units.neighbours()
+    leaf = [len(before[u] | after[u]) <= 1 and all(t <= slack for t in units.times[u] if t < inf) for u in range(len(units))]
+    times = tuple(tuple(t if t == inf else 0.0 for t in row) if small else row for row, small in zip(units.times, leaf, strict=True))
+    return replace(units, times=times, kinds=tuple(replace(kind, memory=inf) for kind in units.kinds))
