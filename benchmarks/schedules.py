@@ -34,12 +34,13 @@ import penstock as ps
 from penstock.ir.simulate import time_per_batch
 from penstock.models import write_mlp
 from penstock.passes.schedules import SCHEDULES, build_schedule
+from penstock.passes.schedules.dealing import equal_shares
 from penstock.runtime.job import Job
 
 
 class Row(NamedTuple):
     """`latency` in forwards; the first schedule is what the others are compared with. Behind a schedule may stand that gradients are clipped, for
-    which stages exchange their norms before every update."""
+    which stages exchange their norms before every update, or that each stage lies on two devices (x2), which share the microbatches out."""
 
     stages: int
     microbatches: int
@@ -51,7 +52,7 @@ class Row(NamedTuple):
         return f"{self.stages}x{self.microbatches}" + (f"+{self.latency:g}" if self.latency else "")
 
 
-CLIP = " --clip"
+CLIP, TWICE = " --clip", " x2"
 FLUSH = ("1f1b", "zb-1f1b", "2bw")
 ROWS = (
     Row(2, 2, 0, FLUSH),
@@ -60,6 +61,7 @@ ROWS = (
     Row(8, 8, 0, (*FLUSH, "2bw" + CLIP)),
     Row(8, 32, 0, ("1f1b", "2bw")),
     Row(4, 6, 1, ("2bw", "eager-2bw")),
+    Row(2, 8, 0, ("1f1b", "1f1b" + TWICE, "2bw", "2bw" + TWICE)),
 )
 
 
@@ -70,9 +72,15 @@ def open_job(row: Row, schedule: str, folder: Path, pace: dict[str, float]) -> J
     products = [op.outs[0].name for op in model.module.graphs["main"].ops if op.kind == "matmul"]
     clip = 1.0 if schedule.endswith(CLIP) else 0.0
     training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.01), microbatches=row.microbatches, clip=clip)
-    plan = ps.plan(model, ps.Cluster.local(row.stages), training, schedule=schedule.removesuffix(CLIP), split_at=products[1:])
+    each = 2 if schedule.endswith(TWICE) else 1
+    cluster = ps.Cluster.local(each * row.stages)
+    plan = ps.plan(model, cluster, training, schedule=kind_of(schedule), replicas=each, split_at=products[1:])
     bundle = ps.compile(plan, folder / "bundle", backend="numpy")
     return ps.open(bundle, data="synthetic", pace=pace, latency=row.latency * pace["F"], audit=True)
+
+
+def kind_of(name: str) -> str:
+    return name.removesuffix(CLIP).removesuffix(TWICE)
 
 
 def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[str, Any]]:
@@ -94,8 +102,9 @@ def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[st
             live[name] = max(n for audit in job.audit() for n in audit.live_versions.values())
     found: list[dict[str, Any]] = []
     for name in row.schedules:
-        kind = name.removesuffix(CLIP)
-        schedule = build_schedule(kind, row.stages, row.microbatches)
+        kind, each = kind_of(name), 2 if name.endswith(TWICE) else 1
+        shares = [equal_shares(each, row.microbatches)] * row.stages
+        schedule = build_schedule(kind, row.stages, row.microbatches, shares)
         expected = time_per_batch(schedule, forward, 2 * forward, forward, latency=row.latency * forward)
         found.append(
             {
@@ -105,7 +114,7 @@ def measure(row: Row, forward: float, rounds: int, batches: int) -> list[dict[st
                 "schedule": name,
                 "seconds": statistics.median(times[name]),
                 "formula": expected,
-                "ideal": row.microbatches * 3 * forward,
+                "ideal": row.microbatches * 3 * forward / each,
                 "live": live[name],
                 "versions": SCHEDULES[kind].delay + 1,
                 "times": times[name],
