@@ -151,8 +151,12 @@ class Roofline:
     def of_work(self, work: Work, device: Device, near: float = 0.0) -> float:
         """`near` of the bytes are in a cache."""
         compute = sum(count / (device.flops * efficiency_of(device, family, dtype)) for family, dtype, count in work.flops)
-        memory = (work.bytes - near) / device.bandwidth + (near / device.cache_bandwidth if near else 0.0)
-        return max(compute, memory / efficiency_of(device, work.family, "bytes")) + device.overhead
+        share = efficiency_of(device, work.family, "bytes")
+        memory = (work.bytes - near) / (device.bandwidth * share)
+        if near:
+            # What gets more out of memory than the yardstick does, by more streams at once, gets no more out of a cache.
+            memory += near / (device.cache_bandwidth * min(share, 1.0))
+        return max(compute, memory) + device.overhead
 
 
 ROOFLINE = Roofline()

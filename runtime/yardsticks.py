@@ -6,7 +6,7 @@ In: a folder with the compiled yardsticks (`compile_yardsticks`), and a process 
 a graph of one operation; its time is the lower quartile of repeated calls, as what else
 runs on the machine only makes them longer. From these:
 
-    flops            a float32 product of 1024 x 1024 matrices                    bandwidth    the sum of two lists of 64 MiB
+    flops            a float32 product of 1024 x 1024 matrices                    bandwidth    a list of 128 MiB added to another
     efficiency       per family: operations / (seconds * flops), over some shapes that models have; of bytes: bytes / (seconds * bandwidth)
                      (layout in the cache; updates: AdamW in place, of variables that no cache holds)
     cache            the largest working set whose bytes move at more than the middle (geometric) between the rates of small and of large ones;
@@ -38,11 +38,11 @@ from .store import TORCH_DTYPES
 
 # A measurement ends after so many calls and so many seconds.
 _CALLS, _SECONDS = 5, 0.12
-_SIDE, _LENGTH = 1024, 1 << 24
+_SIDE, _LENGTH = 1024, 1 << 25
 # Elements of the variable that is updated: with its gradient and its state more than caches hold.
 _UPDATED = 1 << 23
-# Floats of each operand of a sum: working sets of 0.75 to 96 MiB.
-_WORKING = tuple(1 << n for n in range(16, 24))
+# Floats of a list that is added to another: working sets of 0.5 to 128 MiB.
+_WORKING = tuple(1 << n for n in range(16, 25))
 # The cache that counts is the one that holds what a layer works on.
 _LAYER = (3 << 20, 12 << 20)
 _TINY = 32
@@ -112,9 +112,8 @@ def yardsticks() -> list[Yardstick]:
     add("transposed", "layout.bytes", "transpose", ("f32", (1024, 1024)), perm=(1, 0))
     add("joined", "layout.bytes", "concat", ("f32", (512, 1024)), ("f32", (512, 1024)), axis=1)
     found.append(Yardstick("update", "updates.bytes", _update()))
-    add("stream", "bandwidth", "add", ("f32", (_LENGTH,)), ("f32", (_LENGTH,)))
-    for length in _WORKING:
-        add(f"sum{length}", "cache", "add", ("f32", (length,)), ("f32", (length,)))
+    found.append(Yardstick("stream", "bandwidth", _added("stream", _LENGTH)))
+    found += [Yardstick(f"sum{length}", "cache", _added(f"sum{length}", length)) for length in _WORKING]
     for count in (1, 1 + _TINY):
         x = Value("x0", _type(("f32", (16,))))
         ops: list[Op] = []
@@ -142,10 +141,18 @@ def _update() -> Graph:
     return Graph("s0.update", scalars, (), (*taken, step, *writes))
 
 
+def _added(name: str, length: int) -> Graph:
+    """A list added to a variable, in place: no memory is taken for a result."""
+    x = Value("x0", TensorType("f32", (length,)))
+    return Graph(f"s0.{name}", (x,), (), (Op("accum", (x,), (), {"var": name}),))
+
+
 @cache
 def _module() -> Module:
     roles = {"w": PARAM, "g": GRAD, "m": STATE, "v": STATE}
     vars = {name: Var(name, TensorType("f32", (_UPDATED,)), role, 0) for name, role in roles.items()}
+    lists = {"stream": _LENGTH} | {f"sum{length}": length for length in _WORKING}
+    vars |= {name: Var(name, TensorType("f32", (length,)), GRAD, 0) for name, length in lists.items()}
     return Module("yardsticks", vars=vars, graphs={y.graph.name: y.graph for y in yardsticks()}, stages=(Stage(0, "cpu:0"),))
 
 
@@ -166,13 +173,16 @@ def _seconds(program: StageProgram, graph: Graph, threads: int, rested: bool) ->
     """With one thread processor time, which other programs change little; the time of several threads is that of the clock."""
     clock = time.process_time if threads == 1 else time.perf_counter
     source = torch.Generator().manual_seed(0)
-    types = [*(v.type for v in graph.ins), *(_module().vars[slot.var].type for slot in signature(graph).slots)]
+    variables = [slot.var for slot in signature(graph).slots]
+    types = {v.name: v.type for v in graph.ins} | {name: _module().vars[name].type for name in variables}
 
     def operands() -> list[torch.Tensor]:
-        return [torch.rand(t.dims, generator=source).mul_(0.9).add_(0.1).to(TORCH_DTYPES[t.dtype]) for t in types]
+        """Old and new values of a variable are one tensor, as where it has one version."""
+        made = {n: torch.rand(t.dims, generator=source).mul_(0.9).add_(0.1).to(TORCH_DTYPES[t.dtype]) for n, t in types.items()}
+        return [*(made[v.name] for v in graph.ins), *(made[name] for name in variables)]
 
     # One after the other, so that operands are not where the last call has left them, as little as in a model.
-    each = sum(t.nbytes for t in types)
+    each = sum(t.nbytes for t in types.values())
     sets = [operands() for _ in range(1 if rested else max(1, min(_MOST_SETS, _SPREAD // max(each, 1))))]
     for args in sets:
         program.call(graph.name, args)
@@ -198,6 +208,9 @@ def rates_of(seconds: dict[str, float], threads: int) -> Rates:
     bytes_of = {y.name: float(sum(v.type.nbytes for v in (*y.graph.ins, *y.graph.outs))) for y in yardsticks()}
     # Four variables are read and written; the gradient is zeroed.
     bytes_of["update"] = 8.0 * 4 * _UPDATED
+    # Two lists are read, and one is written.
+    working = {y.name: 2 * bytes_of[y.name] for y in yardsticks() if y.key in ("bandwidth", "cache")}
+    bytes_of |= {name: 1.5 * count for name, count in working.items()}
     one, many = seconds["tiny1"], seconds[f"tiny{1 + _TINY}"]
     overhead = max(0.0, (many - one) / _TINY)
     call = max(0.0, one - overhead)
@@ -208,7 +221,7 @@ def rates_of(seconds: dict[str, float], threads: int) -> Rates:
         return sum(amount[y.name] for y in by_key[key]) / spent
 
     flops, bandwidth = rate("flops", flops_of), rate("bandwidth", bytes_of)
-    curve = [(int(bytes_of[f"sum{n}"]), bytes_of[f"sum{n}"] / max(seconds[f"sum{n}"] - call, 0.05 * seconds[f"sum{n}"])) for n in _WORKING]
+    curve = [(int(working[f"sum{n}"]), bytes_of[f"sum{n}"] / max(seconds[f"sum{n}"] - call, 0.05 * seconds[f"sum{n}"])) for n in _WORKING]
     cache, cache_bandwidth = _cache_of(curve, bandwidth)
     near = cache_bandwidth or bandwidth
     efficiency = {

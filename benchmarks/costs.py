@@ -1,0 +1,118 @@
+"""What passes/cost.py says that stages cost, beside what they take: for several models, on one thread of this machine.
+
+    python benchmarks/costs.py                    # rates measured now, as `penstock doctor` does: two minutes
+    python benchmarks/costs.py --cluster FILE     # with the rates of the first device of a cluster file
+
+Columns, in milliseconds of one call of a stage graph:
+
+    measured   the compiled graph, called as a worker does, F and B in turn and U once in a while: median of processor time
+    rates      the roofline with the rates that the doctor measured, of the fused graph          table   the sum of its kernels, each timed by itself
+    guessed    the roofline with the rates of Cluster.local, when nothing was measured            / ...   that over measured
+
+Processor time of one thread is what other programs change least; caches and memory they still share. No claim is checked here: the table is the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import penstock as ps
+from penstock.backends.interface import CompileOptions, StageProgram, backend_of
+from penstock.ir.cluster import Cluster, Device
+from penstock.ir.graph import Module
+from penstock.kernel_report import kernel_rows
+from penstock.kernel_timing import measure_rows, random_arguments
+from penstock.models import write_bert, write_cnn, write_gpt, write_mlp
+from penstock.passes.cost import GraphCost
+from penstock.runtime.doctor import examine
+
+MODELS: dict[str, tuple[Callable[..., Path], dict[str, object], str]] = {
+    "gpt": (write_gpt, {"layers": 4, "width": 256, "heads": 8, "vocab": 512, "positions": 128}, "cross_entropy"),
+    "gpt-wide": (write_gpt, {"layers": 2, "width": 512, "heads": 8, "vocab": 2048, "positions": 64}, "cross_entropy"),
+    "mlp": (write_mlp, {"sizes": (512, 2048, 2048, 512)}, "mse"),
+    "cnn": (write_cnn, {"channels": (3, 32, 64, 128), "size": 64}, "cross_entropy"),
+    "bert": (write_bert, {"layers": 2, "width": 256, "heads": 4, "vocab": 1000, "positions": 128}, "cross_entropy"),
+}
+BATCH, ROUNDS, MICROBATCHES = 4, 12, 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", metavar="FILE", help="take the rates of the first device of this file")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    arguments = parser.parse_args()
+    device = Cluster.load(arguments.cluster).devices[0] if arguments.cluster else measured_device()
+    guessed = Cluster.local(threads=(1,)).devices[0]
+    print(f"{'model':10} {'graph':6} {'measured':>9} {'rates':>8} {'/ ms':>5} {'table':>8} {'/ ms':>5} {'guessed':>8} {'/ ms':>5}")
+    off: dict[str, list[float]] = {"rates": [], "table": [], "guessed": []}
+    for name in arguments.models:
+        for graph, taken, costs in rows_of(name, device, guessed):
+            ratios = {key: seconds / taken for key, seconds in costs.items()}
+            for key, ratio in ratios.items():
+                off[key].append(abs(ratio - 1))
+            cells = " ".join(f"{1e3 * costs[key]:8.3f} {ratios[key]:5.2f}" for key in ("rates", "table", "guessed"))
+            print(f"{name:10} {graph:6} {1e3 * taken:9.3f} {cells}", flush=True)
+    for key, errors in off.items():
+        print(
+            f"{key}: off by {100 * statistics.median(errors):.0f} % in the median, {100 * max(errors):.0f} % at worst, over {len(errors)} graphs"
+        )
+
+
+def measured_device() -> Device:
+    report = examine((1,), say=lambda text: print(text, flush=True))
+    assert report is not None
+    device = report.cluster.devices[0]
+    print(
+        f"{device.flops / 1e9:.4g} GFLOP/s, {device.bandwidth / 1e9:.3g} GB/s, cache {device.cache >> 20} MiB {device.cache_bandwidth / 1e9:.3g} GB/s"
+    )
+    print(" ".join(f"{key} {share}" for key, share in device.efficiency), "\n")
+    return device
+
+
+def rows_of(name: str, device: Device, guessed: Device) -> list[tuple[str, float, dict[str, float]]]:
+    """Of every graph of the model on one stage: its name, seconds, and what the sources say."""
+    write, sizes, loss = MODELS[name]
+    with tempfile.TemporaryDirectory(prefix="penstock-costs-") as text:
+        folder = Path(text)
+        model = ps.from_onnx(write(folder / "model.onnx", **sizes), dims={"batch": BATCH})
+        training = ps.Training(loss, ps.AdamW(lr=1e-4), MICROBATCHES)
+        module = ps.plan(model, Cluster((replace(device, name="cpu:0", spaces=()),)), training).module
+        backend = backend_of("tvm")
+        files = backend.compile_stages(module, [0], folder, CompileOptions())
+        program = backend.load_stage(module, 0, [folder / file for file in files[0]], 1)
+        taken = time_graphs(program, module)
+        table: dict[str, float] = {}
+        for row in measure_rows(kernel_rows(module), module, "tvm", 1):
+            table[row.graph] = table.get(row.graph, 0.0) + row.seconds * len(row.names)
+    costs = {kind: GraphCost(module.graphs[f"s0.{kind}"]) for kind in taken}
+    passed = {kind: cost.moved for kind, cost in costs.items()}
+    found = []
+    for kind, seconds in taken.items():
+        others = MICROBATCHES * (passed["F"] + passed["B"]) if kind == "U" else passed["F" if kind == "B" else "B"]
+        rates = costs[kind].seconds(device, between=others)
+        found.append((kind, seconds, {"rates": rates, "table": table[f"s0.{kind}"], "guessed": costs[kind].seconds(guessed)}))
+    return found
+
+
+def time_graphs(program: StageProgram, module: Module) -> dict[str, float]:
+    """Median seconds of one call, with the arguments that graphs have in common being one tensor."""
+    graphs = {kind: module.graphs[f"s0.{kind}"] for kind in "FBU"}
+    arguments = {kind: random_arguments(graph, module) for kind, graph in graphs.items()}
+    times: dict[str, list[float]] = {kind: [] for kind in graphs}
+    for _ in range(ROUNDS):
+        for kind in (*("F", "B") * MICROBATCHES, "U"):
+            begin = time.process_time()
+            kept = program.call(graphs[kind].name, arguments[kind])
+            times[kind].append(time.process_time() - begin)
+            del kept
+    return {kind: statistics.median(found[2:]) for kind, found in times.items()}
+
+
+if __name__ == "__main__":
+    main()
