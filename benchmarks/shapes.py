@@ -7,11 +7,14 @@ from dataclasses import replace
 from penstock.passes.planner.chain import Amount, Chain, Layer, Work
 
 
-def gpt_chain(blocks: int, width: int, *, positions: int, vocabulary: int, optimizer_bytes: int = 12, efficiency: float = 1.0) -> Chain:
+def gpt_chain(
+    blocks: int, width: int, *, positions: int, vocabulary: int, heads: int = 0, optimizer_bytes: int = 12, efficiency: float = 1.0
+) -> Chain:
     """A GPT in 16 bits with a 32-bit optimiser: per parameter 2 bytes of weights, 2 of gradients and `optimizer_bytes` of master weight and moments.
 
-    Per block and position: 24 width^2 + 4 positions * width operations forward and twice as many backward; saved are 34 bytes * width (Korthikanti et
-    al., 2022, for fused attention); 2 bytes * width cross to the next block. `efficiency` is what products reach of a device's rate."""
+    Per block and position: 24 width^2 + 4 positions * width operations forward and twice as many backward. Saved are 34 bytes * width per position, and
+    where attention stores its scores (`heads` given) 5 bytes * heads * positions more (Korthikanti et al., 2022). 2 bytes * width cross to the next
+    block. `efficiency` is what products reach of a device's rate."""
     params, tokens = 12 * width * width, positions
     flops = round((2 * params * tokens + 4 * positions * tokens * width) / efficiency)
     ends = vocabulary * width
@@ -21,7 +24,7 @@ def gpt_chain(blocks: int, width: int, *, positions: int, vocabulary: int, optim
         2 * params,
         2 * params,
         optimizer_bytes * params,
-        Amount(0, 34 * tokens * width),
+        Amount(0, 34 * tokens * width + 5 * heads * tokens * tokens),
         crossing,
         crossing,
         forward=Work(Amount(0, flops), Amount(2 * params, 34 * tokens * width)),

@@ -1,14 +1,15 @@
 """The cost model: seconds per batch and bytes per device of a plan. Every planner here minimises what this file says.
 
 Notation: m microbatches per batch, of b samples. Stage s lies on r_s replicas; replica j runs n_j of the m. t_j = forward + backward (+ forward again)
-seconds of a microbatch there, U_j of an update. R_s devices run later stages, K all. c_s is the round trip of a message over the boundary behind stage s: latency
+seconds of a microbatch there, U_j of an update. E_s devices run earlier stages. c_s is the round trip of a message over the boundary behind stage s: latency
 + bytes / bandwidth, forward and back, on the slowest path between the two stages. Stages with equally many, equal replicas send from the j-th to the j-th, others
-from each to each. A_s is the all-reduce of the stage's gradients, a ring over its replicas in the plan's order:
+from each to each; those that go through one NIC at once share it. A_s is the all-reduce of the stage's gradients, a ring over its replicas in the plan's order:
 2(r-1) steps of latency + part / bandwidth of the slowest link, where a NIC is shared by the steps that use it.
 
-    warm-up      w_s = ceil(R_s / r_s) forwards before the first backward of a replica (d-1-s without replicas); eager-2bw: twice that
-    in flight    1f1b min(n_j, w_s+1)    2bw, eager-2bw w_s+1    gpipe n_j    zb-1f1b min(n_j, ceil(K / r_s))
-    legal        every n_j >= 1; 2bw, eager-2bw: n_j >= w_s; zb-1f1b: n_j >= w_s+1 (m >= d without replicas)
+    warm-up      w_s = ceil((w' + 1) r' / r_s) forwards before the first backward of a replica, w' and r' being those of the stage behind; 0 on the last
+                 stage, so d-1-s without replicas; eager-2bw: twice that
+    in flight    1f1b min(n_j, w_s + 1)    2bw, eager-2bw w_s + 1    gpipe n_j    zb-1f1b min(n_j, w_s + 1 + ceil(E_s / r_s))
+    legal        every n_j >= 1; 2bw, eager-2bw: n_j >= w_s; zb-1f1b: n_j >= w_s + 1 (m >= d without replicas)
 
 2bw, eager-2bw, which never drain; x_s = max_j n_j t_j + max_j U_j:
 
@@ -29,7 +30,8 @@ Bytes of a replica: parameters * versions (2 when delayed) + gradients (twice wh
 next one adds up) + optimiser state + activations + workspace + transport buffers + base. Activations are saved * in flight; with recomputation what comes in *
 in flight + saved of one. Buffers are POSTED receives and one send of every boundary.
 
-`step` also holds what the boundaries and rings of different stages add up to on one NIC; `pipe` leaves that out, because it is what a search over stages can see.
+`step` also holds what the boundaries and rings of different stages add up to on one NIC, and, for schedules that drain, the rings of all stages there, one after
+another, behind the pipeline; `pipe` leaves that out, because it is what a search over stages can see.
 
 Known limits: microbatches are spread evenly for the load of links; a sum overlaps with computation under 2bw at no cost.
 """
@@ -41,23 +43,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ...ir.cluster import Path
 from ...ir.memory import POSTED
 from .chain import Ints, Table
 from .fleet import Fleet
 from .plan import DELAYED, Bytes, Judged, Plan
 
 
-def warm_up(schedule: str, later: int, replicas: int) -> int:
-    """Forwards of a replica before its first backward, when `later` devices run the stages behind it."""
-    return -(-later // replicas) * (2 if schedule == "eager-2bw" else 1)
+def forwards_ahead(replicas: int, behind: int, ahead: int) -> int:
+    """Forwards that a replica has in hand, when the stage behind it has `behind` replicas and each of those `ahead` (passes/schedules/dealing.py)."""
+    return -(-(ahead + 1) * behind // replicas)
 
 
-def in_flight(schedule: str, share: int, warm: int, devices: int, replicas: int) -> int:
-    """Microbatches whose activations a replica holds at once; `devices` are all that the plan uses."""
+def warm_up(schedule: str, ahead: int) -> int:
+    """Forwards of a replica before its first backward."""
+    return ahead * (2 if schedule == "eager-2bw" else 1)
+
+
+def in_flight(schedule: str, share: int, warm: int, earlier: int, replicas: int) -> int:
+    """Microbatches whose activations a replica holds at once; `earlier` devices run the stages in front of it."""
     if schedule == "gpipe":
         return share
     if schedule == "zb-1f1b":
-        return min(share, -(-devices // replicas))
+        return min(share, warm + 1 - (-earlier // replicas))
     return warm + 1 if schedule in DELAYED else min(share, warm + 1)
 
 
@@ -72,6 +80,15 @@ def versions_of(schedule: str) -> int:
 
 def gradient_copies(schedule: str, replicas: int) -> int:
     return 2 if schedule in DELAYED and replicas > 1 else 1
+
+
+def warm_ups(plan: Plan) -> list[int]:
+    """The warm-up of every stage's replicas."""
+    counts = [len(stage.devices) for stage in plan.stages]
+    found = [0]
+    for replicas, behind in zip(counts[-2::-1], counts[:0:-1], strict=True):
+        found.insert(0, forwards_ahead(replicas, behind, found[0]))
+    return [warm_up(plan.schedule, ahead) for ahead in found]
 
 
 # ------------------------------------------------------------------------------------------------ transfers
@@ -104,15 +121,30 @@ def hop_of(fleet: Fleet, kinds: Sequence[int], source: Sequence[int], target: Se
     ways = set()
     forward: dict[tuple[str, float], float] = {}
     back: dict[tuple[str, float], float] = {}
+    # Replicas keep pace with each other, so all that send over one NIC do it at once.
+    senders = _senders(fleet, pairs), _senders(fleet, [(b, a) for a, b in pairs])
     for a, b in pairs:
         there, here = fleet.path(a, b), fleet.path(b, a)
-        ways.add((there.latency, there.bandwidth, here.latency, here.bandwidth))
+        ways.add((there.latency, _speed(there, senders[0]), here.latency, _speed(here, senders[1])))
         for load, way, name in ((forward, there, f"link {a}>{b}"), (back, here, f"link {b}>{a}")):
             for share in ((name, way.bandwidth), *((f"NIC {nic}", speed) for nic, speed in way.shares)):
                 load[share] = load.get(share, 0.0) + part
     loads = [(name, forward.get((name, speed), 0.0), back.get((name, speed), 0.0), speed) for name, speed in sorted({*forward, *back})]
     busy = tuple(sorted({(there, here, speed) for _, there, here, speed in loads}))
     return Hop(tuple(sorted(ways)), busy, tuple(load for load in loads if load[0].startswith("NIC ")))
+
+
+def _senders(fleet: Fleet, pairs: Sequence[tuple[int, int]]) -> dict[str, set[int]]:
+    """Who sends through each NIC."""
+    found: dict[str, set[int]] = {}
+    for a, b in pairs:
+        for name, _ in fleet.path(a, b).shares:
+            found.setdefault(name, set()).add(a)
+    return found
+
+
+def _speed(path: Path, senders: dict[str, set[int]]) -> float:
+    return min([path.bandwidth, *(speed / len(senders[name]) for name, speed in path.shares)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +203,8 @@ def bytes_in_flight(table: Table, first: int, last: int, recompute: bool) -> int
 
 def memory_of(table: Table, plan: Plan, stage: int, replica: int, base: int) -> Bytes:
     part = plan.stages[stage]
-    replicas, later = len(part.devices), sum(len(s.devices) for s in plan.stages[stage + 1 :])
-    held = in_flight(plan.schedule, part.shares[replica], warm_up(plan.schedule, later, replicas), len(plan.devices), replicas)
+    replicas, earlier = len(part.devices), sum(len(s.devices) for s in plan.stages[:stage])
+    held = in_flight(plan.schedule, part.shares[replica], warm_ups(plan)[stage], earlier, replicas)
     fixed = fixed_bytes(table, part.first, part.last, plan.schedule, replicas, part.recompute, base)
     more = held * bytes_in_flight(table, part.first, part.last, part.recompute)
     return Bytes(fixed.weights, fixed.gradients, fixed.state, fixed.activations + more, fixed.workspace, fixed.buffers, base)
@@ -219,6 +251,10 @@ def judge(table: Table, fleet: Fleet, plan: Plan, base: int = 0) -> Judged:
     limits = (_delayed if plan.schedule in DELAYED else _flushed)(plan, times)
     pipe = max(limits.values())
     limits |= _shared(table, fleet, kinds, plan)
+    if plan.schedule not in DELAYED:
+        # All stages sum up at the end of the batch.
+        alone = max(limits[f"stage {s}"] - x.ring for s, x in enumerate(times))
+        limits |= {f"sums of gradients on {name}": alone + x for name, x in _rings(table, fleet, plan).items()}
     memory = {d: memory_of(table, plan, s, j, base) for s, part in enumerate(plan.stages) for j, d in enumerate(part.devices)}
     return Judged(max(limits.values()), pipe, limits, memory, tuple(_against(table, fleet, plan, memory)))
 
@@ -258,24 +294,28 @@ def _flushed(plan: Plan, times: Sequence[StageTimes]) -> dict[str, float]:
 
 def _shared(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Plan) -> dict[str, float]:
     """Seconds per batch of each NIC, over all stages."""
+    used = _rings(table, fleet, plan)
+    for s, part in enumerate(plan.stages[:-1]):
+        out, back = float(table.out[part.last]), float(table.back[part.last])
+        for name, forward, backward, speed in hop_of(fleet, kinds, part.devices, plan.stages[s + 1].devices).nics:
+            used[name] = used.get(name, 0.0) + plan.count * (out * forward + back * backward) / speed
+    return used
+
+
+def _rings(table: Table, fleet: Fleet, plan: Plan) -> dict[str, float]:
+    """The part of sums of gradients in that."""
     used: dict[str, float] = {}
-    for s, part in enumerate(plan.stages):
-        if len(part.devices) > 1:
-            moved = float(table.grads[part.last] - table.grads[part.first])
-            for name, each in ring_of(fleet, part.devices).nics:
-                used[name] = used.get(name, 0.0) + each * moved
-        if s + 1 < len(plan.stages):
-            out, back = float(table.out[part.last]), float(table.back[part.last])
-            for name, forward, backward, speed in hop_of(fleet, kinds, part.devices, plan.stages[s + 1].devices).nics:
-                used[name] = used.get(name, 0.0) + plan.count * (out * forward + back * backward) / speed
+    for part in plan.stages:
+        moved = float(table.grads[part.last] - table.grads[part.first])
+        for name, each in ring_of(fleet, part.devices).nics:
+            used[name] = used.get(name, 0.0) + each * moved
     return used
 
 
 def _against(table: Table, fleet: Fleet, plan: Plan, memory: dict[int, Bytes]) -> list[str]:
     found = []
-    for s, part in enumerate(plan.stages):
-        later = sum(len(x.devices) for x in plan.stages[s + 1 :])
-        least = least_share(plan.schedule, warm_up(plan.schedule, later, len(part.devices)))
+    for s, (part, warm) in enumerate(zip(plan.stages, warm_ups(plan), strict=True)):
+        least = least_share(plan.schedule, warm)
         if min(part.shares) < least:
             found.append(f"stage {s}: {plan.schedule} needs {least} microbatches per replica, one has {min(part.shares)}")
     for device, held in memory.items():

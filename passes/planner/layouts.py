@@ -1,7 +1,7 @@
 """Which devices may follow which: the graphs that the search walks. In: a fleet. Out: `Layout`s.
 
-A node is (devices used so far, devices of the stage placed last); stages are placed from the last one to the first. An edge places one more stage: its
-devices, how many devices run later stages, and the boundary between it and the stage behind it. A path from node 0 is the devices of a plan.
+A node is (devices used so far, devices of the stage placed last, forwards that those have in hand); stages are placed from the last one to the first. An
+edge places one more stage: its devices, how many devices run later stages, its forwards in hand, and the boundary between it and the stage behind it. A path from node 0 is the devices of a plan.
 
 `exhaustive` has an edge for every choice of devices, up to exchange of devices that are alike and connected alike (fleet.classes), so a search over it
 misses nothing. Its edges grow with product over classes of (n+1)(n+2)(n+3)/6. `ordered` are for larger fleets: devices in a row, stages take the next ones. Rows are made of
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from .cost import Hop, Ring, hop_of, ring_of
+from .cost import Hop, Ring, forwards_ahead, hop_of, ring_of
 from .fleet import Fleet
 
 
@@ -25,6 +25,7 @@ class Edge:
     target: int
     devices: tuple[int, ...]
     later: int
+    ahead: int
     hop: Hop | None
     ring: Ring
 
@@ -47,7 +48,7 @@ class _Builder:
         self.hops: dict[tuple[tuple[int, ...], tuple[int, ...]], Hop] = {}
         self.rings: dict[tuple[int, ...], Ring] = {}
 
-    def edge(self, source: int, target: int, devices: tuple[int, ...], later: int, behind: tuple[int, ...]) -> Edge:
+    def edge(self, source: int, target: int, devices: tuple[int, ...], later: int, ahead: int, behind: tuple[int, ...]) -> Edge:
         if devices not in self.rings:
             self.rings[devices] = ring_of(self.fleet, devices)
         hop = None
@@ -55,7 +56,7 @@ class _Builder:
             if (devices, behind) not in self.hops:
                 self.hops[devices, behind] = hop_of(self.fleet, self.kinds, devices, behind)
             hop = self.hops[devices, behind]
-        return Edge(source, target, devices, later, hop, self.rings[devices])
+        return Edge(source, target, devices, later, ahead, hop, self.rings[devices])
 
 
 def exhaustive_size(classes: Sequence[Sequence[int]]) -> int:
@@ -72,49 +73,51 @@ def exhaustive(fleet: Fleet, most_replicas: int = 0) -> Layout:
     most = most_replicas or len(fleet)
     build = _Builder(fleet, fleet.kinds())
     empty = tuple(0 for _ in classes)
-    index = {(empty, empty): 0}
+    index = {(empty, empty, 0): 0}
     last: list[tuple[int, ...]] = [()]
-    levels: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = [[(empty, empty)], *([] for _ in fleet.devices)]
+    levels: list[list[tuple[tuple[int, ...], tuple[int, ...], int]]] = [[(empty, empty, 0)], *([] for _ in fleet.devices)]
     edges: list[Edge] = []
     for level, nodes in enumerate(levels):
-        for used, before in nodes:
+        for used, before, ready in nodes:
             for more in product(*(range(len(group) - n + 1) for group, n in zip(classes, used, strict=True))):
                 if not 1 <= sum(more) <= most:
                     continue
                 now = tuple(a + b for a, b in zip(used, more, strict=True))
                 # Devices of a class are taken in order; which of them does not matter. Replicas stand class by class.
                 devices = tuple(i for group, a, b in zip(classes, used, now, strict=True) for i in group[a:b])
-                if (now, more) not in index:
-                    index[now, more] = len(last)
+                ahead = forwards_ahead(len(devices), sum(before), ready) if level else 0
+                key, source = (now, more, ahead), index[used, before, ready]
+                if key not in index:
+                    index[key] = len(last)
                     last.append(devices)
-                    levels[sum(now)].append((now, more))
-                behind = last[index[used, before]]
-                edges.append(build.edge(index[used, before], index[now, more], devices, level, behind))
-    placed = [frozenset(i for group, n in zip(classes, used, strict=True) for i in group[:n]) for used, _ in index]
+                    levels[sum(now)].append(key)
+                edges.append(build.edge(source, index[key], devices, level, ahead, last[source]))
+    placed = [frozenset(i for group, n in zip(classes, used, strict=True) for i in group[:n]) for used, _, _ in index]
     return Layout("every choice of devices", True, tuple(last), tuple(placed), tuple(edges))
 
 
 def in_a_row(fleet: Fleet, kinds: Sequence[int], row: Sequence[int], sizes: Sequence[int], name: str, most_stages: int) -> Layout:
     """Stages take the next devices of the row, the last stage first, a number from `sizes` each."""
     build = _Builder(fleet, kinds)
-    index = {(0, 0): 0}
+    index = {(0, 0, 0): 0}
     last: list[tuple[int, ...]] = [()]
     edges: list[Edge] = []
-    levels: list[list[tuple[int, int]]] = [[(0, 0)], *([] for _ in row)]
+    levels: list[list[tuple[int, int, int]]] = [[(0, 0, 0)], *([] for _ in row)]
     for level, nodes in enumerate(levels):
-        for used, size in nodes:
+        for used, size, ready in nodes:
             for more in sizes:
                 if used + more > len(row) or (len(sizes) == 1 and used // more >= most_stages):
                     continue
-                key = (used + more, more)
+                ahead = forwards_ahead(more, size, ready) if level else 0
+                key, source = (used + more, more, ahead), index[used, size, ready]
                 # Replicas in the order of the fleet: a ring then crosses between hosts as seldom as it can.
                 devices = tuple(sorted(row[used : used + more]))
                 if key not in index:
                     index[key] = len(last)
                     last.append(devices)
                     levels[used + more].append(key)
-                edges.append(build.edge(index[used, size], index[key], devices, level, last[index[used, size]]))
-    return Layout(name, False, tuple(last), tuple(frozenset(row[:used]) for used, _ in index), tuple(edges))
+                edges.append(build.edge(source, index[key], devices, level, ahead, last[source]))
+    return Layout(name, False, tuple(last), tuple(frozenset(row[:used]) for used, _, _ in index), tuple(edges))
 
 
 def rows(fleet: Fleet, speed: Sequence[float]) -> Iterator[tuple[str, list[int]]]:

@@ -69,7 +69,7 @@ class Search:
         self.work: list[tuple[Edge, list[Option], Floats, Floats]] = []
         zero = np.zeros(table.count + 1)
         for edge in layout.edges:
-            options = stages.options(edge.devices, edge.later, edge.ring)
+            options = stages.options(edge.devices, edge.later, edge.ahead, edge.ring)
             if options:
                 self.work.append((edge, options, *(self._boundary(edge.hop) if edge.hop is not None else (zero, zero))))
 
@@ -218,5 +218,5 @@ class Search:
 
     def _stage(self, edge: Edge, option: Option, first: int, last: int) -> StagePlan:
         stages, devices = self.stages, edge.devices
-        shares = stages.shares(devices, edge.later, option.recompute, first, last)
+        shares = stages.shares(devices, edge.later, edge.ahead, option.recompute, first, last)
         return StagePlan(first, last, devices, shares, option.recompute)

@@ -51,41 +51,42 @@ class Stages:
         self._equals: dict[tuple[object, ...], Option] = {}
         self._found: dict[tuple[object, ...], list[Option]] = {}
 
-    def options(self, devices: Sequence[int], later: int, ring: Ring) -> list[Option]:
-        """What a stage on these devices, with `later` of them behind it, may be."""
+    def options(self, devices: Sequence[int], later: int, ahead: int, ring: Ring) -> list[Option]:
+        """What a stage on these devices, with `later` of them behind it and `ahead` forwards in hand, may be."""
         kinds = tuple(self.kinds[i] for i in devices)
-        warm = warm_up(self.schedule, later, len(devices))
-        key = (kinds, warm, ring.fixed, ring.each)
+        warm = warm_up(self.schedule, ahead)
+        full = in_flight(self.schedule, self.count, warm, self.all_devices - later - len(devices), len(devices))
+        key = (kinds, warm, full, ring.fixed, ring.each)
         if key not in self._found:
-            self._found[key] = list(self._options(kinds, warm, ring))
+            self._found[key] = list(self._options(kinds, warm, full, ring))
         return self._found[key]
 
-    def shares(self, devices: Sequence[int], later: int, recompute: bool, first: int, last: int) -> tuple[int, ...]:
+    def shares(self, devices: Sequence[int], later: int, ahead: int, recompute: bool, first: int, last: int) -> tuple[int, ...]:
         """The shares of the replicas of one stage."""
         kinds = tuple(self.kinds[i] for i in devices)
-        warm, head = warm_up(self.schedule, later, len(devices)), 0 if self.schedule in DELAYED else 1
+        warm, head = warm_up(self.schedule, ahead), 0 if self.schedule in DELAYED else 1
+        full = in_flight(self.schedule, self.count, warm, self.all_devices - later - len(devices), len(devices))
         here = (slice(first, first + 1), slice(last, last + 1))
         each = [self._times(kind, recompute)[0][here] for kind in kinds]
-        held = [room[here] for room in self.most_shares(kinds, warm, recompute)]
+        held = [room[here] for room in self.most_shares(kinds, full, recompute)]
         dealt = _shares(each, held, least_share(self.schedule, warm), self.count, head)
         return tuple(int(n) for n in dealt[:, 0, 0])
 
-    def _options(self, kinds: tuple[int, ...], warm: int, ring: Ring) -> list[Option]:
+    def _options(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring) -> list[Option]:
         found: list[Option] = []
         if len(kinds) * least_share(self.schedule, warm) > self.count:
             return found
         for recompute in {"none": (False,), "all": (True,), "auto": (False, True)}[self.wanted.recompute]:
-            option, everywhere = (self._equal if len(set(kinds)) == 1 else self._unequal)(kinds, warm, ring, recompute)
+            option, everywhere = (self._equal if len(set(kinds)) == 1 else self._unequal)(kinds, warm, full, ring, recompute)
             if option is not None:
                 found.append(option)
             if everywhere:
                 break
         return found
 
-    def most_shares(self, kinds: Sequence[int], warm: int, recompute: bool) -> list[Ints]:
-        """For each replica the most microbatches of a batch that its memory lets it run."""
+    def most_shares(self, kinds: Sequence[int], full: int, recompute: bool) -> list[Ints]:
+        """For each replica the most microbatches of a batch that its memory lets it run; `full` are in flight when it runs many."""
         replicas = len(kinds)
-        full = in_flight(self.schedule, self.count, warm, self.all_devices, replicas)
         found = {}
         for kind in dict.fromkeys(kinds):
             room = self._most_in_flight(kind, recompute, replicas)
@@ -93,10 +94,10 @@ class Stages:
             found[kind] = np.where(room >= full, self.count, short) if self.schedule != "gpipe" else room
         return [found[kind] for kind in kinds]
 
-    def _equal(self, kinds: tuple[int, ...], warm: int, ring: Ring, recompute: bool) -> tuple[Option | None, bool]:
+    def _equal(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool) -> tuple[Option | None, bool]:
         """The option of replicas that are alike, and whether memory allows it everywhere."""
         replicas, kind = len(kinds), kinds[0]
-        most, full = -(-self.count // replicas), in_flight(self.schedule, self.count, warm, self.all_devices, replicas)
+        most = -(-self.count // replicas)
         need = most if self.schedule == "gpipe" else full if self.schedule in DELAYED else min(full, most)
         fits = self.allowed & (self._most_in_flight(kind, recompute, replicas) >= need)
         count = np.count_nonzero(fits)
@@ -114,9 +115,9 @@ class Stages:
         pace = np.where(fits, whole.pace, np.inf)
         return Option(recompute, pace, pace if self.schedule in DELAYED else whole.cost, whole.ring), False
 
-    def _unequal(self, kinds: tuple[int, ...], warm: int, ring: Ring, recompute: bool) -> tuple[Option | None, bool]:
+    def _unequal(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool) -> tuple[Option | None, bool]:
         rows = [self._times(kind, recompute) for kind in kinds]
-        held = self.most_shares(kinds, warm, recompute)
+        held = self.most_shares(kinds, full, recompute)
         head = 0 if self.schedule in DELAYED else 1
         shares = _shares([row[0] for row in rows], held, least_share(self.schedule, warm), self.count, head)
         slowest = _most([(n - head) * row[0] for n, row in zip(shares, rows, strict=True)])

@@ -66,11 +66,14 @@ class Brute:
         return self.best
 
     def _try(self, groups: tuple[tuple[int, ...], ...], at: tuple[int, ...]) -> None:
-        total = sum(map(len, groups))
         choices = []
         for s, group in enumerate(groups):
-            later = sum(len(g) for g in groups[s + 1 :])
-            choices.append(self._options(group, at[s], at[s + 1], later, total))
+            # The microbatch is away for one of the stage behind, and all that has in hand; counted in microbatches of this replica, rounded up.
+            hands = 0
+            for q in range(len(groups) - 2, s - 1, -1):
+                hands = ceil((hands * len(groups[q + 1]) + len(groups[q + 1])) / len(groups[q]))
+            earlier = sum(len(g) for g in groups[:s])
+            choices.append(self._options(group, at[s], at[s + 1], hands, earlier))
             if not choices[-1]:
                 return
         trips, loads = [], []
@@ -79,20 +82,24 @@ class Brute:
             trip, load = self._boundary(groups[s], groups[s + 1], at[s + 1], used)
             trips.append(trip)
             loads.append(load)
-        rings = [self._ring(group, at[s], at[s + 1], used) for s, group in enumerate(groups)]
+        summed: dict[str, float] = {}
+        rings = [self._ring(group, at[s], at[s + 1], summed) for s, group in enumerate(groups)]
+        used = {name: used.get(name, 0.0) + summed.get(name, 0.0) for name in {*used, *summed}}
         floor = max(used.values(), default=0.0) if self.nics else 0.0
         for chosen in product(*choices):
             step = max(floor, self._step(groups, chosen, trips, loads, rings))
+            if summed and self.nics and not self.late:
+                step = max(step, self._stages(groups, chosen, trips, [0.0] * len(rings)) + max(summed.values()))
             if step < self.best:
                 self.best, self.plan = step, (groups, at, chosen)
 
-    def _options(self, group: tuple[int, ...], first: int, last: int, later: int, total: int) -> list[tuple]:
+    def _options(self, group: tuple[int, ...], first: int, last: int, hands: int, earlier: int) -> list[tuple]:
         """(recompute, shares, seconds per replica, weight gradient seconds, update seconds) that memory and legality allow."""
-        key = (group, first, last, later, total if self.schedule == "zb-1f1b" else 0)
+        key = (group, first, last, hands, earlier if self.schedule == "zb-1f1b" else 0)
         if key in self.options_seen:
             return self.options_seen[key]
         r = len(group)
-        warm = ceil(later / r) * (2 if self.schedule == "eager-2bw" else 1)
+        warm = hands * (2 if self.schedule == "eager-2bw" else 1)
         least = {"2bw": max(warm, 1), "eager-2bw": max(warm, 1), "zb-1f1b": warm + 1}.get(self.schedule, 1)
         found = []
         for recompute in self.flags:
@@ -101,7 +108,9 @@ class Brute:
                     continue
                 fits = True
                 for device, n in zip(group, shares, strict=True):
-                    held = {"gpipe": n, "1f1b": min(n, warm + 1), "zb-1f1b": min(n, ceil(total / r))}.get(self.schedule, warm + 1)
+                    held = {"gpipe": n, "1f1b": min(n, warm + 1), "zb-1f1b": min(n, warm + 1 + ceil(earlier / r))}.get(
+                        self.schedule, warm + 1
+                    )
                     limit = self.fleet.devices[device].memory
                     fits &= limit is None or self._bytes(first, last, r, held, recompute) <= limit
                 if fits:
@@ -146,10 +155,14 @@ class Brute:
         for a, c in pairs:
             for x, y, size in ((a, c, out), (c, a, back)):
                 path = self.fleet.path(x, y)
+                speed = path.bandwidth
+                for name, rate in path.shares:
+                    ways = pairs if x == a else [(q, p) for p, q in pairs]
+                    speed = min(speed, rate / len({p for p, q in ways if name in dict(self.fleet.path(p, q).shares)}))
                 if size and x == a:
-                    there = max(there, path.latency + size / path.bandwidth)
+                    there = max(there, path.latency + size / speed)
                 elif size:
-                    here = max(here, path.latency + size / path.bandwidth)
+                    here = max(here, path.latency + size / speed)
                 load = max(load, size / len(pairs) / path.bandwidth)
                 for name, speed in path.shares:
                     nics[name] = nics.get(name, 0.0) + size / len(pairs) / speed
@@ -185,9 +198,18 @@ class Brute:
                     trip = sum(len(groups[s]) * busy[s] for s in range(p, q + 1)) + m * sum(trips[p:q])
                     step = max(step, trip / (len(groups[p]) + k * sum(len(groups[s]) for s in range(p + 1, q + 1))))
             return step
+        pace = [(m - 1) * load for load in loads]
+        total = sum(trips) + self._sum(chosen)
+        return max([self._stages(groups, chosen, trips, rings), *(total + x for x in pace)])
+
+    def _sum(self, chosen: tuple) -> float:
         parted = self.schedule == "zb-1f1b"
-        total = sum(trips) + sum(max(max(t - 2 * w, 0) if parted else t for t, w in zip(x[2], x[3], strict=True)) for x in chosen)
-        pace = max([0.0, *((m - 1) * load for load in loads)])
+        return sum(max(max(t - 2 * w, 0) if parted else t for t, w in zip(x[2], x[3], strict=True)) for x in chosen)
+
+    def _stages(self, groups: tuple, chosen: tuple, trips: list[float], rings: list[float]) -> float:
+        """What the slowest stage of a schedule that drains makes of a batch."""
+        m, d, parted = self.m, len(groups), self.schedule == "zb-1f1b"
+        total, pace = sum(trips) + self._sum(chosen), 0.0
         for s, x in enumerate(chosen):
             steady = max((n - 1) * t for n, t in zip(x[1], x[2], strict=True)) + rings[s] + max(x[4])
             if self.schedule != "gpipe" and s + 1 < d:
