@@ -9,12 +9,14 @@ import onnx
 import pytest
 
 import penstock as ps
+from penstock.arguing import predict
 from penstock.backends.bundle import open_bundle
 from penstock.cli import main
 from penstock.frontends.onnx import open_dimensions
 from penstock.grading import corrected, grade, step_times
 from penstock.ir.cluster import Cluster, Device
 from penstock.ir.errors import DoesNotFit, UsageError
+from penstock.measured import Measured
 from penstock.models import write_mlp
 from penstock.planning import plan_best, sizes_of
 
@@ -195,12 +197,28 @@ def test_corrections_change_the_next_prediction(bundle, symbolic, tmp_path, caps
         assert seconds < after["busy_s"][rank] <= 3 * seconds * (1 + 1e-9)
 
 
+def test_measured_stages_are_what_the_next_plan_goes_by(bundle):
+    """With times of all stages the prediction is that of the simulator with these."""
+    plain = predict(bundle.module, plain=True)
+    table = Measured()
+    for rank in (0, 1):
+        table.keep_stage(bundle.module, rank, bundle.rank(rank).threads, {"F": 0.25, "B": 0.5, "U": 0.125})
+    found = predict(bundle.module)
+    assert found.measured == 6
+    assert found.correction is None
+    assert found.busy == pytest.approx({0: 1.625, 1: 1.625}, rel=1e-3)  # and the ends of messages
+    assert found.step > 100 * plain.step
+
+
 def test_the_command_grades_a_real_run(bundle, tmp_path, capsys):
     path = bundle.path
     assert main(command("run", path, "--steps", 4, "--metrics", tmp_path / "m.jsonl", "--trace", tmp_path / "t.json")) == 0
     assert main(command("plan", path, "--grade", tmp_path / "m.jsonl", "--trace", tmp_path / "t.json")) == 0
     text = capsys.readouterr().out
     assert "measured / predicted" in text
+    found = predict(bundle.module)
+    assert found.measured == 0  # this bundle is of another back end than plans are for
+    assert predict(bundle.module, plain=True).step == pytest.approx(bundle.plan["predicted"]["step_s"])
     assert [line.split()[:3] for line in text.splitlines() if line.startswith("rank 1")][:2] == [["rank", "1", "F"], ["rank", "1", "B"]]
     assert main(command("plan", path, "--grade", tmp_path / "m.jsonl", "--json")) == 0
     found = json.loads(capsys.readouterr().out)

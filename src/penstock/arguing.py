@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock import api
-from penstock.grading import Corrected, corrected
+from penstock.grading import Corrected, best_prices, corrected, known_times
 from penstock.ir.graph import Module
-from penstock.passes.cost import ROOFLINE, rank_seconds
+from penstock.measured import Measured, stage_times
+from penstock.passes.cost import rank_seconds
 from penstock.passes.planner.argue import Change, counterfactuals
 from penstock.planning import SYNCHRONOUS, Search
 from penstock.simulating import Forecast, binding, forecast, seconds_of
@@ -27,11 +28,12 @@ BATCHES = 4
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the simulator says of a planned program. `busy` are seconds per batch of every rank's computations."""
+    """What the simulator says of a planned program. `busy` are seconds per batch of every rank's computations, of which so many kinds were `measured`."""
 
     forecast: Forecast
     step: float
     busy: dict[int, float]
+    measured: int = 0
     correction: Corrected | None = None
 
     @property
@@ -39,14 +41,19 @@ class Predicted:
         return max(self.busy.values(), default=0.0)
 
 
-def predict(module: Module) -> Predicted:
-    """Simulate a planned module on its own cluster, with costs that are estimated, and corrected where runs were graded."""
-    correction = corrected()
-    seconds = seconds_of(rank_seconds(module, correction or ROOFLINE))
+def predict(module: Module, plain: bool = False) -> Predicted:
+    """Simulate a planned module on its own cluster, with all that is known on this machine: times of its stages that were measured, else estimates. With
+    `plain` estimates alone, which depend on the module only."""
+    if plain:
+        times, estimated, correction = rank_seconds(module), 0, None
+    else:
+        times, estimated = stage_times(module, Measured(store=known_times()), best_prices())
+        correction = corrected() if estimated else None
+    seconds = seconds_of(times)
     made = forecast(module, seconds, BATCHES)
     assert module.schedule is not None
     busy = {rank: sum(seconds(rank, a) for a in program.batch) for rank, program in module.schedule.ranks.items()}
-    return Predicted(made, made.found.step_seconds or made.drained, busy, correction)
+    return Predicted(made, made.found.step_seconds or made.drained, busy, 0 if plain else len(times) - estimated, correction)
 
 
 # ------------------------------------------------------------------------------------------------ for people
@@ -71,6 +78,8 @@ def print_plan(plan: api.Plan) -> None:
     print(
         f"predicted: {_seconds(step)} per batch of {samples} samples, {samples / step:.1f} samples/s, {1 - _busy(predicted):.0%} of the ranks' time idle"
     )
+    if predicted.measured:
+        print(f"times of {predicted.measured} stage graphs were measured on this machine before")
     if predicted.correction is not None:
         runs = predicted.correction.runs
         print(
@@ -165,9 +174,9 @@ def _seconds(seconds: float) -> str:
 # ------------------------------------------------------------------------------------------------ for programs
 
 
-def predicted_facts(module: Module) -> dict[str, Any]:
-    """What the simulator says, for plan.json."""
-    predicted = predict(module)
+def predicted_facts(module: Module, plain: bool = True) -> dict[str, Any]:
+    """What the simulator says. In the plan of a bundle that is plain, so that a bundle depends on what it was made of alone."""
+    predicted = predict(module, plain)
     return {
         "step_s": predicted.step,
         "samples_per_s": predicted.forecast.samples / predicted.step if predicted.step else None,
@@ -175,6 +184,7 @@ def predicted_facts(module: Module) -> dict[str, Any]:
         "busy_s": {str(rank): seconds for rank, seconds in predicted.busy.items()},
         "limited_by": binding(predicted.forecast),
         "correction": predicted.correction.factor if predicted.correction is not None else None,
+        "measured": predicted.measured,
     }
 
 
@@ -195,7 +205,7 @@ def planner_facts(search: Search) -> dict[str, Any]:
 
 def as_json(plan: api.Plan) -> str:
     """The plan with what would change it."""
-    found = plan.as_dict()
+    found = plan.as_dict() | {"predicted": predicted_facts(plan.module, plain=False)}
     if plan.search is not None:
         found["planner"]["what_if"] = {change.name: change.step for change in what_if(plan.search)}
     return json.dumps(found, indent=2, sort_keys=True)

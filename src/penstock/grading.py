@@ -27,7 +27,7 @@ from penstock.ir.cluster import Device
 from penstock.ir.errors import UsageError
 from penstock.ir.schedule import COMPUTE, Action
 from penstock.measured import Measured, is_here, table_of_user
-from penstock.passes.cost import ROOFLINE, Prices, rank_seconds
+from penstock.passes.cost import ROOFLINE, InTurn, Prices, rank_seconds
 from penstock.passes.kernels import Kernel
 from penstock.terminal import say, table
 
@@ -50,9 +50,18 @@ class Corrected:
 
 def corrected(store: Store | None = None) -> Corrected | None:
     """The corrections of this machine, if any were kept."""
-    # Reading needs no bound of the cache's size.
-    factors = _factors(store if store is not None else Store(cache_folder(), 0, part="times"))
+    factors = _factors(store if store is not None else known_times())
     return Corrected(median(factors), len(factors)) if factors else None
+
+
+def known_times() -> Store:
+    """What was measured on this machine, to be read: that needs no bound of the cache's size."""
+    return Store(cache_folder(), 0, part="times")
+
+
+def best_prices() -> Prices:
+    """All that is known on this machine: times of kernels that were measured, else estimates, corrected by what runs showed."""
+    return InTurn((Measured(store=known_times()), corrected() or ROOFLINE))
 
 
 def _factors(store: Store) -> list[float]:
@@ -92,8 +101,8 @@ def grade(bundle: Bundle, metrics: Path, trace: Path | None = None, store: Store
         _keep_stages(bundle, rows, store)
     promised = sum(expected for _, _, expected, _ in rows) if rows else float(predicted)
     came = sum(seconds for *_, seconds in rows) if rows else measured
-    # Estimates may have had a correction already: what is kept is against the plain ones.
-    factor = came / promised * (1.0 if rows else bundle.plan["predicted"].get("correction") or 1.0)
+    # The plan of a bundle has plain estimates, whatever was known where it was made.
+    factor = came / promised
     cluster = bundle.module.cluster
     if cluster is not None and any(map(is_here, cluster.devices)):
         store.put(_key(), json.dumps({"factors": [*_factors(store), factor][-_KEPT:]}).encode())

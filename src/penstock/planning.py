@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock import api
-from penstock.grading import corrected
+from penstock.grading import best_prices
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import DoesNotFit, UsageError, VerifyError
-from penstock.passes.cost import ROOFLINE, Prices
+from penstock.passes.cost import Prices
 from penstock.passes.planner.argue import Result, plan_chain
 from penstock.passes.planner.plan import SCHEDULES, Wanted
 from penstock.passes.planner.planner import Outcome
@@ -107,7 +107,7 @@ def plan_best(
             size: api.before_partition(model, cluster, alone, precision=precision, progress=progress, **library)
             for size, model in models.items()
         }
-        return profile_chain(modules, max(cluster.devices, key=lambda device: device.flops), prices or corrected() or ROOFLINE)
+        return profile_chain(modules, max(cluster.devices, key=lambda device: device.flops), prices or best_prices())
 
     profile = profile_in(precision)
     wanted = Wanted(batch, tuple(schedules), recompute, tuple(sorted(models)), replicas=replicas)
