@@ -33,7 +33,8 @@ in flight + saved of one. Buffers are POSTED receives and one send of every boun
 `step` also holds what the boundaries and rings of different stages add up to on one NIC, and, for schedules that drain, the rings of all stages there, one after
 another, behind the pipeline; `pipe` leaves that out, because it is what a search over stages can see.
 
-Known limits: microbatches are spread evenly for the load of links; a sum overlaps with computation under 2bw at no cost.
+Known limits: microbatches are spread evenly for the load of links; a sum overlaps with computation under 2bw at no cost, also where its bytes hold up messages
+on a NIC; with unequal shares a stage in front of a slow replica has more forwards in hand than is counted here (the passes count what a plan really holds).
 """
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ def judge(table: Table, fleet: Fleet, plan: Plan, base: int = 0) -> Judged:
     if plan.schedule not in DELAYED:
         # All stages sum up at the end of the batch.
         alone = max(limits[f"stage {s}"] - x.ring for s, x in enumerate(times))
-        limits |= {f"sums of gradients on {name}": alone + x for name, x in _rings(table, fleet, plan).items()}
+        limits |= {f"sums of gradients on {name}": alone + x for name, x in ring_loads(table, fleet, plan).items()}
     memory = {d: memory_of(table, plan, s, j, base) for s, part in enumerate(plan.stages) for j, d in enumerate(part.devices)}
     return Judged(max(limits.values()), pipe, limits, memory, tuple(_against(table, fleet, plan, memory)))
 
@@ -294,7 +295,7 @@ def _flushed(plan: Plan, times: Sequence[StageTimes]) -> dict[str, float]:
 
 def _shared(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Plan) -> dict[str, float]:
     """Seconds per batch of each NIC, over all stages."""
-    used = _rings(table, fleet, plan)
+    used = ring_loads(table, fleet, plan)
     for s, part in enumerate(plan.stages[:-1]):
         out, back = float(table.out[part.last]), float(table.back[part.last])
         for name, forward, backward, speed in hop_of(fleet, kinds, part.devices, plan.stages[s + 1].devices).nics:
@@ -302,8 +303,8 @@ def _shared(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Plan) -> dic
     return used
 
 
-def _rings(table: Table, fleet: Fleet, plan: Plan) -> dict[str, float]:
-    """The part of sums of gradients in that."""
+def ring_loads(table: Table, fleet: Fleet, plan: Plan) -> dict[str, float]:
+    """Seconds per batch that sums of gradients alone take on each NIC, over all stages."""
     used: dict[str, float] = {}
     for part in plan.stages:
         moved = float(table.grads[part.last] - table.grads[part.first])

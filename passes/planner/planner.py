@@ -116,6 +116,23 @@ class Planner:
             found = self._pass(schedule, using, found, self.wanted.tolerance)
         return found
 
+    def candidates(self, schedule: str, within: float) -> list[Outcome]:
+        """The best plans of all microbatch sizes and layouts that take no more than `within` times the best, the fastest first: for a judge that sees
+        more than the cost model."""
+        best = self.best(schedule)
+        if best is None:
+            return []
+        found = {best.plan: best}
+        for b in self.wanted.microbatch_sizes():
+            for layout in self.layouts():
+                floor = self.floor(schedule, b, layout)
+                if floor.step < best.step * within:
+                    for search in self._searches(schedule, b, layout, lambda devices: True):
+                        other = search.best(best.step * within, floor, _COARSE)
+                        if other.plan is not None and other.judged is not None and other.step <= best.step * within:
+                            found.setdefault(other.plan, Outcome(other.plan, other.judged, best.bound, layout))
+        return sorted(found.values(), key=lambda outcome: outcome.step)
+
     def fits(self, schedule: str) -> Outcome | None:
         """Any plan of the schedule that fits into memory."""
         for b in reversed(self.wanted.microbatch_sizes()):

@@ -14,13 +14,18 @@ from planner_drawn import draw_chain, draw_fleet
 from penstock.ir.cluster import Cluster, Device, Link, Path
 from penstock.ir.errors import UsageError
 from penstock.ir.schedule import Action
+from penstock.passes.late_updates import sum_late
 from penstock.passes.planner.argue import plan_chain
 from penstock.passes.planner.chain import Amount, Chain, Layer, Table, Times, TimeTable, Work
 from penstock.passes.planner.cost import judge
 from penstock.passes.planner.fleet import Fleet, equal_hosts, fleet_of
-from penstock.passes.planner.plan import SCHEDULES, Plan, StagePlan, Wanted
+from penstock.passes.planner.plan import DELAYED, SCHEDULES, Plan, StagePlan, Wanted
 from penstock.passes.planner.planner import Planner
+from penstock.passes.schedules import SCHEDULES as SCHEDULE_KINDS
 from penstock.passes.schedules import build_schedule
+from penstock.passes.schedules.dealing import equal_shares
+from penstock.runtime.machine import machine_of
+from penstock.runtime.simulate import simulate, wire_chain
 
 BASE = 1000
 
@@ -212,6 +217,39 @@ def test_formulas_of_equal_stages(kind: str, d: int, m: int) -> None:
 @pytest.mark.parametrize(("kind", "expected"), [("2bw", 1.5), ("eager-2bw", 1.0)])
 def test_latency_of_a_forward_costs_what_the_runtime_measured(kind: str, expected: float) -> None:
     assert judged(kind, 6, [1.0] * 4, [2.0] * 4, [1.0] * 4, 1.0) / 18 == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_formulas_of_replicas_against_simulation(kind: str) -> None:
+    """Unequal numbers of replicas, messages with latency, sums of gradients that take no time, on the runtime's simulator."""
+    rng, ratios = Random(11), []
+    for _ in range(25):
+        counts = [rng.randint(1, 3) for _ in range(rng.randint(2, 4))]
+        m = 6 * rng.randint(3, 5)
+        times = [rng.uniform(0.85, 1) * r for r in counts]
+        row = Times(*(tuple(part * t for t in times) for part in (1 / 3, 2 / 3, 1 / 3, 1 / 3, 0.0)))
+        layers = tuple(Layer(f"layer{i}", out=Amount(1), back=Amount(1)) for i in range(len(counts)))
+        cluster = equal_hosts(1, sum(counts), Device(""), (1e15, 0.02), (1e15, 0.02))
+        at = [sum(counts[:s]) for s in range(len(counts))]
+        stages = tuple(StagePlan(s, s + 1, tuple(range(at[s], at[s] + r)), equal_shares(r, m)) for s, r in enumerate(counts))
+        table, plan = Table(Chain(layers, timer=TimeTable({("native", 1): row})), 1), Plan(kind, 1, m, stages)
+        wired = wire_chain(sum_late(build_schedule(kind, len(counts), m, [x.shares for x in stages]), SCHEDULE_KINDS[kind].delay))
+
+        def seconds(rank: int, action: Action, row: Times = row) -> float:
+            backward = row.backward[action.stage] - (row.weight[action.stage] if kind == "zb-1f1b" else 0.0)
+            return {"F": row.forward[action.stage], "B": backward, "W": row.weight[action.stage]}.get(action.kind, 0.0)
+
+        devices = dict(enumerate(d.name for d in cluster.devices))
+        played = simulate(wired, 10 if kind in DELAYED else 3, seconds, lambda *edge: 1.0, machine_of(cluster, devices))
+        judgement = judge(table, fleet_of(cluster), plan)
+        assert all("needs" in reason for reason in judgement.against)
+        if not judgement.against:
+            ratios.append(judgement.step / played.step_seconds)
+    assert len(ratios) >= 15
+    low, high = {"2bw": (0.999, 1.03), "eager-2bw": (0.999, 1.03), "1f1b": (0.95, 1.09), "gpipe": (0.93, 1.05), "zb-1f1b": (0.93, 1.07)}[
+        kind
+    ]
+    assert low <= min(ratios) <= max(ratios) <= high, (min(ratios), max(ratios))
 
 
 # ------------------------------------------------------------------------------------------------ choices
