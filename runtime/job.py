@@ -252,6 +252,7 @@ class Job:
         if self.workers.ended:  # by a failure that the caller has seen
             return
         try:
+            self.workers.expect_end()
             self.workers.send_all(Stop())
             for _ in self._until_done():
                 pass

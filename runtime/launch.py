@@ -59,6 +59,7 @@ class Workers:
         self._channels: list[Channel] = []
         self._logs: list[IO[bytes]] = []
         self._closed = False
+        self._ending = False
         # Longer than any wait of a rank for another one, which has the better message.
         self._patience = 2 * setup.timeout + 10
         try:
@@ -139,13 +140,24 @@ class Workers:
         for rank in range(self.count):
             self.send(rank, message)
 
+    def expect_end(self) -> None:
+        """From now on workers may end, in order: the first of them is gone before the last one has answered."""
+        self._ending = True
+
+    @property
+    def _fine(self) -> tuple[int | None, ...]:
+        """What a process may have ended with."""
+        return (None, 0) if self._ending else (None,)
+
     def poll(self) -> tuple[int, Message, Arrays] | None:
         """The next message, or None after a short while without one. Raises when a worker failed, after ending all of them."""
         try:
             rank, message, arrays = self._messages.get(timeout=_POLL_SECONDS)
         except queue.Empty:
-            if any(process.poll() is not None for process in self._processes):
+            if any(process.poll() not in self._fine for process in self._processes):
                 self._fail()
+            return None
+        if message is None and self._processes[rank].poll() in self._fine and self._ending:
             return None
         if message is None or isinstance(message, Failed):
             self._fail(rank, message)

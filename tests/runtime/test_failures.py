@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from itertools import cycle
@@ -16,7 +17,7 @@ import pytest
 
 from penstock.backends.bundle import Bundle, open_bundle
 from penstock.ir.errors import PeerLost, VerifyError
-from penstock.runtime.control import DataSpec, Run
+from penstock.runtime.control import DataSpec, Run, Stop
 from penstock.runtime.job import Job
 
 from .conftest import is_running, make_batches
@@ -47,6 +48,31 @@ def lose(bundle, rank, number, timeout):
     assert not [pid for pid in pids if is_running(pid)]
     job.close()
     return caught.value, seconds
+
+
+def test_workers_may_end_one_after_another(bundle_of, monkeypatch):
+    """One that answers late, on a busy machine, finds the others gone; that is no failure."""
+    job = Job(bundle_of(2, "2bw", 2), timeout=30)
+    pids = job.workers.process_ids()
+    list(job.run(make_batches(2, 2)))
+
+    def send_late(message):
+        job.workers.send(0, message)
+        assert wait_until(lambda: not is_running(pids[0]))
+        late.start()
+
+    late = threading.Timer(1.0, lambda: job.workers.send(1, Stop()))
+    monkeypatch.setattr(job.workers, "send_all", send_late)
+    job.close()
+    late.join()
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def test_a_worker_that_is_killed_at_the_end_is_told(bundle_of):
+    job = Job(bundle_of(2, "2bw", 2), timeout=30)
+    os.kill(job.workers.process_ids()[1], signal.SIGKILL)
+    with pytest.raises(PeerLost, match="was killed by SIGKILL"):
+        job.close()
 
 
 @pytest.mark.parametrize("rank", [0, 2])
