@@ -13,6 +13,9 @@ Predicted from: seconds of each kind of action, measured rank by rank with nobod
 compute at once slow each other, measured with two, or as many as there are; what messages over loopback cost, and what a worker takes beside its tensors, measured with a model
 that computes next to nothing; all of it before the run, none of it from the run. Three ranks on two cores share them in the simulation as they do here.
 
+Where others use the host, too, `--realtime` keeps them out. It matters most where ranks share cores: a rank that waits for a core is moved to the other one only when
+that has nothing else to do.
+
 Step time is the median over the run of the time from one update to the next on the last stage (over two steps, as patterns of 2bw may take two batches to
 come again); peak memory is that of benchmarks/memory.py. Ratios are predicted / measured. Exit code 1 when the goals are missed: step time within 10 % in the
 median and 20 % at worst, memory within 10 % everywhere.
@@ -24,13 +27,13 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+from truth_machines import Configuration, missing, place_workers, prefixes, quota_groups, shaped
 
 import penstock as ps
 from penstock.backends.bundle import Bundle, open_bundle
@@ -51,8 +55,6 @@ from penstock.runtime.machine import Machine, Route, Seat, Transport
 from penstock.runtime.rehearse import rehearse
 from penstock.runtime.simulate import simulate
 
-GROUPS = Path("/sys/fs/cgroup/cpu")
-PERIOD = 10_000  # microseconds of a quota: short, so that a rank that waits now and then saves little up
 BATCHES, FED = 12, 5
 SIMULATED = 14
 
@@ -70,39 +72,6 @@ def _cnn(path: Path) -> Path:
 
 
 MODELS: dict[str, Callable[[Path], Path]] = {"gpt": _gpt, "mlp": _mlp, "cnn": _cnn}
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """`quotas` are shares of a core, `threads` numbers of threads, rank by rank; `rate` bytes per second of the loopback device."""
-
-    model: str
-    stages: int
-    schedule: str
-    microbatches: int = 4
-    recompute: str = "none"
-    threads: tuple[int, ...] = ()
-    quotas: tuple[float, ...] = ()
-    latency: float = 0.0
-    rate: float = 0.0
-    one_core: bool = False
-
-    @property
-    def name(self) -> str:
-        parts = [self.model, str(self.stages), self.schedule]
-        parts += [self.recompute] if self.recompute != "none" else []
-        parts += ["threads" + "".join(map(str, self.threads))] if self.threads else []
-        parts += ["quota" + "+".join(f"{q:g}" for q in self.quotas)] if self.quotas else []
-        parts += [f"late{self.latency * 1e3:g}ms"] if self.latency else []
-        parts += [f"link{self.rate / 1e6:g}MBs"] if self.rate else []
-        parts += ["onecore"] if self.one_core else []
-        return "-".join(parts)
-
-    def thread_count(self, rank: int) -> int:
-        return self.threads[rank] if self.threads else 1
-
-    def quota(self, rank: int) -> float:
-        return self.quotas[rank] if self.quotas else 1.0
 
 
 C = Configuration
@@ -135,78 +104,6 @@ CONFIGURATIONS = (
 )
 
 
-# ------------------------------------------------------------------------------------------------ the machine that is made
-
-
-def own_group() -> Path | None:
-    """The control group of this process, if groups can be made in it."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, names, place = line.split(":", 2)
-        if names == "cpu" or names.startswith("cpu,"):
-            group = GROUPS / place.strip("/")
-            return group if os.access(group, os.W_OK) and (group / "cpu.shares").exists() else None
-    return None
-
-
-@contextmanager
-def quota_groups(configuration: Configuration) -> Iterator[dict[int, Path]]:
-    """A control group for each rank that has a quota."""
-    found: dict[int, Path] = {}
-    try:
-        for rank in range(configuration.stages):
-            if configuration.quota(rank) < 1:
-                base = own_group()
-                assert base is not None, "checked before"
-                found[rank] = base / f"truth-{os.getpid()}-{rank}"
-                found[rank].mkdir()
-                (found[rank] / "cpu.cfs_period_us").write_text(str(PERIOD))
-                quota = configuration.quota(rank) * configuration.thread_count(rank)
-                (found[rank] / "cpu.cfs_quota_us").write_text(str(int(PERIOD * quota)))
-        yield found
-    finally:
-        for group in found.values():
-            group.rmdir()
-
-
-def prefixes(configuration: Configuration, groups: Mapping[int, Path]) -> dict[int, list[str]]:
-    """What starts a rank where it belongs."""
-    found: dict[int, list[str]] = {}
-    for rank in range(configuration.stages):
-        if rank in groups:
-            found[rank] = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(groups[rank])]
-        elif configuration.one_core:
-            found[rank] = ["taskset", "-c", "0"]
-    return found
-
-
-def place_workers(configuration: Configuration, processes: Sequence[int], groups: Mapping[int, Path]) -> None:
-    for rank, process in enumerate(processes):
-        if rank in groups:
-            (groups[rank] / "cgroup.procs").write_text(str(process))
-        if configuration.one_core:
-            for task in Path(f"/proc/{process}/task").iterdir():
-                os.sched_setaffinity(int(task.name), {0})
-
-
-def missing(configuration: Configuration) -> str:
-    """Why this host cannot run a configuration; nothing if it can."""
-    if configuration.quotas and own_group() is None:
-        return "no control groups of processor time (cgroup v1, root)"
-    if configuration.rate:
-        made = subprocess.run(
-            ["sh", "-c", f"{_shaped(configuration.rate, 'truth-try')} && ip netns del truth-try"], capture_output=True, check=False
-        )
-        if made.returncode:
-            return "no network namespaces with shaped links (root, tc)"
-    return ""
-
-
-def _shaped(rate: float, space: str) -> str:
-    """A shell command that makes a network namespace whose loopback device lets so many bytes per second through."""
-    bucket = f"tbf rate {int(rate * 8)}bit burst 128kb latency 500ms"
-    return f"ip netns add {space} && ip -n {space} link set lo up && ip netns exec {space} tc qdisc add dev lo root {bucket}"
-
-
 # ------------------------------------------------------------------------------------------------ compile, rehearse, predict
 
 
@@ -218,7 +115,7 @@ def make_plan(configuration: Configuration, folder: Path) -> ps.Plan:
     return ps.plan(model, Cluster(tuple(devices)), training, schedule=configuration.schedule, recompute=configuration.recompute)
 
 
-def calibrate(folder: Path) -> dict[str, float]:
+def calibrate(folder: Path, realtime: bool) -> dict[str, float]:
     """From two stages that hardly compute, what messages over loopback cost: seconds of the rank for one, latency, seconds a byte that a send writes at
     once, bytes per second. And how much more memory a worker takes than its tensors: code that is loaded as it is first used."""
     sends, trips, beside = {}, {}, []
@@ -230,6 +127,7 @@ def calibrate(folder: Path) -> dict[str, float]:
         plan = ps.plan(model, Cluster.local(2), training, recompute="none", split_at=products[1:])
         bundle = open_bundle(ps.compile(plan, folder / f"small{rows}"))
         with Job(bundle, data=DataSpec(), trace=True) as job:
+            place_workers(Configuration("mlp", 2, "1f1b", realtime=realtime), job.workers.process_ids(), {})
             list(job.steps_from_data(20))
             list(job.run(batches(bundle, FED)))
             expected = [row["peak"] for row in plan.as_dict()["memory"].values()]
@@ -291,7 +189,7 @@ def rehearse_all(
             if any(configuration.thread_count(rank) > 1 for rank in range(configuration.stages)):
                 plain = replace(configuration, threads=())
                 bundle = open_bundle(ps.compile(make_plan(plain, folder), folder / "plain"))
-            pinned = {rank: ["taskset", "-c", "0"] for rank in range(configuration.stages)} if configuration.one_core else {}
+            pinned = prefixes(configuration, {})
             ranks = [rank % configuration.stages for rank in range(busy)]
             once = {rank: rehearse(bundle, [rank], seconds=seconds, prefixes=pinned)[0] for rank in sorted(set(ranks))}
             together = rehearse(bundle, ranks, seconds=busy * seconds, prefixes=pinned)
@@ -427,9 +325,17 @@ def in_shaped_space(configuration: Configuration, report: dict[str, Any], second
     with tempfile.TemporaryDirectory(prefix="truth-") as place:
         path = Path(place) / "one.json"
         save(path, {"rows": [], "known": report["known"]})
-        subprocess.run(["sh", "-c", _shaped(configuration.rate, space)], check=True)
+        subprocess.run(["sh", "-c", shaped(configuration.rate, space)], check=True)
         try:
-            command = [sys.executable, __file__, "--inside", configuration.name, "--json", str(path)]
+            command = [
+                sys.executable,
+                __file__,
+                "--inside",
+                configuration.name,
+                "--json",
+                str(path),
+                *(["--realtime"] if configuration.realtime else []),
+            ]
             subprocess.run(["ip", "netns", "exec", space, *command, "--seconds", str(seconds), "--rounds", str(rounds)], check=True)
         finally:
             subprocess.run(["ip", "netns", "del", space], check=True)
@@ -446,9 +352,16 @@ def main() -> int:
     parser.add_argument("--calibrate", action="store_true", help="only measure what messages over loopback cost")
     parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="how long to measure a rank by itself (default: 1)")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help=f"runs of {BATCHES} batches (default: 2)")
+    parser.add_argument(
+        "--realtime",
+        action="store_true",
+        help="schedule workers before all else (SCHED_RR, root); leaves out quotas, which then do not count",
+    )
     parser.add_argument("--plans", action="store_true", help="run every plan of a small model instead (truth_plans.py)")
     parser.add_argument("--inside", metavar="NAME", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    # Being terminated leaves no groups and network namespaces behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if arguments.plans:
         from truth_plans import time_plans
 
@@ -459,7 +372,7 @@ def main() -> int:
     report = load(arguments.json)
     if "host" not in report["known"]:
         with tempfile.TemporaryDirectory(prefix="truth-") as folder:
-            report["known"]["host"] = calibrate(Path(folder))
+            report["known"]["host"] = calibrate(Path(folder), arguments.realtime)
         save(arguments.json, report)
     costs = report["known"]["host"]
     print(
@@ -469,9 +382,8 @@ def main() -> int:
     )
     if arguments.calibrate:
         return 0
-    wanted = [
-        c for c in CONFIGURATIONS if (c.name == arguments.inside if arguments.inside else not arguments.only or c.name in arguments.only)
-    ]
+    every = [replace(c, realtime=True) for c in CONFIGURATIONS if not c.quotas] if arguments.realtime else CONFIGURATIONS
+    wanted = [c for c in every if (c.name == arguments.inside if arguments.inside else not arguments.only or c.name in arguments.only)]
     begin = time.perf_counter()
     for configuration in wanted:
         if any(row["name"] == configuration.name for row in report["rows"]):

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from truth import Configuration, load, quota_groups, run, save
+from truth import load, run, save
+from truth_machines import Configuration, quota_groups
 
 import penstock as ps
 from penstock.backends.bundle import open_bundle

@@ -7,7 +7,7 @@ which then stay as they are, and so on. For messages the rate is bytes per secon
 fast they go compared with being alone, cap 1, and the demand is that for cores.
 
 Rates change only when a task begins or ends, and only among tasks that are connected through resources that they share; those alone are computed
-anew. Cost of a change: (tasks + resources of the connected part) times the number of different levels in it.
+anew, once for all that happens at one moment. Cost: the number of uses of resources in the connected part, times a logarithm.
 
 `speeds` is for cores: the speed of each of 1, 2, ... busy threads compared with one alone, where they slow each other down though each has a core.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 Push = Callable[[float, "Task", int], None]
 
@@ -59,11 +60,18 @@ class Task:
 
 
 class Sharing:
-    """All tasks under way. `push(time, task, stamp)` puts an end onto the heap; the owner of the heap calls `end` when its time comes."""
+    """All tasks under way. `push(time, task, stamp)` puts an end onto the heap; the owner of the heap calls `end` when its time comes, and `settle` when
+    it has done all that happens at one moment and before it goes on to the next: rates are computed once for all changes of a moment."""
 
     def __init__(self, push: Push) -> None:
         self._push = push
         self._number = 0
+        self._fresh: list[Task] = []
+        self._touched: dict[Resource, None] = {}
+
+    @property
+    def unsettled(self) -> bool:
+        return bool(self._fresh or self._touched)
 
     def begin(
         self,
@@ -83,7 +91,8 @@ class Sharing:
                 resource.since = now
             resource.tasks[task.number] = task
             resource.moved += work * demand
-        self._settle(now, [task], [resource for resource, _ in demands])
+            self._touched[resource] = None
+        self._fresh.append(task)
 
     def end(self, now: float, task: Task, stamp: int) -> None:
         """An end that was pushed has come; one that no longer holds is passed over."""
@@ -93,21 +102,23 @@ class Sharing:
             del resource.tasks[task.number]
             if not resource.tasks:
                 resource.busy += now - resource.since
-        self._settle(now, [], [resource for resource, _ in task.demands])
+            self._touched[resource] = None
         task.done(now)
 
-    def _settle(self, now: float, tasks: list[Task], resources: list[Resource]) -> None:
-        """New rates for all that is connected with these, and new ends where a rate has changed."""
-        part = {task.number: task for task in tasks}
-        reached = dict.fromkeys(resources)
+    def settle(self, now: float) -> None:
+        """New rates for all that is connected with what has changed, and new ends where a rate is another one."""
+        part = {task.number: task for task in self._fresh}
+        reached = self._touched
         open_ = list(reached)
+        self._fresh, self._touched = [], {}
         while open_:
             for number, task in open_.pop().tasks.items():
                 if number not in part:
                     part[number] = task
-                    fresh = [r for r, _ in task.demands if r not in reached]
-                    reached |= dict.fromkeys(fresh)
-                    open_ += fresh
+                    for resource, _ in task.demands:
+                        if resource not in reached:
+                            reached[resource] = None
+                            open_.append(resource)
         rates = fair_rates(part.values())
         for number, task in part.items():
             rate = rates[number]
@@ -118,34 +129,60 @@ class Sharing:
                 self._push(now + task.left / rate, task, task.stamp)
 
 
+@dataclass(slots=True)
+class _Filling:
+    """A resource while rates are found: what is free, how much of it the growing tasks take for each level, and how many those are."""
+
+    free: float
+    pull: float = 0.0
+    growing: int = 0
+
+
 def fair_rates(tasks: Iterable[Task]) -> dict[int, float]:
-    """Max-min fair rates of tasks that share resources with nobody else."""
+    """Max-min fair rates of tasks that share resources with nobody else. The next level is the lowest at which a task is at its cap, or a resource is
+    used up; a resource's own only rises when tasks that use it stop earlier, so that an old entry of the heap is at most too low."""
     listed = sorted(tasks, key=lambda task: task.number)
-    growing = {task.number: task for task in listed}
-    rates: dict[int, float] = {}
-    free = {resource: resource.capacity for task in listed for resource, _ in task.demands}
-    pull = dict.fromkeys(free, 0.0)
+    state: dict[Resource, _Filling] = {}
     for task in listed:
         for resource, demand in task.demands:
-            pull[resource] += demand * task.weight
-    while growing:
-        level = min(task.cap / task.weight for task in growing.values())
-        full: list[Resource] = []
-        for resource, amount in pull.items():
-            if amount > 0:
-                reach = free[resource] / amount
-                if reach < level:
-                    level, full = reach, [resource]
-                elif reach == level:
-                    full.append(resource)
-        stopped = {number: task for resource in full for number, task in resource.tasks.items() if number in growing}
-        stopped |= {number: task for number, task in growing.items() if task.cap / task.weight <= level}
-        for number, task in stopped.items():
-            del growing[number]
-            rates[number] = level * task.weight
-            for resource, demand in task.demands:
-                free[resource] = max(0.0, free[resource] - demand * rates[number])
-                pull[resource] = pull[resource] - demand * task.weight if any(n in growing for n in resource.tasks) else 0.0
+            filling = state.setdefault(resource, _Filling(resource.capacity))
+            filling.pull += demand * task.weight
+            filling.growing += 1
+    order = {resource: number for number, resource in enumerate(state)}
+    heap = [(filling.free / filling.pull, order[resource], resource) for resource, filling in state.items()]
+    heapify(heap)
+    capped = sorted(listed, key=lambda task: (task.cap / task.weight, task.number), reverse=True)
+    rates: dict[int, float] = {}
+    level = 0.0
+
+    def stop(task: Task) -> None:
+        rates[task.number] = level * task.weight
+        for resource, demand in task.demands:
+            filling = state[resource]
+            filling.growing -= 1
+            filling.free = max(0.0, filling.free - demand * rates[task.number])
+            filling.pull -= demand * task.weight
+
+    while len(rates) < len(listed):
+        while capped and capped[-1].number in rates:
+            capped.pop()
+        first = capped[-1].cap / capped[-1].weight
+        if heap and heap[0][0] < first:
+            _, number, resource = heappop(heap)
+            filling = state[resource]
+            if not filling.growing:
+                continue
+            reach = filling.free / filling.pull
+            if reach > min(first, heap[0][0] if heap else first):
+                heappush(heap, (reach, number, resource))
+                continue
+            level = max(level, reach)
+            for key, task in resource.tasks.items():
+                if key not in rates:
+                    stop(task)
+        else:
+            level = max(level, first)
+            stop(capped.pop())
     return _slowed(listed, rates)
 
 

@@ -263,8 +263,11 @@ class _Simulation:
         self.posted = dict.fromkeys(self.lines, -1)
         for rank in self.lines:
             self._advance(rank, 0.0)
-        heap = self.heap
-        while heap:
+        heap, now = self.heap, 0.0
+        while heap or self.sharing.unsettled:
+            if self.sharing.unsettled and (not heap or heap[0][0] > now):
+                self.sharing.settle(now)
+                continue
             now, _, code, what, extra = heappop(heap)
             if code == _WAKE:
                 self._advance(what, now, extra)  # type: ignore[arg-type]

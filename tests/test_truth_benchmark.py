@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import truth
 import truth_plans
+from truth_machines import Configuration
 
 import penstock as ps
 from penstock.backends.bundle import open_bundle
@@ -44,14 +45,14 @@ def test_predictions_share_the_cores_there_are(bundle, changes, speeds, monkeypa
     """Three equal ranks: (m + d - 1)(tf + tb) with a core each, 3 m (tf + tb) on one core, and the slowest rank's m (tf + tb) and two more with a quota."""
     monkeypatch.setattr(truth, "usable_cores", lambda: 3)
     times = truth.Rehearsed([{"F": 1.0 * s, "B": 2.0 * s} for s in speeds], (1.0,))
-    configuration = truth.Configuration("mlp", 3, "1f1b", **changes)
+    configuration = Configuration("mlp", 3, "1f1b", **changes)
     found = truth.predict(configuration, bundle, times, LOOPBACK)["step_s"]
     assert found == pytest.approx({"one_core": 36, "quotas": 30}.get(next(iter(changes), ""), 18))
 
 
 def test_two_cores_for_three_ranks_cost_more_than_three(bundle, monkeypatch):
     times = truth.Rehearsed([{"F": 1.0, "B": 2.0}] * 3, (1.0,))
-    configuration = truth.Configuration("mlp", 3, "1f1b")
+    configuration = Configuration("mlp", 3, "1f1b")
     step = {}
     for cores in (2, 3):
         monkeypatch.setattr(truth, "usable_cores", lambda cores=cores: cores)
