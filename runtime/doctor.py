@@ -31,6 +31,7 @@ import msgspec
 from ..ir import machine
 from ..ir.cluster import HOST_TO_DEVICE, OTHER_HOST, SAME_HOST, Cluster, Device, Host, Link, LinkClass, device_of_gpu
 from ..ir.errors import PenstockError, UsageError
+from .children import failure, outputs
 from .launch import thread_environment
 from .wires import Wire, fit, measure_loopback, measure_pairs
 from .yardsticks import Rates, compile_yardsticks
@@ -191,19 +192,12 @@ def _run_yardsticks(folder: Path, threads: Sequence[int]) -> list[Rates]:
         )
         for count in threads
     ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=_MEASURE_TIMEOUT) for process in running]
-    except subprocess.TimeoutExpired as error:
-        raise PenstockError(f"measuring did not end within {_MEASURE_TIMEOUT:g} s", where="doctor") from error
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    for process, (_, told) in zip(running, said, strict=True):
-        if process.returncode:
-            raise PenstockError(f"measuring failed:\n{told.decode(errors='replace').strip()}", where="doctor")
-    return [msgspec.json.decode(out, type=Rates) for out, _ in said]
+    told = outputs(running, _MEASURE_TIMEOUT)
+    if told is None:
+        raise PenstockError(f"measuring did not end within {_MEASURE_TIMEOUT:g} s", where="doctor")
+    if (problem := failure(running, told)) is not None:
+        raise PenstockError(f"measuring failed:\n{problem}", where="doctor")
+    return [msgspec.json.decode(out, type=Rates) for out, _ in told]
 
 
 def _with_rates(device: Device, rates: Rates) -> Device:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..ir.errors import PeerLost
+from .children import failure, outputs
 from .launch import loopback_name, thread_environment
 from .transport import Group, host_store, join_store
 
@@ -108,19 +109,12 @@ def measure_loopback(timeout: float = 60.0) -> list[tuple[int, float]]:
         )
         for rank in (0, 1)
     ]
-    try:
-        said = [process.communicate(timeout=timeout) for process in running]
-    except subprocess.TimeoutExpired as error:
-        raise PeerLost(f"two processes on this machine did not finish exchanging messages within {timeout:g} s", where="doctor") from error
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    for process, (_, told) in zip(running, said, strict=True):
-        if process.returncode:
-            raise PeerLost(f"two processes on this machine cannot talk over gloo:\n{told.decode(errors='replace').strip()}", where="doctor")
-    return [(n, t) for n, t in json.loads(said[0][0])]
+    told = outputs(running, timeout)
+    if told is None:
+        raise PeerLost(f"two processes on this machine did not finish exchanging messages within {timeout:g} s", where="doctor")
+    if (problem := failure(running, told)) is not None:
+        raise PeerLost(f"two processes on this machine cannot talk over gloo:\n{problem}", where="doctor")
+    return [(n, t) for n, t in json.loads(told[0][0])]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
