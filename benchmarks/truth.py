@@ -57,6 +57,7 @@ from penstock.runtime.simulate import simulate
 
 BATCHES, FED = 12, 5
 SIMULATED = 14
+SYNTHETIC = DataSpec()
 
 
 def _gpt(path: Path) -> Path:
@@ -246,10 +247,12 @@ def batches(bundle: Bundle, count: int) -> Iterator[dict[str, np.ndarray]]:
         yield batch
 
 
-def run(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], rounds: int) -> dict[str, Any]:
-    """Steps with data made by the workers, timed; then a few with data that is handed to them, for memory."""
+def run(
+    configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], rounds: int, data: DataSpec = SYNTHETIC
+) -> dict[str, Any]:
+    """Steps with data that the workers make or read, timed; then a few with data that is handed to them, for memory."""
     times: list[float] = []
-    with Job(bundle, timeout=600, data=DataSpec(), latency=configuration.latency) as job:
+    with Job(bundle, timeout=600, data=data, latency=configuration.latency) as job:
         place_workers(configuration, job.workers.process_ids(), groups)
         list(job.steps_from_data(2))
         for _ in range(rounds):

@@ -70,9 +70,7 @@ def test_the_verdict_is_of_the_worst():
 def test_plans_are_all_cuts_in_both_orders(tmp_path):
     model = ps.from_onnx(write_mlp(tmp_path / "model.onnx", [16] * 9, batch=4))
     listed = list(truth_plans.candidates(model))
-    assert len({candidate.name for candidate in listed}) == len(listed) == 2 * (1 + 2 * 7 + 1)
-    rows = [
-        {"name": c.name, "schedule": c.schedule, "chosen": c.cut is None and len(c.order) > 1, "starts": ["a"], "seconds": 2.0 + i}
-        for i, c in enumerate(listed)
-    ]
-    assert truth_plans.landings(rows) == {"1f1b": 17 / 2, "2bw": 33 / 18}
+    assert len({candidate.name for candidate in listed}) == len(listed) == 2 * (1 + 2 * 7 + 2)
+    rows = [{"name": c.name, "schedule": c.schedule, "cut": c.cut, "told": "a>b", "seconds": 2.0 + i} for i, c in enumerate(listed)]
+    assert truth_plans.landings(rows) == {"1f1b": 18 / 2, "2bw": 35 / 19}
+    assert "| 2bw | planner's: a>b | 17 of 17 | 35000.0 | 1.842 |" in truth_plans.table(rows)
