@@ -9,6 +9,9 @@ gradients back) from device s-1 to s, a dynamic programme finds the cuts that mi
 
     max over stages s of  comp(cut[s], cut[s+1], s) + comm(cut[s], s)
 
+Then sets of operations that are no ranges, but depend forward only, are looked for in the same terms (partition_ideals.py), and taken where they are faster: branches
+whose operations take turns in the graph need not be cut across. With `split_at` or `only_at` stages are ranges.
+
 Seconds are those of passes/cost.py: the kernels that `fuse` would choose, shared out over their operations. A parameter lives on the stage that reads it. Where several stages read it
 (tied weights), each has a copy, and they exchange their parts of its gradient once per batch (passes/shared.py). That is counted as transfer,
 spread over the `microbatches` of a batch, so that cuts keep such operations together where it costs too much.
@@ -19,7 +22,7 @@ read it and the one that writes it.
 
 A stage on several devices takes as long per batch as the slowest of them for its share; its time per microbatch is that over all microbatches.
 
-Known limits: contiguous in the order of the graph, no memory term (the verifier compares predicted peaks with the devices).
+Known limits: no memory term (recompute and the verifier compare predicted peaks with the devices).
 """
 
 from __future__ import annotations
@@ -31,11 +34,12 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ..ir.cluster import Cluster, Device
+from ..ir.cluster import Cluster, Device, Link
 from ..ir.errors import UsageError
 from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Mesh, Module, Op, Stage, Value, Var, written_vars
 from ..ir.ops import OPS
 from .cost import GraphCost, Transfer, cost
+from .partition_ideals import Work, better_stages
 from .schedules.dealing import shares_of
 
 Array = npt.NDArray[np.float64]
@@ -68,8 +72,11 @@ def partition(module: Module, options: PartitionOptions) -> Module:
     shares = shares_of(options.shares, [len(found) for found in devices], options.microbatches)
     costs = _Costs(module, chain, devices, shares, cluster)
     cuts = _given_cuts(costs, options.split_at) if options.split_at else _best_cuts(costs, count, options.only_at)
-    stage_of = {id(op): s for s, (a, b) in enumerate(pairwise([*cuts, len(chain)])) for op in chain[a:b]}
-    return _annotate(module.but(cluster=cluster), stage_of, devices, costs, cuts)
+    stages = [s for s, (a, b) in enumerate(pairwise([*cuts, len(chain)])) for _ in range(a, b)]
+    if not options.split_at and not options.only_at and count > 1:
+        value = max(sum(costs.of_range(s, a, b)) for s, (a, b) in enumerate(pairwise([*cuts, len(chain)])))
+        stages = better_stages(costs.work(), cuts, value) or stages
+    return _annotate(module.but(cluster=cluster), devices, costs, stages)
 
 
 def _devices(options: PartitionOptions, cluster: Cluster) -> list[tuple[Device, ...]]:
@@ -163,13 +170,38 @@ class _Costs:
         crossing = _crossing_bytes(chain, index) * trips
         if backward is not None:
             crossing += _tied_bytes(module, chain, self.params) * (2.0 / microbatches)
-        self.transfer = [np.zeros(len(chain) + 1)]
+        self._trips, self._links = trips, [(0.0, list[Link]())]
         for (senders, a), (receivers, b) in pairwise(zip(devices, shares, strict=True)):
             links = [cluster.link(x.name, y.name) for x in senders for y in receivers]
-            part = max(*a, *b) / microbatches if max(len(a), len(b)) > 1 else 1.0
-            self.transfer.append(
-                np.array([part * max(cost(Transfer(float(n), trips), link).seconds for link in links) if n > 0 else 0.0 for n in crossing])
-            )
+            self._links.append((max(*a, *b) / microbatches if max(len(a), len(b)) > 1 else 1.0, links))
+        self.transfer = [np.array([self.travel(stage, float(n)) if stage else 0.0 for n in crossing]) for stage in range(len(devices))]
+        users: dict[Value, set[int]] = {}
+        for i, op in enumerate(chain):
+            for value in op.ins:
+                if value in index:
+                    users.setdefault(value, {index[value]}).add(i)
+        self._values = [(frozenset(where), v.type.nbytes * float(trips)) for v, where in users.items()]
+        self._edges = [(index[v], i) for v, where in users.items() for i in where if i != index[v]]
+        if backward is not None:
+            readers = _readers(chain, self.params)
+            self._values += [(frozenset(where), module.vars[n].type.nbytes * 2.0 / microbatches) for n, where in readers.items()]
+
+    def travel(self, stage: int, count: float) -> float:
+        """Seconds for so many bytes between a stage and the one before it."""
+        part, links = self._links[stage]
+        return part * max(cost(Transfer(count, self._trips), link).seconds for link in links) if count > 0 else 0.0
+
+    def work(self) -> Work:
+        """All of it without an order."""
+        moving = {op.var for op in self.chain if op.kind == "write"}
+        touching = {name: [i for i, op in enumerate(self.chain) if OPS[op.kind].effect and op.var == name] for name in sorted(moving)}
+        return Work([np.diff(before) for before in self.before], self._edges, list(touching.values()), self._values, self.travel)
+
+    def of_stage(self, stage: int, stages: Sequence[int]) -> tuple[float, float]:
+        """Compute and transfer seconds of one stage, where every operation has one."""
+        seconds = np.diff(self.before[stage])
+        parted = [n for where, n in self._values if len({stages[i] >= stage for i in where}) > 1]
+        return float(sum(seconds[i] for i, s in enumerate(stages) if s == stage)), self.travel(stage, sum(parted)) if stage else 0.0
 
     def of_range(self, stage: int, first: int, last: int) -> tuple[float, float]:
         """Compute and transfer seconds of one stage that runs operations first .. last-1."""
@@ -202,15 +234,20 @@ def _params_used(module: Module, graph: Graph, anywhere: set[Value]) -> dict[Val
     return found
 
 
-def _tied_bytes(module: Module, chain: Sequence[Op], params: Mapping[Value, frozenset[str]]) -> Array:
-    """Entry i: bytes of parameters that are read both before operation i of the chain and at or after it."""
-    delta = np.zeros(len(chain) + 1)
+def _readers(chain: Sequence[Op], params: Mapping[Value, frozenset[str]]) -> dict[str, list[int]]:
+    """The operations that read each parameter, or what is computed from it."""
     readers: dict[str, list[int]] = {}
     for i, op in enumerate(chain):
         for value in op.ins:
             for name in params.get(value, ()):
                 readers.setdefault(name, []).append(i)
-    for name, positions in readers.items():
+    return readers
+
+
+def _tied_bytes(module: Module, chain: Sequence[Op], params: Mapping[Value, frozenset[str]]) -> Array:
+    """Entry i: bytes of parameters that are read both before operation i of the chain and at or after it."""
+    delta = np.zeros(len(chain) + 1)
+    for name, positions in _readers(chain, params).items():
         delta[positions[0] + 1] += module.vars[name].type.nbytes
         delta[positions[-1] + 1] -= module.vars[name].type.nbytes
     return np.cumsum(delta)
@@ -288,11 +325,10 @@ def _known_positions(chain: Sequence[Op], names: Sequence[str]) -> dict[str, int
 # ------------------------------------------------------------------------------------------------ writing it down
 
 
-def _annotate(
-    module: Module, stage_of: Mapping[int, int], devices: Sequence[Sequence[Device]], costs: _Costs, cuts: Sequence[int]
-) -> Module:
-    """Write stages on operations and variables. `stage_of` is keyed by the identity of forward operations."""
+def _annotate(module: Module, devices: Sequence[Sequence[Device]], costs: _Costs, stages: Sequence[int]) -> Module:
+    """Write stages on operations and variables: those of the chain, and of what follows them."""
     forward = forward_graph(module)
+    stage_of = {id(op): stage for op, stage in zip(costs.chain, stages, strict=True)}
     graphs = dict(module.graphs)
     readers = _reading_stages(forward, stage_of, costs.params)
     tied = {name: stages for name, stages in readers.items() if len(stages) > 1}
@@ -311,20 +347,20 @@ def _annotate(
         homes |= {f"{name}.grad": min(stages) for name, stages in tied.items()}
         graphs["N"] = _with_stages(module.graphs["N"], _update_stages(module.graphs["N"], homes))
     notes = []
-    for stage, (first, last) in enumerate(pairwise([*cuts, len(costs.chain)])):
-        compute, transfer = costs.of_range(stage, first, last)
+    for stage in range(len(devices)):
+        compute, transfer = costs.of_stage(stage, stages)
         names = ", ".join(device.name for device in devices[stage])
-        text = f"stage {stage} on {names}: {last - first} of {len(costs.chain)} operations, predicted {compute * 1e3:.3f} ms compute"
+        text = f"stage {stage} on {names}: {stages.count(stage)} of {len(costs.chain)} operations, predicted {compute * 1e3:.3f} ms compute"
         if stage:
             text += f" and {transfer * 1e3:.3f} ms transfer from stage {stage - 1}"
-        notes.append(f"{text} per microbatch, starts at {_name(costs.chain[first])}")
+        notes.append(f"{text} per microbatch, starts at {_name(costs.chain[stages.index(stage)])}")
     for name, where in tied.items():
         numbers = ", ".join(map(str, sorted(where)))
         copies = f"@{name} is read on stages {numbers}: each has a copy of its {module.vars[name].type.nbytes} bytes"
         notes.append(copies + (", and they exchange gradients of that size once per batch" if "B" in module.graphs else ""))
     meshes = {i: Mesh(f"s{i}", (("dp", len(found)),), tuple(d.name for d in found)) for i, found in enumerate(devices) if len(found) > 1}
-    stages = tuple(Stage(i, meshes[i].name if i in meshes else found[0].name) for i, found in enumerate(devices))
-    placed = module.but(stages=stages, vars=vars, graphs=graphs, meshes=(*module.meshes, *meshes.values()))
+    on = tuple(Stage(i, meshes[i].name if i in meshes else found[0].name) for i, found in enumerate(devices))
+    placed = module.but(stages=on, vars=vars, graphs=graphs, meshes=(*module.meshes, *meshes.values()))
     return placed.noted("partition", *notes)
 
 

@@ -48,10 +48,11 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Fillings:
     """How devices may be filled one after the other. A state says which are used; `moves[state]` are the kinds that may come next, with the state after;
-    `left[state]` devices remain. State 0 is the first, and any may be the last."""
+    `left[state]` devices remain. State 0 is the first, `last` the last; where it is None devices may stay empty, and any state may be the last."""
 
     moves: tuple[tuple[tuple[int, int], ...], ...]
     left: tuple[int, ...]
+    last: int | None = None
 
     @staticmethod
     def of_kinds(counts: Sequence[int]) -> Fillings:
@@ -63,6 +64,11 @@ class Fillings:
             after = [(k, (*state[:k], n + 1, *state[k + 1 :])) for k, n in enumerate(state) if n < counts[k]]
             moves.append(tuple((k, number[next_state]) for k, next_state in after))
         return Fillings(tuple(moves), tuple(sum(counts) - sum(state) for state in used))
+
+    @staticmethod
+    def in_order(count: int) -> Fillings:
+        """A device of each kind, in the order of the kinds, none of them empty."""
+        return Fillings((*(((k, k + 1),) for k in range(count)), ()), tuple(range(count, -1, -1)), count)
 
 
 class Tables:
@@ -177,8 +183,8 @@ def sweep(tables: Tables, fillings: Fillings, upper: float = inf, progress: Prog
         if progress is not None and i % 256 == 0:
             progress(i, count, "ideals")
         live = np.flatnonzero((best[:, i] < upper) & (begin <= i))
-        # A device may stay empty: where fewer of them do as well, this state adds nothing.
-        sources = [int(s) for s in live if all(best[e, i] > best[s, i] for e in earlier[s])]
+        # Where devices may stay empty and fewer of them do as well, this state adds nothing.
+        sources = [int(s) for s in live if fillings.last is not None or all(best[e, i] > best[s, i] for e in earlier[s])]
         moves = [(kind, state, after) for state in sources for kind, after in fillings.moves[state]]
         if not moves:
             continue
@@ -196,7 +202,7 @@ def sweep(tables: Tables, fillings: Fillings, upper: float = inf, progress: Prog
                 places, value = places[better], value[better]
                 best[after, places] = value
                 came_from[after, places], by_kind[after, places], by_state[after, places] = i, kind, state
-                if len(places) and places[-1] == count - 1 and value[-1] < upper:
+                if len(places) and places[-1] == count - 1 and value[-1] < upper and fillings.last in (None, after):
                     upper, reached = float(value[-1]), [after]
                     begin = _begins(floor, fillings.left, upper)
     if not reached:
