@@ -308,6 +308,22 @@ def test_few_microbatches_make_2bw_shallow() -> None:
     assert len(found.outcomes["1f1b"].plan.stages) == 8
 
 
+def test_candidates_are_plans_near_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.passes.planner.planner._EXHAUSTIVE", 0)
+    fleet = fleet_of(equal_hosts(2, 4, Device("", flops=1e6, bandwidth=1e12), (1e9, 0.0), (1e5, 0.0)))
+    planner = Planner(equal_chain(8, params=100), fleet, Wanted(16, ("2bw",)))
+    found, best = planner.candidates("2bw", 1.5), planner.best("2bw")
+    assert best is not None
+    assert best.step * (1 - planner.wanted.tolerance) <= found[0].step <= best.step
+    assert len({outcome.layout.name for outcome in found}) > 2
+    assert [x.step for x in found] == sorted(x.step for x in found)
+    assert found[-1].step <= 1.5 * best.step
+    for outcome in found:
+        again = judge(planner.table(outcome.plan.size), fleet, outcome.plan)
+        assert again.step == outcome.step
+        assert not again.against
+
+
 def test_bad_wishes_are_told_together() -> None:
     with pytest.raises(UsageError, match=r"unknown schedule 'x'.*recompute is auto.*microbatches of 3 do not make"):
         Wanted(4, ("x",), "some", (3,))
