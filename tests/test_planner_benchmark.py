@@ -27,7 +27,7 @@ def test_paper_shapes_compare_what_can_be_compared(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     run("paper_shapes.py", "--devices", "8", "--models", "1.3B", "--batch", "16", "--json", str(report))
     lines = {line["how"]: line for line in json.loads(report.read_text())["lines"]}
-    assert list(lines) == ["2bw", "1f1b", "gpipe", "tensor, t <= 8", "no pipelining"]
+    assert list(lines) == ["2bw", "eager-2bw", "1f1b", "gpipe", "tensor, t <= 8", "no pipelining"]
     assert lines["2bw"]["ratio"] == 1
     # Flops alone: 16 samples of 512 positions, 6 operations per parameter and position, on 8 devices that reach 5e13 of them per second.
     least = 16 * 512 * 6 * 1.3e9 / (8 * 5e13)
