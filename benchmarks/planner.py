@@ -42,7 +42,7 @@ def main() -> None:
             taken = time.process_time() - start
             total += taken
             if found is None:
-                print(f"| {len(fleet)} | {schedule} | {taken:.1f} s | does not fit | | | | | |", flush=True)
+                print(f"| {len(fleet)} | {schedule} | {taken:.1f} s | no plan is legal and fits | | | | | |", flush=True)
                 continue
             plan = found.plan
             replicas = sorted({len(stage.devices) for stage in plan.stages})
