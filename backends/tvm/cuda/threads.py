@@ -121,6 +121,12 @@ class DeviceFunctions(Functions):
     def exp(self, x: Expr) -> Expr:
         return self.bind(tirx.exp(x))
 
+    def exp_within(self, c: Expr) -> Expr:
+        return self.exp(c)
+
+    def exp_down(self, x: Expr) -> Expr:
+        return self.exp(x)
+
     def log(self, x: Expr) -> Expr:
         return self.bind(tirx.log(x))
 

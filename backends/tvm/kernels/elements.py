@@ -416,7 +416,7 @@ def _cross_entropy_grad(f: Functions, op: Op, read: Read, index: Index) -> Expr:
     x, lse, seed = read(0, index), read(2, row), read(3, ())
     label = table_row(read(1, row), logits.dims[-1])
     hit = tirx.Select(tirx.EQ(column, label), _number(x, 1), _number(x, 0))
-    return (f.exp(x - lse) - hit) * (seed * _number(x, 1 / math.prod(logits.dims[:-1])))
+    return (f.exp_down(x - lse) - hit) * (seed * _number(x, 1 / math.prod(logits.dims[:-1])))
 
 
 INDEXED: dict[str, Callable[[Functions, Op, Read, Index], Expr]] = {

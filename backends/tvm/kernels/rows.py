@@ -228,7 +228,7 @@ def emit_softmax_grad(body: Body, op: Op) -> None:
             rows.store(lambda c, index: {op.outs[0]: body.at(y, index) * (body.at(dy, index) - dot)})
         else:
             total = rows.one(dtype, 0, add, lambda c: body.at(dy, rows.index(c)))
-            rows.store(lambda c, index: {op.outs[0]: body.at(dy, index) - body.functions.exp(body.at(y, index)) * total})
+            rows.store(lambda c, index: {op.outs[0]: body.at(dy, index) - body.functions.exp_down(body.at(y, index)) * total})
 
     rows.each(one_row)
 
