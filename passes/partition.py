@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.errors import UsageError
-from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Mesh, Module, Op, Stage, Value, Var, written_vars
+from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Mesh, Module, Namer, Op, Stage, Value, Var, written_vars
 from ..ir.ops import OPS
 from .cost import GraphCost, Transfer, cost
 from .partition_ideals import Work, better_stages
@@ -358,7 +358,13 @@ def _annotate(module: Module, devices: Sequence[Sequence[Device]], costs: _Costs
         numbers = ", ".join(map(str, sorted(where)))
         copies = f"@{name} is read on stages {numbers}: each has a copy of its {module.vars[name].type.nbytes} bytes"
         notes.append(copies + (", and they exchange gradients of that size once per batch" if "B" in module.graphs else ""))
-    meshes = {i: Mesh(f"s{i}", (("dp", len(found)),), tuple(d.name for d in found)) for i, found in enumerate(devices) if len(found) > 1}
+    # No mesh may be called like a device.
+    namer = Namer(device.name for found in devices for device in found)
+    meshes = {
+        i: Mesh(namer.fresh(f"s{i}"), (("dp", len(found)),), tuple(d.name for d in found))
+        for i, found in enumerate(devices)
+        if len(found) > 1
+    }
     on = tuple(Stage(i, meshes[i].name if i in meshes else found[0].name) for i, found in enumerate(devices))
     placed = module.but(stages=on, vars=vars, graphs=graphs, meshes=(*module.meshes, *meshes.values()))
     return placed.noted("partition", *notes)

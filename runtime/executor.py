@@ -124,6 +124,9 @@ class Executor:
                 if later.kind in RECEIVES:
                     self.transport.post(later)
             self.status.show(action)
+            if action.kind in ("P", "N", "U"):
+                # Waiting for other ranks is no part of the computation's time.
+                self.transport.finish_sum(action)
             started = time.monotonic()
             self._handlers[action.kind](action)
             self.pace.keep(action, started)
@@ -161,11 +164,9 @@ class Executor:
 
     def agree(self, action: Action) -> None:
         """P and N: what they hand out stays here until the update."""
-        self.transport.finish_sum(action)
         self._call(action.kind, action, [self._value(action.holder, value) for value in self.graphs[action.kind].ins])
 
     def update(self, action: Action) -> None:
-        self.transport.finish_sum(action)
         version = self.store.version + 1 if action.version is None else action.version
         self.store.start_update(version)
         told = self._call("U", action._replace(version=version), [self._value(action.holder, value) for value in self.graphs["U"].ins])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
@@ -167,6 +169,12 @@ def bundle(symbolic, tmp_path):
     return open_bundle(ps.compile(plan, tmp_path / "bundle", backend="numpy"))
 
 
+@pytest.fixture
+def of_tvm(bundle):
+    """The bundle as if it were of compiled code, whose runs estimates learn from."""
+    return replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, backend="tvm"))
+
+
 def metrics(path, seconds):
     path.write_text("".join(json.dumps({"step": i, "loss": 1.0, "step_s": s}) + "\n" for i, s in enumerate(seconds)))
     return path
@@ -180,7 +188,7 @@ def test_a_grade_is_the_median_without_the_first_steps(bundle, tmp_path):
     assert step_times(metrics(tmp_path / "short.jsonl", [9.0, 1.0])) == [1.0]
 
 
-def test_corrections_change_the_next_prediction(bundle, symbolic, tmp_path, capsys):
+def test_corrections_change_the_next_prediction(of_tvm, symbolic, tmp_path, capsys):
     def predicted():
         assert main(command("plan", symbolic, "--dim", "batch=4", "--devices", 2, *TRAIN, "--microbatches", 2, "--json")) == 0
         return json.loads(capsys.readouterr().out)["predicted"]
@@ -188,7 +196,7 @@ def test_corrections_change_the_next_prediction(bundle, symbolic, tmp_path, caps
     before = predicted()
     assert before["correction"] is None
     for factor in (3.0, 2.0, 4.0):
-        grade(bundle, metrics(tmp_path / "m.jsonl", [factor * bundle.plan["predicted"]["step_s"]] * 9))
+        grade(of_tvm, metrics(tmp_path / "m.jsonl", [factor * of_tvm.plan["predicted"]["step_s"]] * 9))
     assert corrected().factor == pytest.approx(3)
     assert corrected().runs == 3
     after = predicted()
@@ -220,6 +228,10 @@ def test_the_command_grades_a_real_run(bundle, tmp_path, capsys):
     assert found.measured == 0  # this bundle is of another back end than plans are for
     assert predict(bundle.module, plain=True).step == pytest.approx(bundle.plan["predicted"]["step_s"])
     assert [line.split()[:3] for line in text.splitlines() if line.startswith("rank 1")][:2] == [["rank", "1", "F"], ["rank", "1", "B"]]
+    assert corrected() is None  # a run of the interpreter says nothing about compiled code
+    assert main(command("plan", path, "--grade", tmp_path / "m.jsonl", "--stages", 2)) == 2
+    assert main(command("plan", "model.onnx", "--trace", tmp_path / "t.json")) == 2
+    capsys.readouterr()
     assert main(command("plan", path, "--grade", tmp_path / "m.jsonl", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ratio"] == pytest.approx(found["measured_s"] / found["predicted_s"])
@@ -229,6 +241,9 @@ def test_the_command_grades_a_real_run(bundle, tmp_path, capsys):
     ("text", "said"),
     [
         ("", "has no steps"),
+        ('{"step_s": true}', "step_s is True"),
+        ('{"step_s": 1e308}', "step_s is 1e"),
+        ("[" * 100000, "cannot read the metrics"),
         ("{}", "cannot read the metrics"),
         ("[1]", "cannot read the metrics"),
         ('{"step_s": -1}', "step_s is -1"),
@@ -306,7 +321,13 @@ def test_all_that_is_wrong_with_a_plan_file_is_told(symbolic, tmp_path, capsys):
         "stage 2: needs `shares`, as it has several devices",
     ):
         assert part in told, part
-    for text, said in (("[", "cannot read the plan"), ("[]", "is not a plan"), ("{}", "schedule is missing")):
+    for text, said in (
+        ("[", "cannot read the plan"),
+        ("[" * 100000, "cannot read the plan"),
+        ('{"stages": 1, "stages": 2}', "stands there twice"),
+        ("[]", "is not a plan"),
+        ("{}", "schedule is missing"),
+    ):
         path.write_text(text)
         assert main(command("plan", symbolic, "--dim", "batch=4", *TRAIN, "--plan", path)) == 2
         assert said in capsys.readouterr().err

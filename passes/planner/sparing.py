@@ -20,9 +20,9 @@ _MOST, _TOLERANCE = 32, 1e-3
 
 
 def without_little_help(chain: Chain, fleet: Fleet, wanted: Wanted, chosen: Outcome) -> tuple[Outcome, list[str]]:
-    """The plan to carry out, and the devices that were left out of it. Its bound is that of the plan with them."""
+    """The plan to carry out, and of devices that it does without what they would have brought. Its bound is that of the plan with them."""
     told: list[str] = []
-    keep = list(range(len(fleet)))
+    keep = sorted(chosen.plan.devices)
     schedule, step = chosen.plan.schedule, chosen.step
     wanted = replace(wanted, schedules=(schedule,), tolerance=max(wanted.tolerance, _TOLERANCE))
     while len(fleet) <= _MOST:

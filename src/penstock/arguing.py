@@ -18,7 +18,7 @@ from penstock.ir.graph import Module
 from penstock.measured import Measured, stage_times
 from penstock.passes.cost import rank_seconds
 from penstock.passes.planner.argue import Change, counterfactuals
-from penstock.planning import SYNCHRONOUS, Search
+from penstock.planning import SYNCHRONOUS, Search, first_reason
 from penstock.simulating import Forecast, binding, forecast, seconds_of
 from penstock.terminal import size, table
 
@@ -129,13 +129,17 @@ def argument(search: Search) -> Iterator[str]:
     yield f"planner: {plan.size} samples per microbatch, {plan.count} microbatches; chosen over {len(profile.starts)} layers{grain}"
     yield f"planner: {_seconds(chosen.step)} per batch by its formulas, limited by {chosen.judged.binding}; {_bound(search)}"
     for schedule, reason in search.refused.items():
-        yield f"planner: {schedule} would take {_seconds(result.outcomes[schedule].step)}, but it was refused: {reason.splitlines()[0]}"
+        yield f"planner: {schedule} would take {_seconds(result.outcomes[schedule].step)}, but it was refused: {first_reason(reason)}"
     if plan.schedule not in SYNCHRONOUS:
         yield f"planner: under {plan.schedule} gradients are one update late, which is not what plain training computes; --schedule 1f1b is"
     yield from (f"planner: left out: {line}" for line in search.little)
-    for name, reason in result.left_out.items():
-        yield f"planner: left out: {name}, because {reason}"
+    if chosen.plan.devices == result.best.plan.devices:
+        yield from (f"planner: left out: {name}, because {reason}" for name, reason in result.left_out.items())
+    elif others := [name for name in search.left_out if not any(line.startswith(f"{name} ") for line in search.little)]:
+        yield f"planner: not used: {', '.join(others)}"
     for change in what_if(search):
+        if change.name.removeprefix("schedule ") in search.refused:
+            continue
         told = "nothing fits" if change.step is None else f"{_seconds(change.step)} ({_against(change.step, chosen.step)})"
         yield f"what if: {change.name}: {told}"
 
@@ -153,7 +157,7 @@ def what_if(search: Search) -> list[Change]:
 def _bound(search: Search) -> str:
     chosen = search.chosen
     if chosen.proven(search.result.wanted.tolerance):
-        return "no plan is faster"
+        return "by these no plan is faster"
     told = f"no plan takes less than {_seconds(chosen.bound)}, {chosen.gap():.1%} less"
     return told + (
         "" if chosen.layout.complete else f"; of a fleet of this size not every choice was tried, {chosen.layout.name} were best"

@@ -39,6 +39,8 @@ def plan_command(arguments: Namespace) -> None:
 
         grade_command(arguments)
         return
+    if arguments.trace is not None:
+        raise UsageError("--trace without --grade", hint="`penstock run --trace` writes one")
     check_plan_arguments(arguments)
     if arguments.workload is not None:
         plan_workload(arguments)

@@ -33,6 +33,7 @@ from penstock.terminal import say, table
 
 # Corrections that are kept, and steps that are left out at the beginning of a run if it has more than twice as many.
 _KEPT, _WARM = 20, 3
+_LONGEST = 1e12
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def _factors(store: Store) -> list[float]:
 
 
 def _key() -> str:
+    """Of plans that are for TVM: others are not what plans estimate."""
     return key_of("corrections", processor())
 
 
@@ -103,8 +105,11 @@ def grade(bundle: Bundle, metrics: Path, trace: Path | None = None, store: Store
     came = sum(seconds for *_, seconds in rows) if rows else measured
     # The plan of a bundle has plain estimates, whatever was known where it was made.
     factor = came / promised
+    if not (math.isfinite(factor) and factor > 0):
+        raise UsageError(f"these times teach nothing: {came:g} s where {promised:g} s were predicted", where=str(trace or metrics))
     cluster = bundle.module.cluster
-    if cluster is not None and any(map(is_here, cluster.devices)):
+    # Estimates are of compiled code, so runs of the interpreter teach nothing about them.
+    if cluster is not None and any(map(is_here, cluster.devices)) and bundle.manifest.backend == "tvm":
         store.put(_key(), json.dumps({"factors": [*_factors(store), factor][-_KEPT:]}).encode())
     return Graded(predicted, measured, len(times), tuple(rows), factor)
 
@@ -114,17 +119,21 @@ def step_times(metrics: Path) -> list[float]:
     found: list[float] = []
     try:
         for number, line in enumerate(metrics.read_text(encoding="utf-8").splitlines(), 1):
-            seconds = float(json.loads(line)["step_s"])
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise ValueError(f"line {number}: step_s is {seconds}")
-            found.append(seconds)
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+            found.append(_seconds(json.loads(line)["step_s"], f"line {number}: step_s"))
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"cannot read the metrics: {error}", where=str(metrics), hint="give a file that `penstock run --metrics` wrote"
         ) from error
     if not found:
         raise UsageError("has no steps", where=str(metrics))
     return found[_WARM:] if len(found) > 2 * _WARM else found[1:] or found
+
+
+def _seconds(given: object, what: str) -> float:
+    """A time of a file; ValueError for anything else."""
+    if isinstance(given, bool) or not isinstance(given, int | float) or not (math.isfinite(given) and 0 <= given <= _LONGEST):
+        raise ValueError(f"{what} is {given!r}")
+    return float(given)
 
 
 def _computing(bundle: Bundle, trace: Path) -> list[tuple[int, str, float, float]]:
@@ -135,8 +144,9 @@ def _computing(bundle: Bundle, trace: Path) -> list[tuple[int, str, float, float
         for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
             if event.get("ph") == "X":
                 action = Action.parse(event["name"])
-                seen.setdefault((int(event["pid"]), action.kind), []).append(float(event["dur"]) * 1e-6)
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+                seconds = _seconds(event["dur"], f"dur of {action}") * 1e-6
+                seen.setdefault((int(event["pid"]), action.kind), []).append(seconds)
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"cannot read the trace: {error}", where=str(trace), hint="give a file that `penstock run --trace` wrote"
         ) from error
@@ -164,6 +174,15 @@ def _keep_stages(bundle: Bundle, rows: Sequence[tuple[int, str, float, float]], 
 
 
 def grade_command(arguments: Namespace) -> None:
+    other = [
+        name
+        for name in ("batch", "plan", "cluster", "stages", "microbatches", "split_at", "loss", "train", "schedule", "workload")
+        if getattr(arguments, name)
+    ]
+    if other:
+        raise UsageError(
+            f"{', '.join('--' + name.replace('_', '-') for name in other)} with --grade: it compares a run with the plan of its bundle"
+        )
     if not arguments.model or not Path(arguments.model).is_dir():
         raise UsageError("--grade compares a run with the plan of its bundle", hint="penstock plan BUNDLE --grade metrics.jsonl")
     bundle = open_bundle(arguments.model)

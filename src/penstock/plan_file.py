@@ -22,20 +22,20 @@ _STAGE = ("stage", "starts_at", "devices", "shares")
 def load_plan_file(path: str | Path) -> dict[str, Any]:
     """Options for `ps.plan` that carry the plan out."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+        found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read the plan: {error}", where=str(path), hint="`penstock plan --json` prints one") from error
     if not isinstance(found, dict):
         raise UsageError("is not a plan: expected an object", where=str(path), hint="`penstock plan --json` prints one")
     problems = [f"unknown key {key!r}, expected {', '.join((*_READ, *_TOLD))}" for key in found if key not in (*_READ, *_TOLD)]
     problems += [f"{key} is missing" for key in ("schedule", "microbatches", "stages") if key not in found]
-    if found.get("schedule", "1f1b") not in SCHEDULES:
+    if found.get("schedule", "1f1b") not in list(SCHEDULES):
         problems.append(f"schedule {found['schedule']!r} is none of {', '.join(SCHEDULES)}")
     if found.get("recompute", "auto") not in MODES:
         problems.append(f"recompute {found['recompute']!r} is none of {', '.join(MODES)}")
     count = found.get("microbatches", 1)
-    if type(count) is not int or count < 1:
-        problems.append(f"microbatches must be a number from 1 on, got {count!r}")
+    if type(count) is not int or not 1 <= count < 2**31:
+        problems.append(f"microbatches must be a number from 1 to {2**31 - 1}, got {count!r}")
     stages = found.get("stages", [])
     if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages) or ("stages" in found and not stages):
         problems.append("stages must be a list of objects, one or more")
@@ -52,6 +52,14 @@ def load_plan_file(path: str | Path) -> dict[str, Any]:
         "devices": [stage["devices"] for stage in stages],
         "shares": [stage.get("shares", [count]) for stage in stages],
     }
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return found
 
 
 def _stage_problems(number: int, stage: dict[str, Any], microbatches: object) -> list[str]:

@@ -113,19 +113,28 @@ def plan_best(
     wanted = Wanted(batch, tuple(schedules), recompute, tuple(sorted(models)), replicas=replicas)
     result = plan_chain(profile.chain, cluster, wanted)
     refused: dict[str, str] = {}
+    illegal = False
     for schedule, outcome in result.outcomes.items():
         outcome, little = without_little_help(profile.chain, result.fleet, wanted, outcome)
         try:
             made = _carried_out(models[outcome.plan.size], cluster, training, outcome, profile, recompute, precision, progress, options)
         except (VerifyError, DoesNotFit) as error:
             refused[schedule] = str(error)
+            illegal = illegal or isinstance(error, VerifyError)
             continue
         whole = (precision or training.precision) == "f32"
         return replace(made, search=Search(profile, result, outcome, refused, little, (lambda: profile_in("bf16")) if whole else None))
-    problems = "".join(f"\n  - {kind}: {reason.splitlines()[0]}" for kind, reason in refused.items())
-    raise DoesNotFit(
-        f"what the planner chose does not fit after all:{problems}", hint="more devices, or smaller microbatches or batches, need less"
-    )
+    problems = "".join(f"\n  - {kind}: {first_reason(reason)}" for kind, reason in refused.items())
+    what = f"what the planner chose was refused by the passes:{problems}"
+    if illegal:
+        raise UsageError(what, hint="--replicas 1, or a plan by hand (--stages, --split-at), may do")
+    raise DoesNotFit(what, hint="more devices, or smaller microbatches or batches, need less")
+
+
+def first_reason(error: str) -> str:
+    """The first thing that an error says, which may be a list."""
+    first, *rest = error.splitlines()
+    return f"{first} {rest[0].strip(' -')}" if first.endswith(":") and rest else first
 
 
 def _carried_out(
