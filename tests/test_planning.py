@@ -285,8 +285,15 @@ def test_a_plan_file_is_carried_out(symbolic, tmp_path, capsys):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(given))
     again = planned(capsys, symbolic, "--devices", 3, "--plan", path)
-    for key in ("schedule", "microbatches", "recompute", "stages", "memory"):
+    for key in ("schedule", "microbatches", "recompute", "stages", "memory", "samples_per_microbatch", "precision"):
         assert again[key] == given[key], key
+    # The file says how many samples make a microbatch, and in which precision.
+    assert main(command("plan", symbolic, *TRAIN, "--json", "--devices", 3, "--plan", path)) == 0
+    assert json.loads(capsys.readouterr().out)["samples_per_microbatch"] == 4
+    assert main(command("plan", symbolic, "--dim", "batch=8", *TRAIN, "--devices", 3, "--plan", path)) == 2
+    assert "microbatches of 4 samples, the model's are of 8" in capsys.readouterr().err
+    assert main(command("plan", symbolic, *TRAIN, "--devices", 3, "--plan", path, "--precision", "bf16")) == 2
+    assert "--precision bf16, but the plan is in f32" in capsys.readouterr().err
     # Edited: two stages, the first on two devices with unequal shares, another schedule.
     first, _, third = given["stages"]
     first |= {"devices": ["cpu:2", "cpu:0"], "shares": [3, 1]}
@@ -334,3 +341,26 @@ def test_all_that_is_wrong_with_a_plan_file_is_told(symbolic, tmp_path, capsys):
     path.write_text("{}")
     assert main(command("plan", symbolic, "--dim", "batch=4", *TRAIN, "--plan", path, "--stages", 2)) == 2
     assert "--stages with --plan: the file says that" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ estimates and the passes
+
+
+def test_a_call_costs_what_it_costs(symbolic, tmp_path, capsys):
+    """With calls of five milliseconds nothing is gained by a second stage, and the planner's seconds are near the simulated ones."""
+    path = tmp_path / "slow.toml"
+    path.write_text('[[device]]\nname = "a"\ncall_overhead = 5e-3\n[[device]]\nname = "b"\ncall_overhead = 5e-3\n')
+    assert main(command("plan", symbolic, "--cluster", path, *TRAIN, "--batch", 64, "--replicas", 1, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["stages"]) == 1
+    assert found["planner"]["step_s"] == pytest.approx(found["predicted"]["step_s"], rel=0.2)
+
+
+def test_batches_that_wait_are_counted(symbolic, tmp_path, capsys):
+    """What the planner takes for the memory of a plan is at least most of what the passes count for it."""
+    path = tmp_path / "two.toml"
+    path.write_text('[[device]]\nname = "a"\nmemory = "4 MB"\n[[device]]\nname = "b"\nmemory = "4 MB"\n')
+    assert main(command("plan", symbolic, "--cluster", path, *TRAIN, "--batch", 512, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["planner"]["refused"]
+    assert max(row["data"] for row in found["memory"].values()) >= 5 * 512 * 64 * 4

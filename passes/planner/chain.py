@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from ...ir.cluster import Device
 from ...ir.errors import UsageError
+from ...ir.memory import BATCHES_AHEAD
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -50,7 +51,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`weight` is the part of `backward` that makes weight gradients; `again` what recomputation repeats (by default the whole forward)."""
+    """`weight` is the part of `backward` that makes weight gradients; `again` what recomputation repeats (by default the whole forward). `fed` are
+    bytes of one sample of the data that the layer takes itself. A layer that is `alone` changes variables with every microbatch, and so is on one device
+    only."""
 
     name: str
     params: int = 0
@@ -61,6 +64,8 @@ class Layer:
     back: Amount = Amount()
     workspace: Amount = Amount()
     cut: bool = True
+    fed: int = 0
+    alone: bool = False
     forward: Work = Work()
     backward: Work = Work()
     weight: Work = Work()
@@ -113,13 +118,28 @@ class TimeTable:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Seconds that a stage takes whatever its layers are: for the graphs of a microbatch, for an update, and for an end of a message, of which a
+    microbatch has two at every boundary of the stage."""
+
+    microbatch: float = 0.0
+    update: float = 0.0
+    message: float = 0.0
+
+    def of_stage(self, boundaries: int) -> float:
+        return self.microbatch + 2 * boundaries * self.message
+
+
 @dataclass(frozen=True)
 class Chain:
-    """`entry` are the bytes of a microbatch of the model's inputs, which the first stage keeps where it computes again."""
+    """`entry` are the bytes of a microbatch of the model's inputs, which the first stage keeps where it computes again; `calls` what a stage takes beside
+    its layers, on a device."""
 
     layers: tuple[Layer, ...]
     timer: Timer = field(default=roofline)
     entry: Amount = Amount()
+    calls: Callable[[Device], Calls] = lambda device: Calls()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -134,6 +154,8 @@ class Table:
         layers = chain.layers
         self.params, self.grads, self.state = (self._sums([getattr(x, what) for x in layers]) for what in ("params", "grads", "state"))
         self.saved = self._sums([x.saved.at(b) for x in layers])
+        self.fed = self._sums([x.fed for x in layers])
+        self.alone = self._sums([int(x.alone) for x in layers])
         # What crosses position i, forwards and backwards; nothing before the first layer and behind the last.
         self.out = np.array([0, *(x.out.at(b) for x in layers[:-1]), 0], np.int64)
         self.back = np.array([0, *(x.back.at(b) for x in layers[:-1]), 0], np.int64)
@@ -148,6 +170,15 @@ class Table:
 
     def _sums(self, values: list[int]) -> Ints:
         return np.concatenate([[0], np.cumsum(np.array(values, np.int64))])
+
+    def boundaries(self) -> Ints:
+        """How many neighbours a stage of layers i .. j-1 has."""
+        first, last = np.indices((self.count + 1, self.count + 1))
+        return np.asarray((first > 0).astype(np.int64) + (last < self.count), np.int64)
+
+    def data(self, first: int, last: int, device: Device, batch: int) -> int:
+        """Batches that wait in the memory of a host, until a stage takes them."""
+        return 0 if device.kind == "cuda" else (BATCHES_AHEAD + 1) * batch * int(self.fed[last] - self.fed[first])
 
     def times(self, device: Device) -> tuple[Floats, ...]:
         """Prefix sums of forward, backward, weight gradient, recomputation and update seconds."""

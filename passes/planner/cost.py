@@ -1,7 +1,7 @@
 """The cost model: seconds per batch and bytes per device of a plan. Every planner here minimises what this file says.
 
 Notation: m microbatches per batch, of b samples. Stage s lies on r_s replicas; replica j runs n_j of the m. t_j = forward + backward (+ forward again)
-seconds of a microbatch there, U_j of an update. E_s devices run earlier stages. c_s is the round trip of a message over the boundary behind stage s: latency
++ calls of graphs + ends of messages, the seconds of a microbatch there, U_j those of an update. E_s devices run earlier stages. c_s is the round trip of a message over the boundary behind stage s: latency
 + bytes / bandwidth, forward and back, on the slowest path between the two stages. Stages with equally many, equal replicas send from the j-th to the j-th, others
 from each to each; those that go through one NIC at once share it. A_s is the all-reduce of the stage's gradients, a ring over its replicas in the plan's order:
 2(r-1) steps of latency + part / bandwidth of the slowest link, where a NIC is shared by the steps that use it.
@@ -27,7 +27,8 @@ weight gradients. The simulator gives what these formulas give for 2bw and eager
 messages take no time; otherwise they are a little high for 1f1b, and within some percent for gpipe and zb-1f1b (docs/planner.md).
 
 Bytes of a replica: parameters * versions (2 when delayed) + gradients (twice when delayed and replicated: those of a batch wait for the others while the
-next one adds up) + optimiser state + activations + workspace + transport buffers + base. Activations are saved * in flight; with recomputation what comes in *
+next one adds up) + optimiser state + activations + workspace + transport buffers + batches that wait (on CPUs) + base. Activations are saved * in flight; with
+recomputation what comes in *
 in flight + saved of one. Buffers are POSTED receives and one send of every boundary.
 
 `step` also holds what the boundaries and rings of different stages add up to on one NIC, and, for schedules that drain, the rings of all stages there, one after
@@ -41,10 +42,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ...ir.cluster import Path
+from ...ir.cluster import Device, Path
 from ...ir.memory import POSTED
 from .chain import Ints, Table
 from .fleet import Fleet
@@ -178,7 +179,7 @@ def ring_of(fleet: Fleet, devices: Sequence[int]) -> Ring:
 # ------------------------------------------------------------------------------------------------ memory
 
 
-def fixed_bytes(table: Table, first: int, last: int, schedule: str, replicas: int, recompute: bool, base: int) -> Bytes:
+def fixed_bytes(table: Table, first: int, last: int, schedule: str, replicas: int, recompute: bool, data: int, base: int) -> Bytes:
     """What a replica holds whatever is in flight; `activations` are those of the one microbatch that recomputation makes anew."""
 
     def part(sums: Ints) -> int:
@@ -193,6 +194,7 @@ def fixed_bytes(table: Table, first: int, last: int, schedule: str, replicas: in
         activations=part(table.saved) if recompute else 0,
         workspace=int(table.workspace[first, last]),
         buffers=int(POSTED * received + sent),
+        data=data,
         base=base,
     )
 
@@ -202,13 +204,14 @@ def bytes_in_flight(table: Table, first: int, last: int, recompute: bool) -> int
     return int(table.entry[first]) if recompute else int(table.saved[last] - table.saved[first])
 
 
-def memory_of(table: Table, plan: Plan, stage: int, replica: int, base: int) -> Bytes:
+def memory_of(table: Table, device: Device, plan: Plan, stage: int, replica: int, base: int) -> Bytes:
     part = plan.stages[stage]
     replicas, earlier = len(part.devices), sum(len(s.devices) for s in plan.stages[:stage])
     held = in_flight(plan.schedule, part.shares[replica], warm_ups(plan)[stage], earlier, replicas)
-    fixed = fixed_bytes(table, part.first, part.last, plan.schedule, replicas, part.recompute, base)
+    data = table.data(part.first, part.last, device, plan.size * plan.count)
+    fixed = fixed_bytes(table, part.first, part.last, plan.schedule, replicas, part.recompute, data, base)
     more = held * bytes_in_flight(table, part.first, part.last, part.recompute)
-    return Bytes(fixed.weights, fixed.gradients, fixed.state, fixed.activations + more, fixed.workspace, fixed.buffers, base)
+    return replace(fixed, activations=fixed.activations + more)
 
 
 # ------------------------------------------------------------------------------------------------ time
@@ -235,10 +238,15 @@ def stage_times(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Plan, st
         hop = hop_of(fleet, kinds, part.devices, plan.stages[stage + 1].devices)
         out, back = float(table.out[part.last]), float(table.back[part.last])
         trip, load = hop.round_trip(out, back), hop.load(out, back)
+    calls = [table.chain.calls(fleet.devices[i]) for i in part.devices]
+    own = [x.of_stage((stage > 0) + (stage + 1 < len(plan.stages))) for x in calls]
     return StageTimes(
-        tuple(forward + backward + (again if part.recompute else 0.0) for forward, backward, _, again, _ in rows),
+        tuple(
+            x + forward + backward + (again if part.recompute else 0.0)
+            for x, (forward, backward, _, again, _) in zip(own, rows, strict=True)
+        ),
         tuple(weight for _, _, weight, _, _ in rows),
-        tuple(update for *_, update in rows),
+        tuple(x.update + update for x, (*_, update) in zip(calls, rows, strict=True)),
         ring.fixed + ring.each * float(table.grads[part.last] - table.grads[part.first]) if len(part.devices) > 1 else 0.0,
         trip,
         load,
@@ -256,7 +264,9 @@ def judge(table: Table, fleet: Fleet, plan: Plan, base: int = 0) -> Judged:
         # All stages sum up at the end of the batch.
         alone = max(limits[f"stage {s}"] - x.ring for s, x in enumerate(times))
         limits |= {f"sums of gradients on {name}": alone + x for name, x in ring_loads(table, fleet, plan).items()}
-    memory = {d: memory_of(table, plan, s, j, base) for s, part in enumerate(plan.stages) for j, d in enumerate(part.devices)}
+    memory = {
+        d: memory_of(table, fleet.devices[d], plan, s, j, base) for s, part in enumerate(plan.stages) for j, d in enumerate(part.devices)
+    }
     return Judged(max(limits.values()), pipe, limits, memory, tuple(_against(table, fleet, plan, memory)))
 
 
@@ -319,6 +329,8 @@ def _against(table: Table, fleet: Fleet, plan: Plan, memory: dict[int, Bytes]) -
         least = least_share(plan.schedule, warm)
         if min(part.shares) < least:
             found.append(f"stage {s}: {plan.schedule} needs {least} microbatches per replica, one has {min(part.shares)}")
+        if len(part.devices) > 1 and table.alone[part.last] > table.alone[part.first]:
+            found.append(f"stage {s}: changes variables with every microbatch, and has {len(part.devices)} devices")
     for device, held in memory.items():
         limit = fleet.devices[device].memory
         if limit is not None and held.total > limit:

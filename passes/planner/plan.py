@@ -80,11 +80,12 @@ class Bytes:
     activations: int
     workspace: int
     buffers: int
+    data: int
     base: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.state + self.activations + self.workspace + self.buffers + self.base
+        return self.weights + self.gradients + self.state + self.activations + self.workspace + self.buffers + self.data + self.base
 
 
 @dataclass(frozen=True, slots=True)

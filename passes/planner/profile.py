@@ -6,6 +6,7 @@ from. Out: a Chain whose layers are runs of operations, and what each of them co
                 per stage; `largest` is what part of the whole the longest run is
     seconds     of passes/cost.py, for the kernels that `fuse` would choose; operations of the backward graph count for the layer of the operation they
                 belong to. Those that only gradients of weights need are its `weight` part
+    calls       a graph of a stage is called once per microbatch, forward and backward, and once for an update; ends of messages take `message`
     bytes       a value that the backward needs counts where it is made, or where it is needed if that is one other layer; a parameter counts for every
                 layer that reads it, with its gradient and its optimiser state
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 import numpy as np
 
@@ -26,7 +28,7 @@ from ...ir.ops import OPS
 from ...ir.types import FLOATS
 from ..cost import ROOFLINE, GraphCost, Prices
 from ..partition import chain_of, forward_graph, positions_of, replicable
-from .chain import Amount, Chain, Floats, Layer, Times, Work
+from .chain import Amount, Calls, Chain, Floats, Layer, Times
 
 MOST_LAYERS = 96
 
@@ -42,8 +44,10 @@ class Profile:
     largest: float
 
 
-def profile_chain(modules: Mapping[int, Module], device: Device, prices: Prices = ROOFLINE, most: int = MOST_LAYERS) -> Profile:
-    """`modules` by samples per microbatch; layers are of about the same time on `device`."""
+def profile_chain(
+    modules: Mapping[int, Module], device: Device, prices: Prices = ROOFLINE, most: int = MOST_LAYERS, message: float = 0.0
+) -> Profile:
+    """`modules` by samples per microbatch; layers are of about the same time on `device`. `message` are a worker's seconds for an end of a message."""
     parts = {b: _Sized(module, prices) for b, module in sorted(modules.items())}
     last = parts[max(parts)]
     alike = {b: part for b, part in parts.items() if part.names == last.names}
@@ -69,7 +73,10 @@ def profile_chain(modules: Mapping[int, Module], device: Device, prices: Prices 
             known[key] = parts[b].times(on, cuts)
         return known[key]
 
-    chain = Chain(tuple(layers), timer, _amount(low, entry[low], high, entry[high]))
+    def calls(on: Device) -> Calls:
+        return Calls((2 if last.backward is not None else 1) * on.call_overhead, on.call_overhead, message)
+
+    chain = Chain(tuple(layers), timer, _amount(low, entry[low], high, entry[high]), calls)
     return Profile(chain, tuple(last.names[i] for i in cuts), len(work), max(sums) / max(sum(sums), 1e-300))
 
 
@@ -205,7 +212,9 @@ class _Sized:
     def layers(self, cuts: Sequence[int]) -> list[Layer]:
         ends = [*cuts[1:], len(self.chain)]
         crossing, back = self.crossing(), self.crossing(floats=True) if self.backward is not None else np.zeros(len(self.chain) + 1)
-        saved = self._saved(cuts)
+        saved, fed = self._saved(cuts), self._fed(cuts)
+        changed = written_vars(forward_graph(self.module))
+        moving = [i for i, op in enumerate(self.chain) if OPS[op.kind].effect and op.var in changed]
         found = []
         for number, (first, last) in enumerate(zip(cuts, ends, strict=True)):
             names = {name for i in range(first, last) for name in self.params[i]}
@@ -222,9 +231,19 @@ class _Sized:
                     Amount(int(crossing[last])),
                     Amount(int(back[last])),
                     Amount(2 * temporary),
-                    forward=Work(),
+                    fed=fed[number],
+                    alone=any(first <= i < last for i in moving),
                 )
             )
+        return found
+
+    def _fed(self, cuts: Sequence[int]) -> list[int]:
+        """Bytes of one sample of the data that each layer is the first to take."""
+        found, samples = [0] * len(cuts), gcd(*(v.type.dims[0] for v in self.module.inputs if v.type.rank)) or 1
+        for value in self.module.data_inputs:
+            at = next((i for i, op in enumerate(self.chain) if value in op.ins), None)
+            if at is not None:
+                found[int(np.searchsorted(cuts, at, "right")) - 1] += -(-value.type.nbytes // samples)
         return found
 
     def _saved(self, cuts: Sequence[int]) -> list[int]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ...ir.memory import POSTED
+from ...ir.memory import BATCHES_AHEAD, POSTED
 from .chain import Floats, Ints, Table
 from .cost import Ring, gradient_copies, in_flight, least_share, versions_of, warm_up
 from .fleet import Fleet
@@ -44,7 +44,9 @@ class Stages:
         self.count, self.wanted, self.all_devices = count, wanted, all_devices
         n = table.count
         first, last = np.indices((n + 1, n + 1))
-        self.allowed = (first < last) & table.cut[:, None] & table.cut[None, :]
+        # On one device, and on several.
+        single = (first < last) & table.cut[:, None] & table.cut[None, :]
+        self.allowed = (single, single & (_ranges(table.alone) == 0))
         self.grads = _ranges(table.grads)
         self._seconds: dict[tuple[int, bool], tuple[Floats, Floats, Floats]] = {}
         self._room: dict[tuple[int, bool, int], Ints] = {}
@@ -97,18 +99,19 @@ class Stages:
     def _equal(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool) -> tuple[Option | None, bool]:
         """The option of replicas that are alike, and whether memory allows it everywhere."""
         replicas, kind = len(kinds), kinds[0]
+        allowed = self.allowed[replicas > 1]
         most = -(-self.count // replicas)
         need = most if self.schedule == "gpipe" else full if self.schedule in DELAYED else min(full, most)
-        fits = self.allowed & (self._most_in_flight(kind, recompute, replicas) >= need)
+        fits = allowed & (self._most_in_flight(kind, recompute, replicas) >= need)
         count = np.count_nonzero(fits)
         if not count:
             return None, False
-        everywhere = bool(count == np.count_nonzero(self.allowed))
+        everywhere = bool(count == np.count_nonzero(allowed))
         key = (kinds, ring.fixed, ring.each, recompute)
         if key not in self._equals:
             times = self._times(kind, recompute)
             slowest = (most - (0 if self.schedule in DELAYED else 1)) * times[0]
-            self._equals[key] = self._priced(np.where(self.allowed, slowest, np.inf), [times], replicas, ring, recompute)
+            self._equals[key] = self._priced(np.where(allowed, slowest, np.inf), [times], replicas, ring, recompute)
         whole = self._equals[key]
         if everywhere:
             return whole, True
@@ -116,13 +119,14 @@ class Stages:
         return Option(recompute, pace, pace if self.schedule in DELAYED else whole.cost, whole.ring), False
 
     def _unequal(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring, recompute: bool) -> tuple[Option | None, bool]:
+        allowed = self.allowed[1]
         rows = [self._times(kind, recompute) for kind in kinds]
         held = self.most_shares(kinds, full, recompute)
         head = 0 if self.schedule in DELAYED else 1
         shares = _shares([row[0] for row in rows], held, least_share(self.schedule, warm), self.count, head)
         slowest = _most([(n - head) * row[0] for n, row in zip(shares, rows, strict=True)])
-        slowest = np.where(self.allowed & (shares.sum(0) == self.count), slowest, np.inf)
-        everywhere = all(bool((room[self.allowed] >= self.count).all()) for room in held)
+        slowest = np.where(allowed & (shares.sum(0) == self.count), slowest, np.inf)
+        everywhere = all(bool((room[allowed] >= self.count).all()) for room in held)
         return (self._priced(slowest, rows, len(kinds), ring, recompute) if np.isfinite(slowest).any() else None), everywhere
 
     def _priced(self, slowest: Floats, rows: Sequence[tuple[Floats, Floats, Floats]], replicas: int, ring: Ring, recompute: bool) -> Option:
@@ -144,8 +148,9 @@ class Stages:
         """Seconds of a microbatch, its weight gradients and an update."""
         if (kind, recompute) not in self._seconds:
             forward, backward, weight, again, update = self.table.times(self.fleet.devices[kind])
-            each = _ranges(forward) + _ranges(backward)
-            self._seconds[kind, recompute] = (each + _ranges(again) if recompute else each, _ranges(weight), _ranges(update))
+            calls = self.table.chain.calls(self.fleet.devices[kind])
+            each = _ranges(forward) + _ranges(backward) + calls.microbatch + 2 * calls.message * self.table.boundaries()
+            self._seconds[kind, recompute] = (each + _ranges(again) if recompute else each, _ranges(weight), _ranges(update) + calls.update)
         return self._seconds[kind, recompute]
 
     def _most_in_flight(self, kind: int, recompute: bool, replicas: int) -> Ints:
@@ -163,6 +168,8 @@ class Stages:
                     + _ranges(table.state)
                     + table.workspace
                 )
+                if self.fleet.devices[kind].kind != "cuda":
+                    fixed = fixed + (BATCHES_AHEAD + 1) * self.wanted.batch * _ranges(table.fed)
                 fixed = fixed + (POSTED * table.out + table.back)[:, None] + (POSTED * table.back + table.out)[None, :] + self.wanted.base
                 per = np.broadcast_to(table.entry[:, None], saved.shape) if recompute else saved
                 left = memory - fixed - (saved if recompute else 0)

@@ -59,8 +59,10 @@ class Plan:
         from penstock.arguing import planner_facts, predicted_facts
         from penstock.passes.lifetimes import memory_table
         from penstock.passes.manager import print_pipeline
+        from penstock.passes.precision import PrecisionOptions
         from penstock.passes.recompute import RecomputeOptions
         from penstock.placement import stage_starts
+        from penstock.runtime.program import microbatch_size
 
         schedule, starts = self.module.schedule, stage_starts(self.reference, self.module)
         assert schedule is not None
@@ -69,6 +71,8 @@ class Plan:
             "pipeline": print_pipeline(self.calls),
             "schedule": schedule.name,
             "microbatches": schedule.microbatches,
+            "samples_per_microbatch": microbatch_size(self.module),
+            "precision": next((call.options.compute for call in self.calls if isinstance(call.options, PrecisionOptions)), "f32"),
             "recompute": next((call.options.mode for call in self.calls if isinstance(call.options, RecomputeOptions)), "none"),
             "stages": [
                 {

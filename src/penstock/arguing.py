@@ -129,7 +129,8 @@ def argument(search: Search) -> Iterator[str]:
     yield f"planner: {plan.size} samples per microbatch, {plan.count} microbatches; chosen over {len(profile.starts)} layers{grain}"
     yield f"planner: {_seconds(chosen.step)} per batch by its formulas, limited by {chosen.judged.binding}; {_bound(search)}"
     for schedule, reason in search.refused.items():
-        yield f"planner: {schedule} would take {_seconds(result.outcomes[schedule].step)}, but it was refused: {first_reason(reason)}"
+        what = f"the fastest plan of {schedule}" if schedule == plan.schedule else schedule
+        yield f"planner: {what} would take {_seconds(result.outcomes[schedule].step)}, but it was refused: {first_reason(reason)}"
     if plan.schedule not in SYNCHRONOUS:
         yield f"planner: under {plan.schedule} gradients are one update late, which is not what plain training computes; --schedule 1f1b is"
     yield from (f"planner: left out: {line}" for line in search.little)

@@ -23,7 +23,7 @@ from penstock.simulating import simulate_command as simulate_command
 from penstock.terminal import Progress, say, table
 
 if TYPE_CHECKING:
-    from penstock.api import Model, Plan
+    from penstock.api import Plan
     from penstock.frontends.training import Training
     from penstock.planning import Load
 
@@ -100,7 +100,7 @@ def _plan(arguments: Namespace) -> Plan:
     if arguments.batch is not None:
         return _best(arguments, load, cluster, training, batch_dim is not None, options | {"dump": dump})
     if arguments.plan is not None:
-        return _planned(arguments, load(None), cluster, training, options | {"dump": dump})
+        return _planned(arguments, load, cluster, training, batch_dim, options | {"dump": dump})
     if arguments.schedule == "auto":
         raise UsageError("--schedule auto leaves it to the planner, which needs to know the samples of a batch", hint="add --batch")
     model = load(None)
@@ -123,32 +123,41 @@ def _plan(arguments: Namespace) -> Plan:
     )
 
 
-def _planned(arguments: Namespace, model: Model, cluster: Cluster, training: Training | None, options: dict[str, Any]) -> Plan:
+def _planned(
+    arguments: Namespace, load: Load, cluster: Cluster, training: Training | None, batch_dim: str | None, options: dict[str, Any]
+) -> Plan:
     """What a plan file says."""
     from penstock import api
     from penstock.passes.schedules import SCHEDULES
     from penstock.plan_file import load_plan_file
+    from penstock.runtime.program import microbatch_size
 
     fixed = ("batch", "stages", "microbatches", "split_at", "replicas", "schedule", "recompute")
     given = [f"--{name.replace('_', '-')}" for name in fixed if getattr(arguments, name)]
     if given:
         raise UsageError(f"{', '.join(given)} with --plan: the file says that", where=arguments.plan, hint="edit the file")
-    asked = load_plan_file(arguments.plan)
+    asked, samples = load_plan_file(arguments.plan)
+    if arguments.precision is not None and asked.setdefault("precision", arguments.precision) != arguments.precision:
+        raise UsageError(f"--precision {arguments.precision}, but the plan is in {asked['precision']}", where=arguments.plan)
     if SCHEDULES[asked["schedule"]].trains != (training is not None):
         what = "is for training, but there is no loss" if training is None else "is for inference, but there is a loss"
         raise UsageError(f"schedule {asked['schedule']} {what}", where=arguments.plan)
+    model = load(samples if batch_dim is not None else None)
+    found = microbatch_size(model.module)
+    if samples not in (None, found):
+        raise UsageError(f"the plan is for microbatches of {samples} samples, the model's are of {found}", where=arguments.plan)
     for line in model.imported.report:
         say(line)
     if training is not None:
         training = replace(training, microbatches=asked["microbatches"])
-    return api.plan(model, cluster, training, **asked, precision=arguments.precision, hints=False, **options)
+    return api.plan(model, cluster, training, **asked, hints=False, **options)
 
 
 def _batch_dimension(arguments: Namespace, dims: dict[str, int]) -> str | None:
     """The symbolic dimension that samples are counted along, where the planner may choose how many make a microbatch."""
     from penstock.frontends.onnx import open_dimensions
 
-    if arguments.batch is None:
+    if arguments.batch is None and arguments.plan is None:
         return None
     first, others = open_dimensions(arguments.model, dims, _known(arguments.known))
     return first if first is not None and not others else None

@@ -1,6 +1,6 @@
 """A plan as a file that people may edit: what `penstock plan --json` prints, and plan.json of a bundle. In: a path. Out: options of `ps.plan`.
 
-Read are `schedule`, `microbatches`, `recompute` and of every stage its `devices`, their `shares` and what it `starts_at`: a node or value of the
+Read are `schedule`, `microbatches`, `samples_per_microbatch`, `precision`, `recompute` and of every stage its `devices`, their `shares` and what it `starts_at`: a node or value of the
 model (nothing for the first stage). Everything else in such a file says what was predicted, and is not read. All that is wrong is one error.
 """
 
@@ -14,13 +14,14 @@ from penstock.ir.errors import UsageError
 from penstock.passes.recompute import MODES
 from penstock.passes.schedules import SCHEDULES
 
-_READ = ("schedule", "microbatches", "recompute", "stages")
+_READ = ("schedule", "microbatches", "samples_per_microbatch", "precision", "recompute", "stages")
 _TOLD = ("memory", "model", "notes", "pipeline", "planner", "predicted")
+_PRECISIONS = ["f32", "bf16", "f16"]
 _STAGE = ("stage", "starts_at", "devices", "shares")
 
 
-def load_plan_file(path: str | Path) -> dict[str, Any]:
-    """Options for `ps.plan` that carry the plan out."""
+def load_plan_file(path: str | Path) -> tuple[dict[str, Any], int | None]:
+    """Options for `ps.plan` that carry the plan out, and the samples per microbatch if the file says how many."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -36,6 +37,11 @@ def load_plan_file(path: str | Path) -> dict[str, Any]:
     count = found.get("microbatches", 1)
     if type(count) is not int or not 1 <= count < 2**31:
         problems.append(f"microbatches must be a number from 1 to {2**31 - 1}, got {count!r}")
+    samples = found.get("samples_per_microbatch")
+    if samples is not None and (type(samples) is not int or not 1 <= samples < 2**31):
+        problems.append(f"samples_per_microbatch must be a number from 1 on, got {samples!r}")
+    if found.get("precision", "f32") not in _PRECISIONS:
+        problems.append(f"precision {found['precision']!r} is none of {', '.join(_PRECISIONS)}")
     stages = found.get("stages", [])
     if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages) or ("stages" in found and not stages):
         problems.append("stages must be a list of objects, one or more")
@@ -44,7 +50,7 @@ def load_plan_file(path: str | Path) -> dict[str, Any]:
         problems += [f"stage {number}: {problem}" for problem in _stage_problems(number, stage, count)]
     if problems:
         raise UsageError("the plan has problems:" + "".join(f"\n  - {p}" for p in problems), where=str(path))
-    return {
+    options = {
         "schedule": found["schedule"],
         "microbatches": count,
         "recompute": found.get("recompute", "auto"),
@@ -52,6 +58,7 @@ def load_plan_file(path: str | Path) -> dict[str, Any]:
         "devices": [stage["devices"] for stage in stages],
         "shares": [stage.get("shares", [count]) for stage in stages],
     }
+    return options | ({"precision": found["precision"]} if "precision" in found else {}), samples
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

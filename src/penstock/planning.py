@@ -9,7 +9,7 @@ memory exactly. A choice that they refuse is not lost in silence: the next best 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,10 @@ from penstock.ir.errors import DoesNotFit, UsageError, VerifyError
 from penstock.passes.cost import Prices
 from penstock.passes.planner.argue import Result, plan_chain
 from penstock.passes.planner.plan import SCHEDULES, Wanted
-from penstock.passes.planner.planner import Outcome
+from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.planner.profile import Profile, profile_chain
 from penstock.passes.planner.sparing import without_little_help
+from penstock.runtime.machine import MESSAGE_SECONDS
 
 if TYPE_CHECKING:
     from penstock.frontends.training import Training
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 SYNCHRONOUS = tuple(kind for kind in SCHEDULES if kind not in ("2bw", "eager-2bw"))
 # Sizes of microbatches that are tried if none are given: each is one more import of the model.
 MOST_SIZES = 5
+
+# Parts of the memory that a plan is tried again for, where what was planned for all of it does not fit after all.
+LESS_MEMORY = (0.95, 0.85, 0.7)
 
 # The model at so many samples per microbatch; None for the size that it has.
 Load = Callable[[int | None], api.Model]
@@ -107,19 +111,21 @@ def plan_best(
             size: api.before_partition(model, cluster, alone, precision=precision, progress=progress, **library)
             for size, model in models.items()
         }
-        return profile_chain(modules, max(cluster.devices, key=lambda device: device.flops), prices or best_prices())
+        return profile_chain(
+            modules, max(cluster.devices, key=lambda device: device.flops), prices or best_prices(), message=MESSAGE_SECONDS
+        )
 
     profile = profile_in(precision)
     wanted = Wanted(batch, tuple(schedules), recompute, tuple(sorted(models)), replicas=replicas)
     result = plan_chain(profile.chain, cluster, wanted)
     refused: dict[str, str] = {}
     illegal = False
-    for schedule, outcome in result.outcomes.items():
+    for schedule, outcome in _tries(profile, result):
         outcome, little = without_little_help(profile.chain, result.fleet, wanted, outcome)
         try:
             made = _carried_out(models[outcome.plan.size], cluster, training, outcome, profile, recompute, precision, progress, options)
         except (VerifyError, DoesNotFit) as error:
-            refused[schedule] = str(error)
+            refused.setdefault(schedule, str(error))
             illegal = illegal or isinstance(error, VerifyError)
             continue
         whole = (precision or training.precision) == "f32"
@@ -129,6 +135,19 @@ def plan_best(
     if illegal:
         raise UsageError(what, hint="--replicas 1, or a plan by hand (--stages, --split-at), may do")
     raise DoesNotFit(what, hint="more devices, or smaller microbatches or batches, need less")
+
+
+def _tries(profile: Profile, result: Result) -> Iterator[tuple[str, Outcome]]:
+    """Plans to be carried out, until the passes accept one: of every schedule the best, and those for somewhat less memory than there is, since what
+    the planner counts are estimates."""
+    limited = any(device.memory for device in result.fleet.devices)
+    for schedule, outcome in result.outcomes.items():
+        yield schedule, outcome
+        for part in LESS_MEMORY if limited else ():
+            less = [replace(d, spaces=tuple((name, int(size * part)) for name, size in d.spaces)) for d in result.fleet.devices]
+            found = Planner(profile.chain, result.fleet.but(less), result.wanted).best(schedule)
+            if found is not None and found.plan != outcome.plan:
+                yield schedule, found
 
 
 def first_reason(error: str) -> str:
