@@ -19,7 +19,7 @@ circle of Bs alone would go to ever later stages, one of Fs alone to ever earlie
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from ...ir.errors import UsageError
@@ -77,31 +77,27 @@ def deal(share: Sequence[int]) -> list[list[int]]:
 
 def forwards_ahead(dealt: Dealt) -> list[list[int]]:
     """For every stage and rank of it, by how many microbatches forwards are ahead of backwards, in numbers of all microbatches."""
-    found: list[list[int]] = []
-    for stage in reversed(range(len(dealt))):
-        if not found:
-            found.insert(0, [0] * len(dealt[stage]))
-            continue
-        total = sum(map(len, dealt[stage]))
-        later = list(zip(dealt[stage + 1], found[0], strict=True))
-        needed = []
-        for own in dealt[stage]:
-            away = max(ahead + Fraction(total, len(other)) for other, ahead in later if _meet(own, other))
-            needed.append(math.ceil(math.ceil(away * len(own) / total) * Fraction(total, len(own))))
-        found.insert(0, needed)
-    return found
+
+    def whole(away: Fraction, own: Sequence[int], total: int) -> int:
+        return math.ceil(math.ceil(away * len(own) / total) * Fraction(total, len(own)))
+
+    return _along(dealt[::-1], whole)[::-1]
 
 
 def weights_behind(dealt: Dealt) -> list[list[int]]:
     """For every stage and rank of it, how many backwards later the weight gradients of a microbatch may come: s with one rank per stage."""
-    return [[math.ceil(_time_at(own, dealt[:stage])) for own in ranks] for stage, ranks in enumerate(dealt)]
+    return _along(dealt, lambda away, own, total: math.ceil(away))
 
 
-def _time_at(own: Sequence[int], stages: Dealt) -> Fraction:
-    """How long a microbatch of a rank is with other stages, in times of one microbatch."""
-    total = sum(len(other) for other in stages[0]) if stages else 0
-    return sum((max(Fraction(total, len(other)) for other in ranks if _meet(own, other)) for ranks in stages), Fraction(0))
-
-
-def _meet(own: Sequence[int], other: Sequence[int]) -> bool:
-    return not set(own).isdisjoint(other)
+def _along(dealt: Dealt, rounded: Callable[[Fraction, Sequence[int], int], int]) -> list[list[int]]:
+    """From the first stage on: for how long a microbatch of a rank is with the stages before it, in times of one microbatch. That is the time of the
+    rank that has it there and what was found for that one, for the slowest it shares microbatches with."""
+    found: list[list[int]] = []
+    total = sum(map(len, dealt[0])) if dealt else 0
+    before: list[tuple[set[int], Fraction]] = []
+    for ranks in dealt:
+        own = [set(numbers) for numbers in ranks]
+        away = [max((time for numbers, time in before if not mine.isdisjoint(numbers)), default=Fraction(0)) for mine in own]
+        found.append([rounded(time, numbers, total) for time, numbers in zip(away, ranks, strict=True)])
+        before = [(mine, number + Fraction(total, len(mine))) for mine, number in zip(own, found[-1], strict=True)]
+    return found
