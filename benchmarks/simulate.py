@@ -1,0 +1,51 @@
+"""How long it takes to build and to simulate schedules of many ranks, in processor time, and the memory of the process.
+
+python benchmarks/simulate.py            all rows: a minute
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import time
+
+from penstock.passes.schedules import build_schedule
+from penstock.runtime.machine import Machine, Route
+from penstock.runtime.simulate import simulate, wire_chain
+
+# Stages, microbatches, batches, and how many ranks share a network card (0: nobody).
+ROWS = ((256, 64, 3, 0), (2048, 64, 3, 0), (2048, 64, 3, 8))
+
+
+def one(stages: int, microbatches: int, batches: int, sharing: int) -> str:
+    begun = time.process_time()
+    schedule = wire_chain(build_schedule("2bw", stages, microbatches))
+    built = time.process_time()
+
+    def route(source: int, target: int) -> Route:
+        cards = ((f"out {source // sharing}", 1e9), (f"in {target // sharing}", 1e9)) if sharing else ()
+        return Route(((f"{source}>{target}", 1e9), *cards), 1e-5)
+
+    found = simulate(schedule, batches, lambda rank, action: 1e-3, lambda phase, a, b: 1e5, Machine(route))
+    done = time.process_time()
+    actions = sum(len(line.starts) for line in found.lines.values())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return f"| {stages} | {microbatches} | {batches} | {sharing or '-'} | {actions / 1e6:.1f} | {built - begun:.1f} | {done - built:.1f} | {peak:.0f} |"
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        print(one(*map(int, sys.argv[1:])))
+        return
+    print(
+        "| ranks | microbatches | batches | share a card | million actions | build s | simulate s | peak MiB |\n" + "| --- " * 8 + "|",
+        flush=True,
+    )
+    for row in ROWS:
+        # Each in a process of its own, whose peak is its own.
+        subprocess.run([sys.executable, __file__, *map(str, row)], check=True, timeout=600)
+
+
+if __name__ == "__main__":
+    main()
