@@ -1,6 +1,6 @@
-"""Run a bundle from Python or from the command line.
+"""Run a bundle from Python.
 
-    with open("bundle/") as job:                       run_bundle("bundle/", data="train.npz", steps=1000, checkpoint="ckpt/")
+    with open("bundle/") as job:
         loss = job.step(batch)
         job.save("ckpt/")
 
@@ -14,9 +14,7 @@ Limit: one thread uses a Job, and one iterator of `run` at a time.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -50,13 +48,11 @@ from .control import (
 )
 from .data import batch_shape, check_batch, check_data
 from .launch import Workers
-from .metrics import Metrics
-from .options import RunOptions, become_rank, in_group, seed_problems, timeout_problems
+from .options import seed_problems, timeout_problems
 from .pace import pace_problems
 from .program import fed_inputs, loss_stage, microbatch_size
 from .steps import Steps
 from .tables import tables_for_run
-from .trace import write_trace
 
 _NO_MORE: Mapping[str, np.ndarray] = {}
 
@@ -396,7 +392,7 @@ class _Finished:
         return message, arrays
 
 
-# ------------------------------------------------------------------------------------------------ the two ways in
+# ------------------------------------------------------------------------------------------------ the way in
 
 
 def open(
@@ -418,83 +414,10 @@ def open(
 
     `pace` and `latency` are for measuring schedules apart from kernels and networks: seconds that a computation of each kind takes at least
     (F, B with W included, W, U), and seconds from a send until its message arrives. They do not change what is computed."""
-    spec = None if data is None else _data_spec(data, shuffle, seed)
+    spec = None if data is None else data_spec(data, shuffle, seed)
     return Job(open_bundle(path), timeout=timeout, data=spec, resume=resume, audit=audit, pace=pace, latency=latency, lr=lr, rate=rate)
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """What a run did. `losses` are those of its steps; `peak_bytes` the largest resident size of each rank."""
-
-    first_step: int
-    losses: list[float]
-    seconds: float
-    samples_per_second: float
-    checkpoint: Path | None
-    peak_bytes: list[int]
-
-
-def run_bundle(
-    path: str | os.PathLike[str],
-    *,
-    data: str = "synthetic",
-    steps: int = 10,
-    shuffle: bool = False,
-    seed: int = 0,
-    metrics: str | os.PathLike[str] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
-    resume: str | os.PathLike[str] | None = None,
-    timeout: float = 60.0,
-    trace: str | os.PathLike[str] | None = None,
-    progress: bool = True,
-    lr: float | None = None,
-    rate: Rate | str | None = None,
-) -> RunSummary:
-    """Train for `steps` steps. Where RANK and WORLD_SIZE are set, as torchrun does, this process becomes that rank and does not come back."""
-    options = RunOptions(
-        bundle=os.path.abspath(path),
-        data=_data_spec(data, shuffle, seed),
-        steps=steps,
-        metrics=_absolute(metrics),
-        checkpoint=_absolute(checkpoint),
-        resume=_absolute(resume),
-        trace=_absolute(trace),
-        checkpoint_every=checkpoint_every,
-        timeout=timeout,
-        progress=progress,
-        lr=lr,
-        rate=None if rate is None else str(rate),
-    )
-    options.check()
-    if in_group():
-        become_rank(options)
-    job = Job(open_bundle(path), timeout=timeout, data=options.data, resume=resume, trace=trace is not None, lr=lr, rate=rate)
-    with job:
-        for warning in job.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
-        first = job.steps_done
-        record = Metrics(
-            metrics, microbatch_size(job.module) * job.microbatches, first, first + steps, progress=progress, append=resume is not None
-        )
-        saved = None
-        try:
-            record.start()
-            for count in options.chunks(first):
-                for step in job.steps_from_data(count):
-                    record.add(step)
-                if checkpoint is not None:
-                    saved = job.save(checkpoint)
-        finally:
-            record.close()
-    if trace is not None:
-        write_trace(Path(trace), job.traces)
-    return RunSummary(first, record.losses, record.seconds, record.samples_per_second, saved, job.peak_bytes)
-
-
-def _data_spec(data: str, shuffle: bool, seed: int) -> DataSpec:
+def data_spec(data: str, shuffle: bool, seed: int) -> DataSpec:
+    """Where samples come from, by an absolute path."""
     return DataSpec(data if data == "synthetic" else os.path.abspath(data), shuffle, seed)
-
-
-def _absolute(path: str | os.PathLike[str] | None) -> str | None:
-    return None if path is None else os.path.abspath(path)

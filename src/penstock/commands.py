@@ -278,7 +278,7 @@ def _training(arguments: Namespace) -> Training | None:
 
 
 def run_command(arguments: Namespace) -> None:
-    from penstock.runtime.job import run_bundle
+    from penstock.runtime.running import run_bundle
 
     run_bundle(
         arguments.bundle,

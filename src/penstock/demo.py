@@ -39,7 +39,7 @@ def run_demo(out: Path, *, steps: int, schedule: str, backend: str) -> int:
     from penstock.ir.optimizers import AdamW
     from penstock.models import write_gpt
     from penstock.passes.manager import Dump
-    from penstock.runtime.job import run_bundle
+    from penstock.runtime.running import run_bundle
 
     started = time.monotonic()
     try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.passes.schedules import SCHEDULES
-from penstock.runtime.job import run_bundle
+from penstock.runtime.running import run_bundle
 
 ROWS, BATCHES, RATE, TIMEOUT = 6, 6, 0.2, 60
 

@@ -13,7 +13,7 @@ from penstock.frontends.training import Training
 from penstock.ir.cluster import Cluster
 from penstock.ir.optimizers import AdamW
 from penstock.models import write_cnn, write_gpt
-from penstock.runtime.job import run_bundle
+from penstock.runtime.running import run_bundle
 
 STEPS = 4
 

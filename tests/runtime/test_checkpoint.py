@@ -19,7 +19,8 @@ from penstock.passes.manager import run_passes
 from penstock.passes.pipelines import PASSES, training_pipeline
 from penstock.runtime import checkpoint as checkpoints
 from penstock.runtime.control import DataSpec
-from penstock.runtime.job import Job, run_bundle
+from penstock.runtime.job import Job
+from penstock.runtime.running import run_bundle
 
 from .conftest import classifier, make_batches, train_plainly
 

@@ -10,8 +10,9 @@ import pytest
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.passes.schedules import SCHEDULES
 from penstock.runtime.control import DataSpec
-from penstock.runtime.job import Job, run_bundle
+from penstock.runtime.job import Job
 from penstock.runtime.job import open as open_job
+from penstock.runtime.running import run_bundle
 
 from .conftest import CLASSES, ROWS, initial_weights, make_batches, train_plainly
 

@@ -13,12 +13,12 @@ import pytest
 
 import penstock as ps
 from penstock.models import write_mlp
-from penstock.runtime.job import run_bundle
+from penstock.runtime.running import run_bundle
 
 SCRIPT = """
 import json, sys
 from penstock.ir.errors import PenstockError
-from penstock.runtime.job import run_bundle
+from penstock.runtime.running import run_bundle
 options = json.loads(sys.argv[1])
 try:
     run_bundle(**options)
@@ -126,7 +126,7 @@ def test_ranks_with_different_bundles(bundle_of, tmp_path):
 
 @pytest.mark.parametrize("name", ["checkpoint", "metrics"])
 def test_options_travel_as_absolute_paths(name, tmp_path, monkeypatch):
-    from penstock.runtime import job as jobs
+    from penstock.runtime import running as jobs
 
     seen = []
     monkeypatch.setenv("RANK", "0")

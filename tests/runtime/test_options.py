@@ -9,10 +9,11 @@ import pytest
 
 from penstock.ir.errors import PeerLost, PenstockError, UsageError
 from penstock.runtime.control import DataSpec, Step
-from penstock.runtime.job import Job, run_bundle
+from penstock.runtime.job import Job
 from penstock.runtime.join import Reports
 from penstock.runtime.metrics import Metrics
 from penstock.runtime.options import LONGEST_TIMEOUT, directory_problem, file_problem
+from penstock.runtime.running import run_bundle
 from penstock.runtime.trace import write_trace
 
 

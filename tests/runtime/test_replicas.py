@@ -16,7 +16,7 @@ from penstock.ir.cluster import Cluster, Device
 from penstock.ir.errors import PeerLost
 from penstock.ir.schedule import Program, Schedule
 from penstock.models import write_gpt, write_mlp
-from penstock.runtime.job import run_bundle
+from penstock.runtime.running import run_bundle
 
 M, STEPS = 4, 6
 EQUAL = ()

@@ -13,7 +13,8 @@ from penstock.ir.errors import UsageError
 from penstock.ir.rates import CURVE, LR, Constant, Cosine, Linear
 from penstock.models import write_mlp
 from penstock.runtime import checkpoint as checkpoints
-from penstock.runtime.job import Job, run_bundle
+from penstock.runtime.job import Job
+from penstock.runtime.running import run_bundle
 from penstock.runtime.tables import learning_rate, tables_for_run, tables_of
 
 from .conftest import classifier, make_batches
