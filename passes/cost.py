@@ -8,8 +8,8 @@
 
 Where the seconds of a kernel come from is a `Prices`, asked for one kernel at a time; who does not know answers None, and the next one is asked:
 
-    Roofline   max(operations / (rate * efficiency), bytes / (bandwidth * efficiency)) + overhead; always knows. In a graph, bytes that are in a
-               cache (reach.py) move at its rate
+    Roofline   factor * max(operations / (rate * efficiency), bytes / (bandwidth * efficiency)) + overhead; always knows. In a graph, bytes that are in
+               a cache (reach.py) move at its rate. The factor is 1 until runs show another (src/penstock/grading.py)
     a table    times of kernels that were measured on this machine, by what the kernel does and by device (src/penstock/measured.py)
     a learned model would be one more Prices: it sees the kernel as a graph (`Kernel.body`), `work_of(kernel)` and the device
 
@@ -26,7 +26,7 @@ Limits: the roofline knows one cache, and no shapes (a product of few rows is sl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol, overload
@@ -143,7 +143,9 @@ def bound(flops: float, moved: float, device: Device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Analytic prices; knows every kernel."""
+    """Analytic prices; knows every kernel. On a device the work takes `factor` times what its rates say; overheads are what they are."""
+
+    factor: Callable[[Device], float] = lambda device: 1.0
 
     def seconds(self, kernel: Kernel, device: Device) -> float:
         return self.of_work(work_of(kernel), device)
@@ -156,7 +158,7 @@ class Roofline:
         if near:
             # What gets more out of memory than the yardstick does, by more streams at once, gets no more out of a cache.
             memory += near / (device.cache_bandwidth * min(share, 1.0))
-        return max(compute, memory) + device.overhead
+        return self.factor(device) * max(compute, memory) + device.overhead
 
 
 ROOFLINE = Roofline()
@@ -164,9 +166,10 @@ ROOFLINE = Roofline()
 
 @dataclass
 class InTurn:
-    """Ask one source after the other; whoever asks takes the roofline when none knows. `known` counts the kernels that the others knew, `unknown` those that they did not."""
+    """Ask one source after the other; whoever asks takes `last` when none knows. `known` counts the kernels that the others knew, `unknown` those that they did not."""
 
     sources: Sequence[Prices]
+    last: Roofline = ROOFLINE
     known: int = 0
     unknown: int = 0
     by_device: Counter[str] = field(default_factory=Counter)
@@ -213,7 +216,12 @@ def alone(op: Op) -> Kernel:
 
 def _ask(prices: Prices, kernel: Kernel, device: Device) -> float:
     found = prices.seconds(kernel, device)
-    return ROOFLINE.seconds(kernel, device) if found is None else found
+    return _estimates(prices).seconds(kernel, device) if found is None else found
+
+
+def _estimates(prices: Prices) -> Roofline:
+    """What is asked where a source does not know."""
+    return prices if isinstance(prices, Roofline) else prices.last if isinstance(prices, InTurn) else ROOFLINE
 
 
 # ------------------------------------------------------------------------------------------------ graphs
@@ -254,7 +262,7 @@ class GraphCost:
         found = []
         for i, close in zip(which, near, strict=True):
             told = known[i]
-            found.append(ROOFLINE.of_work(self._work[i], device, close) if told is None else told)
+            found.append(_estimates(prices).of_work(self._work[i], device, close) if told is None else told)
         return found
 
     @cached_property
@@ -293,6 +301,11 @@ def _weight(op: Op, kernel: Kernel, device: Device) -> float:
     return ROOFLINE.of_work(_work((op,), moved), replace(device, overhead=0.0))
 
 
+def shown_seconds(seconds: float) -> str:
+    """Seconds for people."""
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+
+
 def graph_seconds(graph: Graph, device: Device, prices: Prices = ROOFLINE) -> float:
     """Seconds of one call of a graph on a device."""
     return GraphCost(graph).seconds(device, prices)
@@ -322,5 +335,5 @@ def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, s
 
 __all__ = [
     "EFFICIENCY", "FAMILIES", "ROOFLINE", "Cost", "GraphCost", "InTurn", "Kernel", "Prices", "Roofline", "Transfer", "Work", "alone", "bound", "bytes_moved", "cost",
-    "divide", "efficiency_of", "family_of", "graph_seconds", "op_seconds", "rank_seconds", "work_of",
+    "divide", "efficiency_of", "family_of", "graph_seconds", "op_seconds", "rank_seconds", "shown_seconds", "work_of",
 ]  # fmt: skip

@@ -15,12 +15,15 @@ from penstock.arguing import predict
 from penstock.backends.bundle import open_bundle
 from penstock.cli import main
 from penstock.frontends.onnx import open_dimensions
-from penstock.grading import corrected, grade, step_times
-from penstock.ir.cluster import Cluster, Device
+from penstock.grading import best_prices, corrected, grade, step_times
+from penstock.ir.cluster import Cluster, Device, Link
 from penstock.ir.errors import DoesNotFit, UsageError
 from penstock.measured import Measured
 from penstock.models import write_mlp
+from penstock.passes.cost import rank_seconds
+from penstock.passes.kernels import kernels_of
 from penstock.planning import plan_best, sizes_of
+from penstock.simulating import forecast, seconds_of
 
 CLUSTER = (
     '[[device]]\nname = "cpu:0"\n[[device]]\nname = "cpu:1"\nflops = 2.5e10\n[[device]]\nname = "cpu:2"\nflops = 1e5\nbandwidth = 1e5\n'
@@ -161,18 +164,59 @@ def test_open_dimensions(symbolic, tmp_path):
 # ------------------------------------------------------------------------------------------------ grades
 
 
+def compiled(symbolic, folder, cluster, microbatches=2, **options):
+    training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.1), microbatches=microbatches)
+    return open_bundle(
+        ps.compile(ps.plan(ps.from_onnx(symbolic, dims={"batch": 4}), cluster, training, **options), folder, backend="numpy")
+    )
+
+
+def slow(number=2, bandwidth=1e9, **of_device):
+    """Devices on which even a small model is mostly work."""
+    devices = [Device(f"cpu:{i}", flops=1e9, bandwidth=1e8, **of_device) for i in range(number)]
+    return Cluster(tuple(devices), tuple(Link(f"cpu:{i}", f"cpu:{j}", bandwidth, 1e-6) for i in range(number) for j in range(i)))
+
+
 @pytest.fixture
 def bundle(symbolic, tmp_path):
-    plan = ps.plan(
-        ps.from_onnx(symbolic, dims={"batch": 4}), Cluster.local(2), ps.Training(loss="mse", optimizer=ps.SGD(lr=0.1), microbatches=2)
-    )
-    return open_bundle(ps.compile(plan, tmp_path / "bundle", backend="numpy"))
+    return compiled(symbolic, tmp_path / "bundle", slow())
 
 
 @pytest.fixture
 def of_tvm(bundle):
+    return as_tvm(bundle)
+
+
+def as_tvm(bundle):
     """The bundle as if it were of compiled code, whose runs estimates learn from."""
     return replace(bundle, manifest=msgspec.structs.replace(bundle.manifest, backend="tvm"))
+
+
+def trace(path, bundle, seconds):
+    """A trace in which computations took what `seconds(rank, kind)` says."""
+    events = [
+        {"ph": "X", "name": f"{bundle.rank(rank).stage}{kind}0", "pid": rank, "ts": 0, "dur": seconds(rank, kind) * 1e6}
+        for rank, kind in rank_seconds(bundle.module)
+    ]
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+def beside_work(bundle):
+    """Calls and launches by rank and kind, by hand."""
+    found = {}
+    for entry in bundle.manifest.ranks:
+        device = bundle.module.cluster.device(entry.device)
+        for kind in "FBU":
+            kernels = kernels_of(bundle.module.stage_graph(entry.stage, kind))
+            found[entry.rank, kind] = device.call_overhead + len(kernels) * device.overhead
+    return found
+
+
+def simulated(bundle, factor):
+    """The step if work took so many times what was estimated, and links and calls what they do."""
+    plain, beside = rank_seconds(bundle.module), beside_work(bundle)
+    return forecast(bundle.module, seconds_of({k: beside[k] + factor * (s - beside[k]) for k, s in plain.items()}), 4).step
 
 
 def metrics(path, seconds):
@@ -184,8 +228,74 @@ def test_a_grade_is_the_median_without_the_first_steps(bundle, tmp_path):
     promised = bundle.plan["predicted"]["step_s"]
     found = grade(bundle, metrics(tmp_path / "m.jsonl", [99.0] * 3 + [2 * promised] * 5 + [99.0]))
     assert found.measured == pytest.approx(2 * promised)
-    assert found.factor == pytest.approx(2)
+    assert not found.kept  # a run of the interpreter
     assert step_times(metrics(tmp_path / "short.jsonl", [9.0, 1.0])) == [1.0]
+
+
+def test_a_step_teaches_what_computation_explains(symbolic, tmp_path):
+    """Links slow enough to be seen: work that took three times as long does not make the step three times as long."""
+    bundle = as_tvm(compiled(symbolic, tmp_path / "links", slow(bandwidth=1e6), split_at=["fc3.product"]))
+    measured = simulated(bundle, 3.0)
+    found = grade(bundle, metrics(tmp_path / "m.jsonl", [measured] * 9))
+    assert found.factor == pytest.approx(3, rel=2e-3)
+    assert found.measured / found.predicted < 2.9, "the control: what a whole step is off by is something else"
+    faster = grade(bundle, metrics(tmp_path / "m.jsonl", [simulated(bundle, 0.75)] * 9))
+    assert faster.factor == pytest.approx(0.75, rel=2e-3)
+    assert corrected().factor == pytest.approx((3 + 0.75) / 2, rel=2e-3)
+
+
+def test_a_step_of_waiting_teaches_nothing(symbolic, tmp_path, capsys):
+    bundle = as_tvm(compiled(symbolic, tmp_path / "links", slow(bandwidth=2e4), split_at=["fc3.product"]))
+    steps = metrics(tmp_path / "m.jsonl", [3 * bundle.plan["predicted"]["step_s"]] * 9)
+    found = grade(bundle, steps)
+    assert (found.factor, found.kept, corrected()) == (None, False, None)
+    # Its trace does: what computations took stands there.
+    beside = beside_work(bundle)
+    took = {key: beside[key] + 5 * (seconds - beside[key]) for key, seconds in rank_seconds(bundle.module).items()}
+    found = grade(bundle, steps, trace(tmp_path / "t.json", bundle, lambda rank, kind: took[rank, kind]))
+    assert found.factor == pytest.approx(5)
+    assert corrected().factor == pytest.approx(5)
+    assert main(command("plan", bundle.path, "--grade", steps)) == 0
+    assert (
+        "no correction is kept, as links, messages and calls alone are more than half of the time; a run with --trace"
+        in capsys.readouterr().err
+    )
+
+
+def test_corrections_are_of_work_not_of_calls(symbolic, tmp_path):
+    """Estimates, what is learnt, and what the planner counts for calls go by one rule."""
+    bundle = as_tvm(compiled(symbolic, tmp_path / "calls", slow(call_overhead=2e-3, overhead=1e-4)))
+    plain, beside = rank_seconds(bundle.module), beside_work(bundle)
+    took = {key: beside[key] + 4 * (seconds - beside[key]) for key, seconds in plain.items()}
+    grade(bundle, metrics(tmp_path / "m.jsonl", [1.0] * 9), trace(tmp_path / "t.json", bundle, lambda rank, kind: took[rank, kind]))
+    assert sum(took.values()) / sum(plain.values()) < 3.9, "the control: calls are a part of it"
+    assert corrected().factor == pytest.approx(4)
+    assert rank_seconds(bundle.module, best_prices()) == pytest.approx(took)
+    # And where calls are most of it, a run says nothing of the rest.
+    bundle = as_tvm(compiled(symbolic, tmp_path / "only-calls", slow(call_overhead=1.0)))
+    assert (
+        grade(bundle, metrics(tmp_path / "m.jsonl", [9.0] * 9), trace(tmp_path / "t.json", bundle, lambda rank, kind: 1.5)).factor is None
+    )
+
+
+def test_corrected_estimates_know_caches(of_tvm, tmp_path):
+    """The estimate is that of the plan, times a factor; also where a part of it is in a cache."""
+    cached = of_tvm.module.but(cluster=slow(cache=1 << 22, cache_bandwidth=1e9))
+    plain = rank_seconds(cached)
+    assert sum(plain.values()) < 0.9 * sum(rank_seconds(of_tvm.module).values()), "the control: the cache is seen"
+    assert rank_seconds(cached, best_prices()) == pytest.approx(plain)
+    grade(of_tvm, metrics(tmp_path / "m.jsonl", [simulated(of_tvm, 2.0)] * 9))
+    beside = beside_work(of_tvm)
+    assert rank_seconds(cached, best_prices()) == pytest.approx({k: beside[k] + 2 * (s - beside[k]) for k, s in plain.items()}, rel=2e-3)
+
+
+def test_replicas_of_a_stage_are_one_entry(symbolic, tmp_path):
+    """What is kept is the median of its ranks, not what the last of them took."""
+    bundle = as_tvm(compiled(symbolic, tmp_path / "copies", slow(3), 3, devices=[["cpu:0", "cpu:1", "cpu:2"]], shares=[[1, 1, 1]]))
+    took = {0: 0.25, 1: 2.0, 2: 0.5}
+    grade(bundle, metrics(tmp_path / "m.jsonl", [9.0] * 9), trace(tmp_path / "t.json", bundle, lambda rank, kind: took[rank]))
+    found = Measured().stage(bundle.module, 0, bundle.module.cluster.device("cpu:2"))
+    assert found == pytest.approx({"F": 0.5, "B": 0.5, "U": 0.5})
 
 
 def test_corrections_change_the_next_prediction(of_tvm, symbolic, tmp_path, capsys):
@@ -196,13 +306,13 @@ def test_corrections_change_the_next_prediction(of_tvm, symbolic, tmp_path, caps
     before = predicted()
     assert before["correction"] is None
     for factor in (3.0, 2.0, 4.0):
-        grade(of_tvm, metrics(tmp_path / "m.jsonl", [factor * of_tvm.plan["predicted"]["step_s"]] * 9))
-    assert corrected().factor == pytest.approx(3)
+        assert grade(of_tvm, metrics(tmp_path / "m.jsonl", [simulated(of_tvm, factor)] * 9)).kept
+    assert corrected().factor == pytest.approx(3, rel=2e-3)
     assert corrected().runs == 3
     after = predicted()
-    assert after["correction"] == pytest.approx(3)
+    assert after["correction"] == pytest.approx(3, rel=2e-3)
     for rank, seconds in before["busy_s"].items():
-        assert seconds < after["busy_s"][rank] <= 3 * seconds * (1 + 1e-9)
+        assert seconds < after["busy_s"][rank] < 3 * seconds
 
 
 def test_measured_stages_are_what_the_next_plan_goes_by(bundle):
@@ -215,7 +325,7 @@ def test_measured_stages_are_what_the_next_plan_goes_by(bundle):
     assert found.measured == 6
     assert found.correction is None
     assert found.busy == pytest.approx({0: 1.625, 1: 1.625}, rel=1e-3)  # and the ends of messages
-    assert found.step > 100 * plain.step
+    assert found.step > 20 * plain.step
 
 
 def test_the_command_grades_a_real_run(bundle, tmp_path, capsys):

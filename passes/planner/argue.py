@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from ...ir.cluster import Cluster, Path
 from ...ir.errors import DoesNotFit
+from ..cost import shown_seconds
 from .chain import Chain
 from .cost import stage_times
 from .fleet import Fleet, fleet_of
@@ -53,7 +54,7 @@ class Change:
     def against(self, step: float) -> str:
         if self.step is None:
             return f"{self.name}: nothing fits"
-        return f"{self.name}: {self.step:.6g} s per batch, {self.step / step - 1:+.1%}"
+        return f"{self.name}: {shown_seconds(self.step)} per batch, {self.step / step - 1:+.1%}"
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,10 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
             found = again.best(best.plan.schedule, lambda devices, group=group, more=more: len(devices & group) >= more)  # type: ignore[misc]
             if found is None:
                 said[first] = "no plan that uses it fits"
-            elif found.step > best.step:
-                said[first] = f"a batch would take {found.step:.6g} s with it instead of {best.step:.6g} s"
+            elif found.step > best.step and (longer := shown_seconds(found.step)) != shown_seconds(best.step):
+                said[first] = f"a batch would take {longer} with it instead of {shown_seconds(best.step)}"
             else:
-                said[first] = f"a batch would take as long with it, {best.step:.6g} s"
+                said[first] = f"a batch would take as long with it, {shown_seconds(best.step)}"
         yield fleet.devices[i].name, said[first]
 
 

@@ -16,14 +16,11 @@ from penstock import api
 from penstock.grading import Corrected, best_prices, corrected, known_times
 from penstock.ir.graph import Module
 from penstock.measured import Measured, stage_times
-from penstock.passes.cost import rank_seconds
+from penstock.passes.cost import rank_seconds, shown_seconds
 from penstock.passes.planner.argue import Change, counterfactuals
 from penstock.planning import SYNCHRONOUS, Search, first_reason
-from penstock.simulating import Forecast, binding, forecast, seconds_of
+from penstock.simulating import BATCHES, Forecast, binding, forecast, seconds_of
 from penstock.terminal import size, table
-
-# Batches that are simulated: enough for a steady state.
-BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ def predict(module: Module, plain: bool = False) -> Predicted:
     made = forecast(module, seconds, BATCHES)
     assert module.schedule is not None
     busy = {rank: sum(seconds(rank, a) for a in program.batch) for rank, program in module.schedule.ranks.items()}
-    return Predicted(made, made.found.step_seconds or made.drained, busy, 0 if plain else len(times) - estimated, correction)
+    return Predicted(made, made.step, busy, 0 if plain else len(times) - estimated, correction)
 
 
 # ------------------------------------------------------------------------------------------------ for people
@@ -76,7 +73,7 @@ def print_plan(plan: api.Plan) -> None:
             print(f"{note.origin}: {note.text}")
     step, samples = predicted.step, predicted.forecast.samples
     print(
-        f"predicted: {_seconds(step)} per batch of {samples} samples, {samples / step:.1f} samples/s, {1 - _busy(predicted):.0%} of the ranks' time idle"
+        f"predicted: {shown_seconds(step)} per batch of {samples} samples, {samples / step:.1f} samples/s, {1 - _busy(predicted):.0%} of the ranks' time idle"
     )
     if predicted.measured:
         print(f"times of {predicted.measured} stage graphs were measured on this machine before")
@@ -127,10 +124,10 @@ def argument(search: Search) -> Iterator[str]:
         else f" (of {profile.operations} operations, the longest {profile.largest:.1%} of the work)"
     )
     yield f"planner: {plan.size} samples per microbatch, {plan.count} microbatches; chosen over {len(profile.starts)} layers{grain}"
-    yield f"planner: {_seconds(chosen.step)} per batch by its formulas, limited by {chosen.judged.binding}; {_bound(search)}"
+    yield f"planner: {shown_seconds(chosen.step)} per batch by its formulas, limited by {chosen.judged.binding}; {_bound(search)}"
     for schedule, reason in search.refused.items():
         what = f"the fastest plan of {schedule}" if schedule == plan.schedule else schedule
-        yield f"planner: {what} would take {_seconds(result.outcomes[schedule].step)}, but it was refused: {first_reason(reason)}"
+        yield f"planner: {what} would take {shown_seconds(result.outcomes[schedule].step)}, but it was refused: {first_reason(reason)}"
     if plan.schedule not in SYNCHRONOUS:
         yield f"planner: under {plan.schedule} gradients are one update late, which is not what plain training computes; --schedule 1f1b is"
     yield from (f"planner: left out: {line}" for line in search.little)
@@ -141,7 +138,7 @@ def argument(search: Search) -> Iterator[str]:
     for change in what_if(search):
         if change.name.removeprefix("schedule ") in search.refused:
             continue
-        told = "nothing fits" if change.step is None else f"{_seconds(change.step)} ({_against(change.step, chosen.step)})"
+        told = "nothing fits" if change.step is None else f"{shown_seconds(change.step)} ({_against(change.step, chosen.step)})"
         yield f"what if: {change.name}: {told}"
 
 
@@ -159,7 +156,7 @@ def _bound(search: Search) -> str:
     chosen = search.chosen
     if chosen.proven(search.result.wanted.tolerance):
         return "by these no plan is faster"
-    told = f"no plan takes less than {_seconds(chosen.bound)}, {chosen.gap():.1%} less"
+    told = f"no plan takes less than {shown_seconds(chosen.bound)}, {chosen.gap():.1%} less"
     return told + (
         "" if chosen.layout.complete else f"; of a fleet of this size not every choice was tried, {chosen.layout.name} were best"
     )
@@ -170,10 +167,6 @@ def _against(other: float, chosen: float) -> str:
     if abs(ratio - 1) < 5e-4:
         return "the same"
     return f"{ratio - 1:.1%} slower" if ratio > 1 else f"{1 - ratio:.1%} faster"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
 
 
 # ------------------------------------------------------------------------------------------------ for programs

@@ -2,11 +2,15 @@
 
 In: a bundle, whose plan.json says what was predicted, the metrics of a run of it, perhaps its trace. Out: a table, and, kept in the user's cache folder,
 
-    corrections   measured over predicted of computations on this machine's processor; the median of the last ones is what `Corrected` multiplies
-                  estimates by, for devices that are this machine
+    corrections   measured over predicted of the work that kernels do on this machine's processor; the median of the last ones is what estimates for
+                  devices that are this machine are multiplied by. Launches, calls of graphs, messages and links are what the cluster file says
     stage times   with a trace: what F, B, W and U of each stage took, which is used wherever the same stage is planned or simulated again
 
-Without a trace computations are taken to be as much off as the step is. The first steps of a run are left out: they warm up caches and fill the pipeline.
+With a trace the work is what computations took beside launches and calls. Without one it is what the simulator needs to come to the measured step, all else being
+as predicted. A run says nothing of the work where the rest alone makes more than half of what was predicted or measured; then no correction is kept.
+The first steps of a run are left out: they warm up caches and fill the pipeline.
+
+Limits: without a trace links that are slower than the cluster file says are taken for slow computing, as far as they are in the way.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -27,26 +31,28 @@ from penstock.ir.cluster import Device
 from penstock.ir.errors import UsageError
 from penstock.ir.schedule import COMPUTE, Action
 from penstock.measured import Measured, is_here, table_of_user
-from penstock.passes.cost import ROOFLINE, InTurn, Prices, rank_seconds
-from penstock.passes.kernels import Kernel
+from penstock.passes.cost import ROOFLINE, InTurn, Prices, Roofline, rank_seconds, shown_seconds
+from penstock.simulating import BATCHES, forecast, seconds_of
 from penstock.terminal import say, table
 
 # Corrections that are kept, and steps that are left out at the beginning of a run if it has more than twice as many.
 _KEPT, _WARM = 20, 3
 _LONGEST = 1e12
+# How exactly a factor is looked for.
+_CLOSE = 1e-3
+# Rank, kind of action, predicted and measured seconds.
+Row = tuple[int, str, float, float]
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """Estimates times what runs on this machine showed them to be off by."""
+    """What runs on this machine showed the work in estimates to be off by."""
 
     factor: float
     runs: int
-    prices: Prices = ROOFLINE
 
-    def seconds(self, kernel: Kernel, device: Device) -> float | None:
-        found = self.prices.seconds(kernel, device)
-        return found * self.factor if found is not None and is_here(device) else found
+    def of(self, device: Device) -> float:
+        return self.factor if is_here(device) else 1.0
 
 
 def corrected(store: Store | None = None) -> Corrected | None:
@@ -62,7 +68,8 @@ def known_times() -> Store:
 
 def best_prices() -> Prices:
     """All that is known on this machine: times of kernels that were measured, else estimates, corrected by what runs showed."""
-    return InTurn((Measured(store=known_times()), corrected() or ROOFLINE))
+    found = corrected()
+    return InTurn((Measured(store=known_times()),), ROOFLINE if found is None else Roofline(found.of))
 
 
 def _factors(store: Store) -> list[float]:
@@ -81,13 +88,15 @@ def _key() -> str:
 
 @dataclass(frozen=True)
 class Graded:
-    """Seconds per batch; `computing` are (rank, kind of action, predicted, measured), with a trace only. `factor` is what goes into the corrections."""
+    """Seconds per batch; `computing` are (rank, kind of action, predicted, measured), with a trace only. `factor` is what work took over what was predicted,
+    None where the run does not say; `kept` whether it went into the corrections."""
 
     predicted: float
     measured: float
     steps: int
-    computing: Sequence[tuple[int, str, float, float]]
-    factor: float
+    computing: Sequence[Row]
+    factor: float | None
+    kept: bool
 
 
 def grade(bundle: Bundle, metrics: Path, trace: Path | None = None, store: Store | None = None) -> Graded:
@@ -101,17 +110,53 @@ def grade(bundle: Bundle, metrics: Path, trace: Path | None = None, store: Store
     rows = [] if trace is None else _computing(bundle, trace)
     if rows:
         _keep_stages(bundle, rows, store)
-    promised = sum(expected for _, _, expected, _ in rows) if rows else float(predicted)
-    came = sum(seconds for *_, seconds in rows) if rows else measured
-    # The plan of a bundle has plain estimates, whatever was known where it was made.
-    factor = came / promised
-    if not (math.isfinite(factor) and factor > 0):
-        raise UsageError(f"these times teach nothing: {came:g} s where {promised:g} s were predicted", where=str(trace or metrics))
-    cluster = bundle.module.cluster
+    factor = _from_computing(bundle, rows) if rows else _from_step(bundle, measured)
     # Estimates are of compiled code, so runs of the interpreter teach nothing about them.
-    if cluster is not None and any(map(is_here, cluster.devices)) and bundle.manifest.backend == "tvm":
+    kept = factor is not None and bundle.manifest.backend == "tvm"
+    if kept:
         store.put(_key(), json.dumps({"factors": [*_factors(store), factor][-_KEPT:]}).encode())
-    return Graded(predicted, measured, len(times), tuple(rows), factor)
+    return Graded(predicted, measured, len(times), tuple(rows), factor, kept)
+
+
+def _promised(bundle: Bundle) -> tuple[dict[tuple[int, str], float], dict[tuple[int, str], float]]:
+    """Plain estimates by rank and kind, as in the plan of a bundle, whatever was known where it was made; and what of them is no work of this machine."""
+    return rank_seconds(bundle.module), rank_seconds(bundle.module, Roofline(lambda device: 0.0 if is_here(device) else 1.0))
+
+
+def _from_computing(bundle: Bundle, rows: Sequence[Row]) -> float | None:
+    """Measured over predicted work, of all computations on this machine."""
+    cluster = bundle.module.cluster
+    assert cluster is not None
+    here = {entry.rank for entry in bundle.manifest.ranks if is_here(cluster.device(entry.device))}
+    counted = [row for row in rows if row[0] in here]
+    _, beside = _promised(bundle)
+    rest = sum(beside[rank, kind] for rank, kind, *_ in counted)
+    promised, came = sum(row[2] for row in counted), sum(row[3] for row in counted)
+    return (came - rest) / (promised - rest) if _says_enough(rest, promised, came) else None
+
+
+def _from_step(bundle: Bundle, measured: float) -> float | None:
+    """How many times the predicted work makes the simulated step as long as the measured one."""
+    plain, beside = _promised(bundle)
+
+    def step(factor: float) -> float:
+        times = {key: beside[key] + factor * (seconds - beside[key]) for key, seconds in plain.items()}
+        return forecast(bundle.module, seconds_of(times), BATCHES).step
+
+    rest, promised = step(0.0), step(1.0)
+    if not _says_enough(rest, promised, measured):
+        return None
+    # A step takes at most `factor` times as long, and at least so many times what work adds to the rest; the other way round for factors below 1.
+    low, high = sorted((measured / promised, (measured - rest) / (promised - rest)))
+    while high > low * (1 + _CLOSE):
+        middle = (low + high) / 2
+        low, high = (middle, high) if step(middle) < measured else (low, middle)
+    return (low + high) / 2
+
+
+def _says_enough(rest: float, promised: float, came: float) -> bool:
+    """Whether work makes half of it: with less, the factor would be that of something else."""
+    return 2 * rest <= min(promised, came) > 0
 
 
 def step_times(metrics: Path) -> list[float]:
@@ -136,7 +181,7 @@ def _seconds(given: object, what: str) -> float:
     return float(given)
 
 
-def _computing(bundle: Bundle, trace: Path) -> list[tuple[int, str, float, float]]:
+def _computing(bundle: Bundle, trace: Path) -> list[Row]:
     """Medians of every kind of computation of every rank, against plain estimates."""
     expected = rank_seconds(bundle.module)
     seen: dict[tuple[int, str], list[float]] = {}
@@ -160,14 +205,18 @@ def _computing(bundle: Bundle, trace: Path) -> list[tuple[int, str, float, float
     ]
 
 
-def _keep_stages(bundle: Bundle, rows: Sequence[tuple[int, str, float, float]], store: Store) -> None:
-    """Measured times of stages on devices that are this machine."""
+def _keep_stages(bundle: Bundle, rows: Sequence[Row], store: Store) -> None:
+    """Measured times of stages on devices that are this machine: of ranks that run the same code with as many threads, the median."""
     table_of_times = Measured(bundle.manifest.backend, store)
     cluster = bundle.module.cluster
+    assert cluster is not None
+    seen: dict[tuple[int, int], dict[str, list[float]]] = {}
     for entry in bundle.manifest.ranks:
-        own: Mapping[str, float] = {kind: came for rank, kind, _, came in rows if rank == entry.rank}
-        if cluster is not None and own and is_here(cluster.device(entry.device)):
-            table_of_times.keep_stage(bundle.module, entry.stage, entry.threads, own)
+        if is_here(cluster.device(entry.device)):
+            for kind, came in ((kind, came) for rank, kind, _, came in rows if rank == entry.rank):
+                seen.setdefault((entry.stage, entry.threads), {}).setdefault(kind, []).append(came)
+    for (stage, threads), by_kind in seen.items():
+        table_of_times.keep_stage(bundle.module, stage, threads, {kind: median(times) for kind, times in by_kind.items()})
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -190,10 +239,29 @@ def grade_command(arguments: Namespace) -> None:
     if arguments.json:
         print(json.dumps(as_dict(found), indent=2))
         return
-    rows = [["step", "", f"{found.predicted * 1e3:.3f} ms", f"{found.measured * 1e3:.3f} ms", f"{found.measured / found.predicted:.2f}"]]
-    rows += [[f"rank {rank}", kind, f"{a * 1e3:.3f} ms", f"{b * 1e3:.3f} ms", f"{b / a:.2f}"] for rank, kind, a, b in found.computing]
+    rows = [
+        _told("step", "", found.predicted, found.measured),
+        *(_told(f"rank {rank}", kind, a, b) for rank, kind, a, b in found.computing),
+    ]
     print(table(["what", "", "predicted", "measured", "measured / predicted"], rows))
-    say(f"{found.steps} steps counted; kept {found.factor:.2f} as a correction for this machine's processor")
+    say(f"{found.steps} steps counted; {_kept(found, arguments.trace, bundle)}")
+
+
+def _told(what: str, kind: str, predicted: float, measured: float) -> list[str]:
+    return [what, kind, shown_seconds(predicted), shown_seconds(measured), f"{measured / predicted:.2f}" if predicted else "-"]
+
+
+def _kept(found: Graded, trace: str | None, bundle: Bundle) -> str:
+    if found.kept:
+        return f"kept {found.factor:.2f} as a correction for this machine's processor"
+    if found.factor is not None:
+        return f"work took {found.factor:.2f} times as long; that is not kept, as it is of {bundle.manifest.backend}, not of compiled code"
+    cluster = bundle.module.cluster
+    if cluster is None or not any(map(is_here, cluster.devices)):
+        return "no correction is kept, as no device of the plan is this machine's processor"
+    rest = "launches and calls" if trace else "links, messages and calls"
+    more = "" if trace else "; a run with --trace tells them apart: give its trace, too"
+    return f"no correction is kept, as {rest} alone are more than half of the time{more}"
 
 
 def as_dict(found: Graded) -> dict[str, Any]:
@@ -202,6 +270,6 @@ def as_dict(found: Graded) -> dict[str, Any]:
         "measured_s": found.measured,
         "ratio": found.measured / found.predicted,
         "steps": found.steps,
-        "correction": found.factor,
+        "correction": found.factor if found.kept else None,
         "computing": [{"rank": rank, "kind": kind, "predicted_s": a, "measured_s": b} for rank, kind, a, b in found.computing],
     }

@@ -20,12 +20,15 @@ from penstock.ir.graph import Module, summed_vars
 from penstock.ir.memory import measure_memory, memory_curve
 from penstock.ir.schedule import RECEIVES, SENDS
 from penstock.looking import load_module
+from penstock.passes.cost import rank_seconds, shown_seconds
 from penstock.runtime.machine import MESSAGE_SECONDS, Route, Seat, machine_of, sockets
 from penstock.runtime.simulate import Seconds, simulate
 from penstock.runtime.simulated import Simulated
 from penstock.terminal import say, size, table
 
 LOCAL = "localhost"
+# Batches that predictions simulate: enough for a steady state.
+BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,11 @@ class Forecast:
     found: Simulated
     devices: Mapping[int, str]
     drained: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of a batch in a long run."""
+        return self.found.step_seconds or self.drained
 
     @property
     def samples(self) -> int:
@@ -123,8 +131,6 @@ def _computations(module: Module, source: Path, costs: str) -> dict[tuple[int, s
         if estimates:
             say(f"{estimates} of {len(found)} times are not in the table and are estimated")
         return found
-    from penstock.passes.cost import rank_seconds
-
     return rank_seconds(module)
 
 
@@ -252,7 +258,7 @@ def print_forecast(made: Forecast) -> None:
         else f"{len(found.lines)} ranks: --gantt draws them"
     )
     print(
-        f"one batch takes {_seconds(step)} in steady state, {_seconds(made.drained)} by itself; {made.samples / step:.1f} samples/s"
+        f"one batch takes {shown_seconds(step)} in steady state, {shown_seconds(made.drained)} by itself; {made.samples / step:.1f} samples/s"
         if step
         else "takes no time"
     )
@@ -260,7 +266,3 @@ def print_forecast(made: Forecast) -> None:
     total = sum(found.critical_path.values())
     parts = [f"{what} {_share(spent, total):.0%}" for what, spent in list(found.critical_path.items())[:5]]
     print(f"critical path: {', '.join(parts)}")
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
