@@ -88,7 +88,8 @@ def examine(threads: Sequence[int] = (), count: int | None = None, say: Say = la
     host = _examine_host(planned, say, timeout)
     if not joined:
         return Report((host,), cluster_of((host,), {}), {}, time.monotonic() - begin)
-    from .transport import Group, join_environment
+    from .meet import join_environment
+    from .transport import Group
 
     say("meeting the other hosts")
     store, rank, world = join_environment(timeout)

@@ -22,12 +22,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..backends.bundle import open_bundle
+from ..backends.bundle import Bundle, open_bundle
 from ..ir.errors import PeerLost, PenstockError
 from ..ir.graph import Module
 from . import checkpoint as checkpoints
 from .control import Arrays, DataSpec, Message, Record, Run, Save, Setup, Step, Stop, Trace
 from .data import check_data
+from .hosts import Place, Present, check_hosts, choose_interface, describe_hosts, place_of, same_host
+from .meet import join_place
 from .metrics import Metrics
 from .options import RunOptions
 from .program import microbatch_size
@@ -35,7 +37,7 @@ from .status import Status
 from .steps import Steps
 from .tables import Tables, learning_rate, tables_for_run
 from .trace import write_trace
-from .transport import Group, join_environment, time_span
+from .transport import Group, time_span
 from .worker import Worker, describe_failure
 
 # Below the tags of the pipeline's channels.
@@ -104,8 +106,9 @@ class Reports:
 
 def run_rank(options: RunOptions) -> None:
     """Join the group, run all steps, leave."""
-    rank_text = os.environ["RANK"]
-    bundle = open_bundle(options.bundle, int(rank_text))
+    seat = place_of()
+    rank, world = seat.rank, seat.world
+    bundle = open_bundle(options.bundle, rank)
     module = bundle.module
     assert module.schedule is not None
     check_data(module, options.data, bundle.renamed)
@@ -117,11 +120,15 @@ def run_rank(options: RunOptions) -> None:
         first, saved = index.step, index.tables
     tables, told = tables_for_run(module, saved, options.lr, options.rate)
     warnings += told
-    store, rank, world = join_environment(options.timeout)
-    group = Group(store, rank, world, options.timeout)
+    interface = choose_interface(seat, _planned_interface(bundle, seat))
+    group = Group(join_place(seat, interface, options.timeout), rank, world, options.timeout)
+    own = Present(seat.host, interface.address, interface.name, os.getpid())
+    present = [msgspec.json.decode(part, type=Present) for part in group.gather("present", msgspec.json.encode(own))]
+    warnings += check_hosts(bundle, present)
     metrics = None
     events: list[tuple[str, float, float]] = []
     if rank == 0:
+        print(f"{describe_hosts(present)} (interface chosen {interface.why})", file=sys.stderr, flush=True)
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
         samples = microbatch_size(module) * module.schedule.microbatches
@@ -170,16 +177,19 @@ def run_rank(options: RunOptions) -> None:
     worker.obey(Stop())
 
 
+def _planned_interface(bundle: Bundle, place: Place) -> str:
+    """What the cluster file of the bundle says of the host that a rank is planned for, if this is it."""
+    cluster, name = bundle.module.cluster, bundle.rank(place.rank).host
+    own = [host.interface for host in cluster.hosts if host.name == name] if cluster is not None else []
+    return own[0] if own and same_host(name, place.host) else ""
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="penstock.runtime.join", description="One rank under torchrun; started by penstock run.")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--options", required=True)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
-    if "GLOO_SOCKET_IFNAME" not in os.environ and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
-        from .launch import loopback_name
-
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback_name()
     try:
         run_rank(msgspec.json.decode(arguments.options, type=RunOptions))
     except BaseException as error:

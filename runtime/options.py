@@ -20,6 +20,7 @@ import msgspec
 from ..backends.bundle import open_bundle
 from ..ir.errors import UsageError
 from .control import DataSpec
+from .hosts import check_world, in_group, place_of
 from .launch import thread_environment
 
 # Milliseconds of a timeout have to fit into 32 bits in some system calls.
@@ -60,7 +61,7 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     def _path_problems(self) -> list[str]:
         problems = []
         # Other ranks of a group may run on hosts where the files of rank 0 have no place.
-        files = {"--metrics": self.metrics, "--trace": self.trace} if os.environ.get("RANK", "0") == "0" else {}
+        files = {"--metrics": self.metrics, "--trace": self.trace} if not in_group() or place_of().rank == 0 else {}
         named = {flag: path for flag, path in (files | {"--checkpoint": self.checkpoint}).items() if path is not None}
         for flag, path in named.items():
             problem = directory_problem(path) if flag == "--checkpoint" else file_problem(path)
@@ -132,22 +133,18 @@ def is_inside(path: str, directory: str) -> bool:
     return os.path.commonpath([path, directory]) == directory
 
 
-def in_group() -> bool:
-    """Whether a launcher such as torchrun started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def become_rank(options: RunOptions) -> None:
     """Replace this process by its rank of the group; does not return."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    bundle = open_bundle(options.bundle, rank if rank < world else None)
-    if bundle.world_size != world:
-        raise UsageError(
-            f"the bundle is for {bundle.world_size} ranks, {world} were started",
-            where=options.bundle,
-            hint=f"start {bundle.world_size} processes",
-        )
-    threads = bundle.rank(rank).threads
+    place = place_of()
+    bundle = open_bundle(options.bundle, place.rank if place.rank < place.world else None)
+    try:
+        check_world(bundle, place)
+    except UsageError as error:
+        # All ranks find the same: one of each host says it.
+        if place.local_rank == 0:
+            raise
+        sys.exit(error.exit_code)
+    threads = bundle.rank(place.rank).threads
     text = msgspec.json.encode(options).decode()
     command = [sys.executable, "-P", "-m", "penstock.runtime.join", "--threads", str(threads), "--options", text]
     os.execve(sys.executable, command, os.environ | thread_environment(threads))

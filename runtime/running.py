@@ -14,9 +14,10 @@ from pathlib import Path
 
 from ..backends.bundle import open_bundle
 from ..ir.rates import Rate
+from .hosts import in_group
 from .job import Job, data_spec
 from .metrics import Metrics
-from .options import RunOptions, become_rank, in_group
+from .options import RunOptions, become_rank
 from .program import microbatch_size
 from .trace import write_trace
 
@@ -50,7 +51,7 @@ def run_bundle(
     lr: float | None = None,
     rate: Rate | str | None = None,
 ) -> RunSummary:
-    """Train for `steps` steps. Where RANK and WORLD_SIZE are set, as torchrun does, this process becomes that rank and does not come back."""
+    """Train for `steps` steps. Where torchrun or srun started this process, it becomes its rank and does not come back."""
     options = RunOptions(
         bundle=os.path.abspath(path),
         data=data_spec(data, shuffle, seed),

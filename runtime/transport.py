@@ -30,7 +30,6 @@ Data between hosts is plain text: gloo's encryption is not part of the torch whe
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import socket
 import threading
@@ -42,7 +41,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ..ir.errors import PeerLost, VerifyError
 from ..ir.graph import Edge
@@ -141,14 +140,14 @@ def host_store(world: int, timeout: float) -> TCPStore:
     try:
         return TCPStore("127.0.0.1", port, world, True, time_span(timeout), wait_for_workers=False, master_listen_fd=listener.detach())
     except RuntimeError as error:
-        raise _not_met(f"127.0.0.1:{port}", timeout, error) from error
+        raise not_met(f"127.0.0.1:{port}", timeout, error) from error
 
 
 def join_store(port: int, world: int, timeout: float) -> TCPStore:
     try:
         return TCPStore("127.0.0.1", port, world, False, time_span(timeout), wait_for_workers=False)
     except RuntimeError as error:
-        raise _not_met(f"127.0.0.1:{port}", timeout, error) from error
+        raise not_met(f"127.0.0.1:{port}", timeout, error) from error
 
 
 def time_span(seconds: float) -> timedelta:
@@ -156,25 +155,14 @@ def time_span(seconds: float) -> timedelta:
     return timedelta(seconds=max(seconds, 0.001))
 
 
-def _not_met(address: str, timeout: float, error: Exception, where: str = "") -> PeerLost:
+def not_met(address: str, timeout: float, error: Exception, where: str = "") -> PeerLost:
+    """What is said of a meeting point that could not be reached."""
     first = str(error).partition("\n")[0]
     return PeerLost(
         f"could not meet the group at {address} within {timeout:g} s: {first}",
         where=where,
         hint="if it was only slow, give a longer --timeout",
     )
-
-
-def join_environment(timeout: float) -> tuple[Store, int, int]:
-    """The meeting point that torchrun (or srun with MASTER_ADDR and MASTER_PORT) names in the environment; store, rank, world size."""
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise PeerLost(f"not set: {', '.join(missing)}", where="environment", hint="start it with torchrun")
-    try:
-        store, rank, world = next(rendezvous("env://", timeout=time_span(timeout)))
-    except (RuntimeError, ValueError) as error:
-        raise _not_met(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timeout, error, f"rank {os.environ['RANK']}") from error
-    return PrefixStore("penstock", store), rank, world
 
 
 # ------------------------------------------------------------------------------------------------ messages

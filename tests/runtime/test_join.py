@@ -131,6 +131,8 @@ def test_options_travel_as_absolute_paths(name, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setattr(jobs, "become_rank", lambda options: seen.append(options) or sys.exit(0))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):

@@ -1,0 +1,107 @@
+"""Network namespaces as hosts: each has its own interface eth0 and host name, and all are joined by a bridge in one more namespace. Needs root and
+iproute2. `cut` takes a host off the bridge, so that its packets vanish without a word, as when a cable is pulled behind a switch."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+_SECONDS = 20
+_NAMES = Path("/etc/netns")
+
+
+def available() -> str:
+    """Why there can be no namespaces here; empty when there can."""
+    if os.geteuid() != 0:
+        return "not root"
+    missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
+    if missing:
+        return f"no {' and no '.join(missing)}"
+    name = f"ps{secrets.token_hex(3)}"
+    try:
+        _ip("netns", "add", name)
+        try:
+            _ip("-n", name, "link", "add", "bridge0", "type", "bridge")
+        finally:
+            _ip("netns", "del", name)
+    except subprocess.CalledProcessError as error:
+        return f"ip says: {error.stderr.strip()}"
+    return ""
+
+
+class Hosts:
+    """`names` are those of the hosts; host i has the address 10.77.0.(i + 1)."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self._prefix = f"ps{secrets.token_hex(3)}"
+        self._spaces: list[str] = []
+
+    def __enter__(self) -> Hosts:
+        try:
+            self._add("switch")
+            switch = self._spaces[0]
+            _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
+            _ip("-n", switch, "link", "set", "bridge0", "up")
+            for i in range(len(self.names)):
+                self._add(str(i))
+                space = self._spaces[-1]
+                _ip("-n", switch, "link", "add", f"port{i}", "type", "veth", "peer", "name", "eth0", "netns", space)
+                _ip("-n", switch, "link", "set", f"port{i}", "master", "bridge0", "up")
+                _ip("-n", space, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
+                _ip("-n", space, "link", "set", "eth0", "up")
+                _ip("-n", space, "link", "set", "lo", "up")
+                self._name(space)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for space in reversed(self._spaces):
+            _ip("netns", "del", space)
+            shutil.rmtree(_NAMES / space, ignore_errors=True)
+        self._spaces.clear()
+
+    def address(self, host: int) -> str:
+        return f"10.77.0.{host + 1}"
+
+    def start(
+        self, host: int, command: Sequence[str], environment: dict[str, str], out: IO[str] | int, session: bool = True
+    ) -> subprocess.Popen[str]:
+        """A process on a host; its number is that of the command."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.names[host], *command]
+        inside = ["ip", "netns", "exec", self._spaces[host + 1], *named]
+        return subprocess.Popen(
+            inside, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=session, text=True
+        )
+
+    def cut(self, host: int) -> None:
+        _ip("-n", self._spaces[0], "link", "set", f"port{host}", "nomaster")
+
+    def mend(self, host: int) -> None:
+        _ip("-n", self._spaces[0], "link", "set", f"port{host}", "master", "bridge0")
+
+    def processes(self) -> list[int]:
+        """Everything that still runs on the hosts."""
+        return [int(pid) for space in self._spaces for pid in _ip("netns", "pids", space).split()]
+
+    def _name(self, space: str) -> None:
+        """What `ip netns exec` puts in the place of /etc/hosts."""
+        (_NAMES / space).mkdir(parents=True)
+        lines = ["127.0.0.1 localhost", *(f"{self.address(i)} {name}" for i, name in enumerate(self.names))]
+        (_NAMES / space / "hosts").write_text("\n".join(lines) + "\n")
+
+    def _add(self, name: str) -> None:
+        _ip("netns", "add", f"{self._prefix}-{name}")
+        self._spaces.append(f"{self._prefix}-{name}")
+
+
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=_SECONDS).stdout

@@ -1,0 +1,56 @@
+"""Where the ranks of a group meet: a store that rank 0 serves, or the launcher. In: a Place and an Interface. Out: a store of this start alone.
+
+Rank 0 listens on one address: that of MASTER_ADDR where it is this host's, else that of the chosen interface. A store that a launcher serves
+outlives its ranks, so each start of a rank is counted in it, and what the ranks say to each other stands under that number.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from ..ir.errors import UsageError
+from .hosts import INTERFACE_VARIABLE, Interface, Place, choose_interface, interfaces, place_of, resolve
+from .transport import not_met, time_span
+
+
+def join_environment(timeout: float) -> tuple[Store, int, int]:
+    """The meeting point that the environment names, through the interface that leads there; store, rank, world size."""
+    place = place_of()
+    return join_place(place, choose_interface(place), timeout), place.rank, place.world
+
+
+def join_place(place: Place, interface: Interface, timeout: float) -> Store:
+    """The store of this start of the group. Gloo talks through the interface from now on."""
+    os.environ[INTERFACE_VARIABLE] = interface.name
+    try:
+        if place.served or place.rank:
+            store = TCPStore(place.address, place.port, place.world, False, time_span(timeout), wait_for_workers=False)
+        else:
+            store = _serve(place, interface, timeout)
+        start = store.add(f"penstock/start/{place.rank}", 1)
+    except RuntimeError as error:
+        raise not_met(f"{place.address}:{place.port}", timeout, error, f"rank {place.rank} on {place.host}") from error
+    return PrefixStore(f"penstock/{start}", store)
+
+
+def _serve(place: Place, interface: Interface, timeout: float) -> TCPStore:
+    resolved = resolve(place.address, place)
+    address = resolved if resolved in interfaces().values() and not _stays_here(resolved, interface) else interface.address
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, place.port))
+    except OSError as error:
+        listener.close()
+        what = f"cannot listen where the group meets, at {address} port {place.port}: {error.strerror or error}"
+        raise UsageError(what, where=f"rank {place.rank} on {place.host}", hint="set MASTER_PORT to a port that is free") from error
+    listener.listen(128)
+    return TCPStore(address, place.port, place.world, True, time_span(timeout), wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _stays_here(address: str, interface: Interface) -> bool:
+    """Whether a meeting point could be reached by this host alone, though the others are somewhere else."""
+    return address.startswith("127.") and not interface.address.startswith("127.")
