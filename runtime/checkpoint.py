@@ -249,4 +249,5 @@ def check_file(checkpoint: Path, index: Index, name: str) -> Path:
 
 
 def _describe(data: DataSpec) -> str:
-    return f"{data.source}{' shuffled' if data.shuffle else ''} with seed {data.seed}"
+    last = "" if data.last == "wrap" else f", last batch {data.last}"
+    return f"{data.source}{' shuffled' if data.shuffle else ''} with seed {data.seed}{last}"

@@ -26,11 +26,13 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=True):
 
 
 class DataSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Where samples come from: a .npz file or `synthetic`."""
+    """Where samples come from: files (data_files.py) or `synthetic`. `last` is what happens where samples are no multiple of a batch: wrap, drop or
+    pad (data.py)."""
 
     source: str = "synthetic"
     shuffle: bool = False
     seed: int = 0
+    last: str = "wrap"
 
 
 # ------------------------------------------------------------------------------------------------ to a worker
@@ -39,7 +41,8 @@ class DataSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class Setup(Record, frozen=True):
     """The first message. `resume` is one checkpoint directory; `audit` asks for the version log; `retire` is off only in tests that show
     what retirement is for: buffers then grow and are counted. `pace` (seconds by kind of computation, runtime/pace.py) and `latency` (seconds
-    from a send until its message arrives) are for measuring schedules. `tables` are the elements of the tables by variable."""
+    from a send until its message arrives) are for measuring schedules. `tables` are the elements of the tables by variable. `prefetch` is how many
+    microbatches are read ahead of what is computed; with 0, data is read when it is asked for."""
 
     bundle: str
     timeout: float
@@ -51,6 +54,7 @@ class Setup(Record, frozen=True):
     pace: dict[str, float] = {}
     latency: float = 0.0
     tables: dict[str, tuple[float, ...]] = {}
+    prefetch: int = 4
 
 
 class Join(Record, frozen=True):
@@ -67,7 +71,7 @@ class Run(Record, frozen=True):
 
 
 class Batch(Record, frozen=True):
-    """One global batch; its arrays are those inputs that this worker feeds."""
+    """One global batch; its arrays are those inputs that this worker feeds, of the microbatches that it runs."""
 
     index: int
 

@@ -23,7 +23,7 @@ from ..ir.ops import OPS
 from ..ir.schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action
 from .control import LogEntry, Output, Record, Step
 from .pace import Pace
-from .program import ActionStream, Feed, fed_inputs, loss_stage
+from .program import ActionStream, Feed, fed_inputs, loss_stage, share_of
 from .status import Status
 from .store import Recycled, Store, as_array, fill
 from .tables import Tables, learning_rate, tables_of
@@ -98,10 +98,10 @@ class Executor:
         self.is_loss_stage = loss_stage(self.module) == self.stage
         self.outputs = () if loss_stage(self.module) is not None else tuple(name for name in self.module.outputs if name in made)
         self._losses: dict[int, list[float]] = {}
-        program, m = self.schedule.ranks[self.rank].batch, self.schedule.microbatches
+        program = self.schedule.ranks[self.rank].batch
         kinds = {action.kind for action in program}
         # The microbatches of a batch that this rank runs.
-        self._share = sorted({action.mb % m for action in program if action.kind == "F"})
+        self._share = share_of(self.module, self.rank)
         self._updates, self._drops = "U" in kinds, "D" in kinds
         self._changes = any(OPS[op.kind].effect and op.kind != "read" for graph in self.graphs.values() for op in graph.ops)
         self._held = False

@@ -14,9 +14,10 @@ Limit: one thread uses a Job, and one iterator of `run` at a time.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -25,8 +26,9 @@ from ..ir.errors import UsageError
 from ..ir.graph import Module, Value
 from ..ir.memory import BATCHES_AHEAD
 from ..ir.rates import Rate
-from ..ir.renames import by_our_names, shown
+from ..ir.renames import shown
 from . import checkpoint as checkpoints
+from .batches import batch_shape, check_batch, share_of_batch, take_batch
 from .control import (
     Arrays,
     Audit,
@@ -46,17 +48,20 @@ from .control import (
     Stop,
     Trace,
 )
-from .data import batch_shape, check_batch, check_data
+from .data import check_data
+from .data_files import absolute_source
+from .feeds import AHEAD
 from .launch import Workers
-from .options import seed_problems, timeout_problems
+from .options import data_problems, timeout_problems
 from .pace import pace_problems
-from .program import fed_inputs, loss_stage, microbatch_size
+from .program import fed_inputs, loss_stage, microbatch_size, share_of
 from .steps import Steps
 from .tables import tables_for_run
 
-_NO_MORE: Mapping[str, np.ndarray] = {}
+_NO_MORE: Any = object()
 
-TrainingBatch = Mapping[str, np.ndarray]
+# A dict of arrays by input name, or arrays in the order of the inputs: batches.py.
+TrainingBatch = Mapping[str, Any] | Sequence[Any]
 
 
 class Job:
@@ -76,8 +81,9 @@ class Job:
         latency: float = 0.0,
         lr: float | None = None,
         rate: Rate | str | None = None,
+        prefetch: int = AHEAD,
     ) -> None:
-        problems = timeout_problems(timeout) + ([] if data is None else seed_problems(data.seed))
+        problems = timeout_problems(timeout) + ([] if data is None else data_problems(data))
         if problems := problems + list(pace_problems(pace or {}, latency, timeout)):
             raise UsageError("; ".join(problems))
         self.bundle = bundle
@@ -103,13 +109,15 @@ class Job:
         if data is not None:
             check_data(self.module, data, bundle.renamed)
         self.parts = Steps(self.module)
-        self._fed = [fed_inputs(self.module, entry.stage) for entry in bundle.manifest.ranks]
+        types = {value.name: value.type for value in self.module.inputs}
+        self._fed = [{name: types[name] for name in fed_inputs(self.module, entry.stage)} for entry in bundle.manifest.ranks]
+        self._shares = [share_of(self.module, rank) for rank in range(bundle.world_size)]
         self._busy = self._closed = False
         self.peak_bytes = [0] * bundle.world_size
         self.base_bytes = [0] * bundle.world_size
         self.traces: list[list[tuple[str, float, float]]] = [[] for _ in range(bundle.world_size)]
         resumed = None if place is None else str(place)
-        setup = Setup(str(bundle.path), timeout, data, resumed, audit, retire, trace, dict(pace or {}), latency, tables)
+        setup = Setup(str(bundle.path), timeout, data, resumed, audit, retire, trace, dict(pace or {}), latency, tables, prefetch)
         self.workers = Workers(bundle, setup)
 
     # -------------------------------------------------------------------------------------------- training
@@ -157,7 +165,7 @@ class Job:
             raise UsageError(
                 "the bundle is for training", where=str(self.bundle.path), hint="compile the model without a loss for inference"
             )
-        count, batches = self._cut(self._taken(inputs, "inputs"))
+        count, batches = self._cut(take_batch(self.module, inputs, "inputs", self.bundle.renamed))
         pieces: dict[str, dict[int, np.ndarray]] = {name: {} for name in self.module.outputs}
         first = self.steps_done * self.microbatches
         for message, arrays in self._stream(batches, ours=True):
@@ -173,17 +181,6 @@ class Job:
             found[name] = whole[: count * per_sample] if per_sample else whole
         outside = shown(found, self.bundle.renamed)
         return {outside[name]: array for name, array in found.items()}
-
-    def _taken(self, given: Mapping[str, np.ndarray], where: str) -> Arrays:
-        """What the caller feeds, as arrays by our names."""
-        found = by_our_names(given, [value.name for value in self.module.data_inputs], self.bundle.renamed, where)
-        arrays: Arrays = {}
-        for name, one in found.items():
-            try:
-                arrays[name] = np.asarray(one)
-            except (TypeError, ValueError, RuntimeError) as error:  # what NumPy says of ragged lists, and torch of its tensors
-                raise UsageError(f"{name}: is no array: {error}", where=where) from error
-        return arrays
 
     def _cut(self, inputs: Mapping[str, np.ndarray]) -> tuple[int, list[Arrays]]:
         rows = microbatch_size(self.module)
@@ -309,12 +306,12 @@ class Job:
             else:
                 yield rank, message, arrays
 
-    def _stream(self, batches: Iterable[Mapping[str, np.ndarray]], ours: bool = False) -> Generator[tuple[Message, Arrays], None, None]:
+    def _stream(self, batches: Iterable[TrainingBatch], ours: bool = False) -> Generator[tuple[Message, Arrays], None, None]:
         """Feed batches to the workers, a few ahead, and give what they report. `ours`: they come by our names."""
         try:
             iterator = iter(batches)
         except TypeError as problem:
-            hint = "`run` takes a list or an iterator of dicts of arrays"
+            hint = "`run` takes a list or an iterator of batches, such as a DataLoader"
             raise UsageError(f"expected batches, got {type(batches).__name__}", hint=hint) from problem
         self._begin()
         open_, error = True, None
@@ -327,9 +324,9 @@ class Job:
                 while open_ and sent - first - counts.batches < BATCHES_AHEAD:
                     try:
                         given = next(iterator, _NO_MORE)
-                        batch = None
+                        batch: Any = None
                         if given is not _NO_MORE:
-                            batch = given if ours else self._taken(given, f"batch {sent}")
+                            batch = given if ours else take_batch(self.module, given, f"batch {sent}", self.bundle.renamed)
                             check_batch(self.module, batch, f"batch {sent}", self.bundle.renamed)
                     except Exception as problem:  # of the caller's iterable: the batches before it are finished first
                         batch, error = None, problem
@@ -337,8 +334,9 @@ class Job:
                         open_ = False
                         self.workers.send_all(End())
                         break
-                    for rank, names in enumerate(self._fed):
-                        self.workers.send(rank, Batch(sent), {name: np.asarray(batch[name]) for name in names})
+                    for rank, types in enumerate(self._fed):
+                        parts = {n: share_of_batch(batch[n], types[n], self._shares[rank], self.microbatches) for n in types}
+                        self.workers.send(rank, Batch(sent), parts)
                     sent += 1
                 reported = counts.take(waiting)
                 if reported is not None:
@@ -399,9 +397,10 @@ def open(
     path: str | os.PathLike[str],
     *,
     timeout: float = 60.0,
-    data: str | None = None,
+    data: str | os.PathLike[str] | None = None,
     shuffle: bool = False,
     seed: int = 0,
+    last: str = "wrap",
     resume: str | os.PathLike[str] | None = None,
     audit: bool = False,
     pace: Mapping[str, float] | None = None,
@@ -414,10 +413,11 @@ def open(
 
     `pace` and `latency` are for measuring schedules apart from kernels and networks: seconds that a computation of each kind takes at least
     (F, B with W included, W, U), and seconds from a send until its message arrives. They do not change what is computed."""
-    spec = None if data is None else data_spec(data, shuffle, seed)
+    spec = None if data is None else data_spec(data, shuffle, seed, last)
     return Job(open_bundle(path), timeout=timeout, data=spec, resume=resume, audit=audit, pace=pace, latency=latency, lr=lr, rate=rate)
 
 
-def data_spec(data: str, shuffle: bool, seed: int) -> DataSpec:
-    """Where samples come from, by an absolute path."""
-    return DataSpec(data if data == "synthetic" else os.path.abspath(data), shuffle, seed)
+def data_spec(data: str | os.PathLike[str], shuffle: bool, seed: int, last: str = "wrap") -> DataSpec:
+    """Where samples come from, by absolute paths."""
+    text = os.fspath(data)
+    return DataSpec(text if text == "synthetic" else absolute_source(text), shuffle, seed, last)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..backends.bundle import Bundle, open_bundle
-from ..ir.errors import PeerLost, PenstockError
+from ..ir.errors import PeerLost, PenstockError, UsageError
 from ..ir.graph import Module
 from . import checkpoint as checkpoints
 from .control import Arrays, DataSpec, Message, Record, Run, Save, Setup, Step, Stop, Trace
@@ -32,7 +32,7 @@ from .hosts import Place, Present, check_hosts, choose_interface, describe_hosts
 from .meet import join_place
 from .metrics import Metrics
 from .options import RunOptions
-from .program import microbatch_size
+from .program import fed_inputs, microbatch_size
 from .status import Status
 from .steps import Steps
 from .tables import Tables, learning_rate, tables_for_run
@@ -111,7 +111,9 @@ def run_rank(options: RunOptions) -> None:
     bundle = open_bundle(options.bundle, rank)
     module = bundle.module
     assert module.schedule is not None
-    check_data(module, options.data, bundle.renamed)
+    # The files of other inputs may lie on other hosts.
+    stage = bundle.rank(rank).stage
+    count = check_data(module, options.data, bundle.renamed, fed_inputs(module, stage)) if fed_inputs(module, stage) else None
     place, first, warnings, saved = None, 0, [], None
     if options.resume is not None:
         place = checkpoints.find_checkpoint(options.resume)
@@ -147,6 +149,7 @@ def run_rank(options: RunOptions) -> None:
     setup = Setup(str(bundle.path), options.timeout, options.data, resumed, trace=options.trace is not None, tables=tables)
     worker = Worker(bundle, rank, group, setup, reply, receive, Status(None, rank))
     reports = Reports(rank, module, tables, metrics)
+    _agree_on_samples(group, count)
     group.agree("step to start from", str(first))
     group.agree("learning rate", str(tables))
     if metrics is not None:
@@ -182,6 +185,14 @@ def _planned_interface(bundle: Bundle, place: Place) -> str:
     cluster, name = bundle.module.cluster, bundle.rank(place.rank).host
     own = [host.interface for host in cluster.hosts if host.name == name] if cluster is not None else []
     return own[0] if own and same_host(name, place.host) else ""
+
+
+def _agree_on_samples(group: Group, count: int | None) -> None:
+    """Refuse files of different lengths; ranks that read none have no say."""
+    found = {rank: int(text) for rank, text in enumerate(group.gather("samples", str(count or "").encode())) if text}
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"rank {rank} has {number}" for rank, number in found.items())
+        raise UsageError(f"numbers of samples differ: {listed}", where=f"rank {group.rank}")
 
 
 def main(argv: list[str] | None = None) -> None:

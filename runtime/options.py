@@ -20,6 +20,7 @@ import msgspec
 from ..backends.bundle import open_bundle
 from ..ir.errors import UsageError
 from .control import DataSpec
+from .data import LAST
 from .hosts import check_world, in_group, place_of
 from .launch import thread_environment
 
@@ -49,7 +50,7 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         problems = []
         if not 1 <= self.steps <= _MOST_STEPS:
             problems.append(f"steps must be 1 to {_MOST_STEPS}, got {self.steps}")
-        problems += timeout_problems(self.timeout) + seed_problems(self.data.seed)
+        problems += timeout_problems(self.timeout) + data_problems(self.data)
         if self.checkpoint_every is not None and self.checkpoint is None:
             problems.append("--checkpoint-every needs --checkpoint DIR")
         if self.checkpoint_every is not None and not 1 <= self.checkpoint_every <= _MOST_STEPS:
@@ -90,8 +91,9 @@ def timeout_problems(timeout: float) -> list[str]:
     return [f"the timeout must be more than 0 and at most {LONGEST_TIMEOUT:.0f} seconds, got {timeout:g}"]
 
 
-def seed_problems(seed: int) -> list[str]:
-    return [] if 0 <= seed < 2**63 else [f"the seed must be 0 to 2^63-1, got {seed}"]
+def data_problems(data: DataSpec) -> list[str]:
+    problems = [] if 0 <= data.seed < 2**63 else [f"the seed must be 0 to 2^63-1, got {data.seed}"]
+    return problems + ([] if data.last in LAST else [f"the last batch can be {', '.join(LAST)}, not {data.last!r}"])
 
 
 def file_problem(path: str) -> str:

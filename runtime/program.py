@@ -112,6 +112,13 @@ def fed_inputs(module: Module, stage: int) -> tuple[str, ...]:
     return tuple(value.name for value in module.data_inputs if value.name in names & (taken | sent))
 
 
+def share_of(module: Module, rank: int) -> list[int]:
+    """The microbatches of a batch that a rank runs."""
+    assert module.schedule is not None
+    m = module.schedule.microbatches
+    return sorted({action.mb % m for action in module.schedule.ranks[rank].batch if action.kind == "F"})
+
+
 def loss_stage(module: Module) -> int | None:
     """The stage whose forward graph computes the module's first output; None for a module without a backward graph."""
     if not any(module.stage_graph(stage.index, "B") for stage in module.stages):

@@ -37,10 +37,11 @@ class RunSummary:
 def run_bundle(
     path: str | os.PathLike[str],
     *,
-    data: str = "synthetic",
+    data: str | os.PathLike[str] = "synthetic",
     steps: int = 10,
     shuffle: bool = False,
     seed: int = 0,
+    last: str = "wrap",
     metrics: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
@@ -54,7 +55,7 @@ def run_bundle(
     """Train for `steps` steps. Where torchrun or srun started this process, it becomes its rank and does not come back."""
     options = RunOptions(
         bundle=os.path.abspath(path),
-        data=data_spec(data, shuffle, seed),
+        data=data_spec(data, shuffle, seed, last),
         steps=steps,
         metrics=_absolute(metrics),
         checkpoint=_absolute(checkpoint),

@@ -7,7 +7,7 @@ import threading
 
 from ..ir.graph import Module
 from .control import Step
-from .program import loss_stage
+from .program import loss_stage, share_of
 
 
 def loss_shares(module: Module) -> dict[int, list[int]]:
@@ -15,10 +15,7 @@ def loss_shares(module: Module) -> dict[int, list[int]]:
     schedule, stage = module.schedule, loss_stage(module)
     if schedule is None or stage is None:
         return {}
-    return {
-        rank: sorted({a.mb % schedule.microbatches for a in schedule.ranks[rank].batch if a.kind == "F"})
-        for rank in schedule.members()[stage]
-    }
+    return {rank: share_of(module, rank) for rank in schedule.members()[stage]}
 
 
 class Steps:

@@ -31,6 +31,7 @@ from ..backends.interface import backend_of
 from ..ir.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
 from ..ir.graph import GRAD, PARAM, Module, Var, stepped_vars, summed_vars
 from . import checkpoint
+from .batches import cut_batch
 from .control import (
     Arrays,
     Audit,
@@ -54,9 +55,10 @@ from .control import (
     Stop,
     Trace,
 )
-from .data import DataFeed, NoSamples, Samples, cut_batch, open_data
+from .data import Samples, open_data
 from .executor import Executor
-from .program import Feed, fed_inputs
+from .feeds import DataFeed, NoSamples, Prefetch
+from .program import fed_inputs, share_of
 from .status import Status
 from .store import Store, as_array
 from .tables import tables_of
@@ -122,8 +124,10 @@ class Worker:
         """Carry out one command; False after Stop."""
         match command:
             case Run(first, batches):
-                feed: Feed = PipeFeed(self.module, first, self.receive) if batches is None else DataFeed(self.samples, first, batches)
-                self.executor.run(first, feed)
+                if batches is None:
+                    self.executor.run(first, PipeFeed(self.module, self.rank, first, self.receive))
+                else:
+                    self._run_data(first, batches)
                 if self.executor.events is not None:
                     self.reply(Trace(tuple(self.executor.events)), {})
                     self.executor.events.clear()
@@ -154,6 +158,17 @@ class Worker:
             case _:
                 raise VerifyError(f"command {type(command).__name__} is out of place", where=f"rank {self.rank}")
         return True
+
+    def _run_data(self, first: int, batches: int) -> None:
+        feed = DataFeed(self.samples, first, batches)
+        names = fed_inputs(self.module, self.stage)
+        if self.setup.prefetch and names and self.setup.data is not None:
+            share, total = share_of(self.module, self.rank), self.executor.schedule.microbatches
+            feed = Prefetch(self.samples, first, batches, names=names, share=share, microbatches=total, ahead=self.setup.prefetch)
+        try:
+            self.executor.run(first, feed)
+        finally:
+            feed.close()
 
     # -------------------------------------------------------------------------------------------- state
 
@@ -276,9 +291,10 @@ def _status_bytes(name: str) -> int:
 class PipeFeed:
     """Batches as the launcher sends them."""
 
-    def __init__(self, module: Module, first: int, receive: Receive) -> None:
+    def __init__(self, module: Module, rank: int, first: int, receive: Receive) -> None:
         assert module.schedule is not None
         self._per_batch = module.schedule.microbatches
+        self._number = {index: i for i, index in enumerate(share_of(module, rank))}
         self._types = {value.name: value.type for value in module.inputs}
         self._receive = receive
         self._batches: dict[int, Arrays] = {}
@@ -300,7 +316,7 @@ class PipeFeed:
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
         batch, index = divmod(mb, self._per_batch)
-        return cut_batch(self._batches[batch][name], self._types[name], index)
+        return cut_batch(self._batches[batch][name], self._types[name], self._number[index])
 
     def finish(self, batch: int) -> None:
         self._batches.pop(batch, None)

@@ -135,11 +135,17 @@ def _parser() -> argparse.ArgumentParser:
         "--data",
         default="synthetic",
         metavar="FILE|synthetic",
-        help="npz with one array per input, first axis samples (default: synthetic)",
+        help="samples: .npz, .safetensors, .parquet, a folder of .npy, FILE:u16 of tokens, or INPUT=FILE,... (docs/data.md; default: synthetic)",
     )
     run.add_argument("--steps", type=_positive, default=10, metavar="N", help="optimiser steps in this run (default: 10)")
     run.add_argument("--shuffle", action="store_true", help="visit samples in a new order every epoch")
     run.add_argument("--seed", type=_seed, default=0, metavar="N", help="for --shuffle and synthetic data (default: 0)")
+    run.add_argument(
+        "--last-batch",
+        choices=("wrap", "drop", "pad"),
+        default="wrap",
+        help="where samples are no multiple of a batch: go on with the next epoch, drop the rest, or fill up from the same epoch (default: wrap)",
+    )
     run.add_argument("--lr", type=float, metavar="X", help="learning rate, in place of the one the bundle was compiled with")
     run.add_argument("--lr-schedule", metavar="R", help=_RATE_HELP + ", in place of the one the bundle was compiled with")
     run.add_argument("--metrics", metavar="FILE", help="write one JSON object per step")

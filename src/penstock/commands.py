@@ -286,6 +286,7 @@ def run_command(arguments: Namespace) -> None:
         steps=arguments.steps,
         shuffle=arguments.shuffle,
         seed=arguments.seed,
+        last=arguments.last_batch,
         metrics=arguments.metrics,
         lr=arguments.lr,
         rate=arguments.lr_schedule,
@@ -298,7 +299,7 @@ def run_command(arguments: Namespace) -> None:
 
 
 def infer_command(arguments: Namespace) -> None:
-    from penstock.runtime.data import read_npz, write_npz
+    from penstock.runtime.data_files import read_npz, write_npz
     from penstock.runtime.job import open as open_job
     from penstock.runtime.options import file_problem
 

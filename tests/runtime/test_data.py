@@ -7,19 +7,11 @@ import pytest
 
 from penstock.ir.errors import UsageError
 from penstock.ir.text import parse_module
+from penstock.runtime.batches import check_batch
 from penstock.runtime.control import DataSpec
-from penstock.runtime.data import (
-    FileSamples,
-    SyntheticSamples,
-    check_batch,
-    check_data,
-    first_outside,
-    integer_limit,
-    integer_range,
-    open_data,
-    read_npz,
-    write_npz,
-)
+from penstock.runtime.data import FileSamples, SyntheticSamples, check_data, open_data
+from penstock.runtime.data_files import read_npz, write_npz
+from penstock.runtime.data_ranges import first_outside, integer_limit, integer_range
 
 from .conftest import CLASSES, ROWS, WIDTH, classifier
 
@@ -47,7 +39,7 @@ def save(tmp_path):
 @pytest.mark.parametrize("compressed", [False, True])
 def test_in_order_and_wrapping_round(module, save, count, compressed):
     arrays = samples_of(count)
-    found = FileSamples(module, save(arrays, compressed), ["x", "labels"])
+    found = FileSamples(module, DataSpec(str(save(arrays, compressed))), ["x", "labels"])
     for mb in range(8):
         places = [(mb * ROWS + i) % count for i in range(ROWS)]
         for name in arrays:
@@ -83,7 +75,7 @@ def test_shuffling_is_a_permutation_per_epoch_and_a_function_of_the_place(module
     path, count = save(samples_of(10)), 10
 
     def places(seed, shuffle=True, names=("x",)):
-        found = FileSamples(module, path, names, shuffle=shuffle, seed=seed)
+        found = FileSamples(module, DataSpec(str(path), shuffle, seed), names)
         return np.concatenate([found.microbatch(mb, "x")[:, 0] // WIDTH for mb in range(5)])
 
     first = places(0)
@@ -93,7 +85,7 @@ def test_shuffling_is_a_permutation_per_epoch_and_a_function_of_the_place(module
     assert list(first) != list(places(1))
     assert list(first) != list(places(0, shuffle=False))
     # Any place can be asked for first: that is what resuming does.
-    again = FileSamples(module, path, ["labels", "x"], shuffle=True, seed=0)
+    again = FileSamples(module, DataSpec(str(path), True, 0), ["labels", "x"])
     np.testing.assert_array_equal(again.microbatch(4, "labels"), first[16:20] % CLASSES)
     np.testing.assert_array_equal(again.microbatch(1, "labels"), first[4:8] % CLASSES)
     np.testing.assert_array_equal(again.microbatch(1, "x")[:, 0], first[4:8] * WIDTH)
@@ -226,7 +218,7 @@ def test_labels_out_of_range_are_refused_when_they_are_reached(module, save, val
     assert text.format(1) in str(caught.value)
     check_batch(module, {name: array[:8] for name, array in arrays.items()})
     path = save(arrays)
-    found = FileSamples(module, path, ["x", "labels"], shuffle=shuffle, seed=1)
+    found = FileSamples(module, DataSpec(str(path), shuffle, 1), ["x", "labels"])
     order = np.random.default_rng([1, 0]).permutation(16) if shuffle else np.arange(16)
     hit = list(order).index(9) // ROWS
     for mb in range(4):
@@ -269,7 +261,7 @@ def test_inputs_with_more_rows_per_sample(save):
     )
     arrays = {"a": np.arange(15, dtype=np.float32).reshape(5, 3), "b": np.arange(15, dtype=np.float32), "s": np.float32(2)}
     for shuffle in (False, True):
-        found = FileSamples(module, save(arrays), list(arrays), shuffle=shuffle)
+        found = FileSamples(module, DataSpec(str(save(arrays)), shuffle), list(arrays))
         for mb in range(7):
             np.testing.assert_array_equal(found.microbatch(mb, "a").reshape(-1), found.microbatch(mb, "b"))
             assert found.microbatch(mb, "s") == 2

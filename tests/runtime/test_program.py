@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock.ir.errors import VerifyError
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
 from penstock.passes.weight_versions import weight_versions
-from penstock.runtime.data import DataFeed, NoSamples
+from penstock.runtime.feeds import DataFeed, NoSamples
 from penstock.runtime.program import ActionStream, fed_inputs, loss_stage, microbatch_size, retiring
 
 from .conftest import ROWS, classifier
