@@ -26,6 +26,7 @@ from .graph import GRAD, MICROBATCH, Graph, Module, Op, Value, Var, rewrite, slo
 from .interp_store import Arrays, DictStore, Store, VersionStore, as_value, initial_arrays
 from .numpy_ops import F64, NUMPY, PRECISIONS, TYPED, Array, apply_op
 from .schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, VERSIONED, Action
+from .words import counted
 
 # ---------------------------------------------------------------------------------------- graphs
 
@@ -179,7 +180,7 @@ def _check_seed(module: Module, backward: Graph | None, parts: int) -> None:
     """Batches must be cut as the module was differentiated: its seed gradient is 1 / microbatches."""
     planned = module.schedule.microbatches if module.schedule is not None else None
     if backward is not None and planned is not None and planned != parts:
-        raise UsageError(f"a batch has {parts} microbatches, the schedule has {planned}", where=module.name)
+        raise UsageError(f"a batch has {counted(parts, 'microbatch')}, the schedule has {planned}", where=module.name)
 
 
 def _by_name(graph: Graph, results: Sequence[Array]) -> dict[str, Array]:
@@ -214,7 +215,7 @@ def run_schedule(
     for t, batch in enumerate(batches[:count], first):
         parts = microbatches_of(module, batch, t)
         if len(parts) != m:
-            raise UsageError(f"batch {t} has {len(parts)} microbatches, the schedule has {m}", where=module.name)
+            raise UsageError(f"batch {t} has {counted(len(parts), 'microbatch')}, the schedule has {m}", where=module.name)
         feed |= {t * m + k: mb for k, mb in enumerate(parts)}
     pipeline = _Pipeline(module, weights, feed, module.schedule.expand_all(count, first), first, precision)
     for name, array in (previous or {}).items():

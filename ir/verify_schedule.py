@@ -18,6 +18,7 @@ from .problems import Problem, op_window, step_window
 from .schedule import COMPUTE, PER_BATCH, PHASES, SENDS, TAKERS, VERSIONED, Action, Schedule
 from .simulate import Event, Rules, play, value_rules
 from .verify_ranks import check_dealing, check_homes
+from .words import counted
 
 # What is done once per batch, in this order.
 ORDER = ("AR", "P", "N", "U")
@@ -375,9 +376,7 @@ def _live(schedule: Schedule, rank: int, stage: int) -> str:
         return ""
     m = schedule.microbatches
     needed = -(-ahead // m) + 1
-    return (
-        f" ({ahead} forwards run ahead, a delay of {delay} at {m} microbatches allows {delay * m}; this would need {needed} live versions)"
-    )
+    return f" ({ahead} forwards run ahead, a delay of {delay} at {counted(m, 'microbatch')} allows {delay * m}; this would need {needed} live versions)"
 
 
 def _legal(schedule: Schedule, rank: int, stage: int, other: str) -> str:

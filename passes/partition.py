@@ -38,6 +38,7 @@ from ..ir.cluster import Cluster, Device, Link
 from ..ir.errors import UsageError
 from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Mesh, Module, Namer, Op, Stage, Value, Var, written_vars
 from ..ir.ops import OPS
+from ..ir.words import counted
 from .cost import GraphCost, Transfer, cost
 from .partition_ideals import Work, better_stages
 from .schedules.dealing import shares_of
@@ -68,7 +69,10 @@ def partition(module: Module, options: PartitionOptions) -> Module:
     if not chain:
         raise UsageError("the model computes nothing from its inputs: there is no operation to put on a device")
     if len(chain) < count:
-        raise UsageError(f"{count} stages need at least {count} operations, the model has {len(chain)}", hint="ask for fewer stages")
+        raise UsageError(
+            f"{counted(count, 'stage')} need at least {counted(count, 'operation')}, the model has {len(chain)}",
+            hint="ask for fewer stages",
+        )
     shares = shares_of(options.shares, [len(found) for found in devices], options.microbatches)
     costs = _Costs(module, chain, devices, shares, cluster)
     cuts = _given_cuts(costs, options.split_at) if options.split_at else _best_cuts(costs, count, options.only_at)
@@ -89,7 +93,7 @@ def _devices(options: PartitionOptions, cluster: Cluster) -> list[tuple[Device, 
     problems += [f"stage {stage} has no device" for stage, names in enumerate(names_of) if not names]
     if options.stages not in (0, count) or (options.split_at and len(options.split_at) + 1 != count):
         asked = options.stages if options.stages not in (0, count) else len(options.split_at) + 1
-        problems.append(f"devices are named for {count} stages, {asked} are asked for")
+        problems.append(f"devices are named for {counted(count, 'stage')}, {asked} are asked for")
     if problems:
         raise UsageError("cannot use these devices:" + "".join(f"\n  - {p}" for p in problems))
     return [tuple(map(cluster.device, names)) for names in names_of]
@@ -98,7 +102,9 @@ def _devices(options: PartitionOptions, cluster: Cluster) -> list[tuple[Device, 
 def _stage_count(options: PartitionOptions, cluster: Cluster) -> int:
     count = len(options.split_at) + 1 if options.split_at else options.stages or len(cluster.devices)
     if options.split_at and options.stages not in (0, count):
-        raise UsageError(f"{len(options.split_at)} split points make {count} stages, but {options.stages} are asked for")
+        raise UsageError(
+            f"{counted(len(options.split_at), 'split point')} make {counted(count, 'stage')}, but {options.stages} are asked for"
+        )
     if not 1 <= count <= len(cluster.devices):
         raise UsageError(
             f"{count} stages need {count} devices, the cluster has {len(cluster.devices)}", hint="add devices or ask for fewer stages"
@@ -301,7 +307,8 @@ def _given_cuts(costs: _Costs, split_at: Sequence[str]) -> list[int]:
     for name in split_at:
         cut = position[name]
         if cut in starts:
-            problems.append(f"{name!r} names the same operation as {starts[cut]}")
+            again = "is given twice" if starts[cut] == repr(name) else f"names the same operation as {starts[cut]}"
+            problems.append(f"{name!r} {again}")
         apart = [variable for variable, (first, last) in spans.items() if first < cut <= last]
         if apart:
             problems.append(f"before {name!r} @{apart[0]} is read, and behind it written: it can be on one stage only")

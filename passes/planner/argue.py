@@ -172,8 +172,12 @@ def _without(result: Result) -> Iterator[tuple[str, Fleet]]:
     for group in groups:
         here = [i for i in group if i in used]
         if here:
-            name = fleet.devices[here[0]].name + (f" (or one of {len(group) - 1} like it)" if len(group) > 1 else "")
+            name = fleet.devices[here[0]].name + _or_another(len(group) - 1)
             yield name, fleet.only([i for i in range(len(fleet)) if i != here[0]])
+
+
+def _or_another(others: int) -> str:
+    return "" if not others else " (or the other one like it)" if others == 1 else f" (or one of {others} like it)"
 
 
 def _faster(fleet: Fleet) -> Iterator[tuple[str, Fleet]]:

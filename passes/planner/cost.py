@@ -47,6 +47,7 @@ from itertools import pairwise
 
 from ...ir.cluster import Device, Path
 from ...ir.memory import POSTED
+from ...ir.words import counted
 from .chain import Ints, Table
 from .fleet import Fleet
 from .plan import DELAYED, Bytes, Judged, Plan
@@ -328,7 +329,7 @@ def _against(table: Table, fleet: Fleet, plan: Plan, memory: dict[int, Bytes]) -
     for s, (part, warm) in enumerate(zip(plan.stages, warm_ups(plan), strict=True)):
         least = least_share(plan.schedule, warm)
         if min(part.shares) < least:
-            found.append(f"stage {s}: {plan.schedule} needs {least} microbatches per replica, one has {min(part.shares)}")
+            found.append(f"stage {s}: {plan.schedule} needs {counted(least, 'microbatch')} per replica, one has {min(part.shares)}")
         if len(part.devices) > 1 and table.alone[part.last] > table.alone[part.first]:
             found.append(f"stage {s}: changes variables with every microbatch, and has {len(part.devices)} devices")
     for device, held in memory.items():

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from ...ir.errors import UsageError
+from ...ir.words import counted
 
 Shares = Sequence[Sequence[int]]
 Dealt = Sequence[Sequence[Sequence[int]]]
@@ -32,7 +33,7 @@ def equal_shares(ranks: int, microbatches: int) -> tuple[int, ...]:
     """As equal as whole microbatches can be; the first ranks have one more."""
     if ranks > microbatches:
         raise UsageError(
-            f"{microbatches} microbatches per batch cannot be shared out among {ranks} devices",
+            f"{counted(microbatches, 'microbatch')} per batch cannot be shared out among {ranks} devices",
             hint="give more microbatches, or fewer devices",
         )
     return tuple(microbatches // ranks + (i < microbatches % ranks) for i in range(ranks))
@@ -52,7 +53,7 @@ def shares_of(given: Sequence[int], ranks: Sequence[int], microbatches: int) -> 
     if not given:
         return [equal_shares(count, microbatches) for count in ranks]
     if len(given) != sum(ranks):
-        raise UsageError(f"there are shares for {len(given)} devices, the stages have {sum(ranks)}")
+        raise UsageError(f"there are shares for {counted(len(given), 'device')}, the stages have {sum(ranks)}")
     found, listed = [], iter(given)
     for count in ranks:
         found.append(tuple(next(listed) for _ in range(count)))

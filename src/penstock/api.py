@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Attr, Module
+from penstock.ir.words import counted
 
 if TYPE_CHECKING:
     from penstock.frontends.imported import Imported
@@ -232,7 +233,7 @@ def _in_groups(cluster: Cluster, stages: int, replicas: int) -> tuple[tuple[str,
     names = [device.name for device in cluster.devices]
     count = stages or len(names) // replicas
     if replicas < 1 or count < 1 or count * replicas > len(names):
-        what = f"{max(count, 1)} stage{'s' if count > 1 else ''} of {replicas} devices each need {max(count, 1) * replicas}, the cluster has {len(names)}"
+        what = f"{counted(max(count, 1), 'stage')} of {replicas} devices each need {max(count, 1) * replicas}, the cluster has {len(names)}"
         raise UsageError(what, hint="add devices, or ask for fewer stages or replicas")
     return tuple(tuple(names[s * replicas : (s + 1) * replicas]) for s in range(count))
 

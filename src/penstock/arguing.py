@@ -15,6 +15,7 @@ from typing import Any
 from penstock import api
 from penstock.grading import Corrected, best_prices, corrected, known_times
 from penstock.ir.graph import Module
+from penstock.ir.words import counted
 from penstock.measured import Measured, stage_times
 from penstock.passes.cost import rank_seconds, shown_seconds
 from penstock.passes.planner.argue import Change, counterfactuals
@@ -73,15 +74,15 @@ def print_plan(plan: api.Plan) -> None:
             print(f"{note.origin}: {note.text}")
     step, samples = predicted.step, predicted.forecast.samples
     print(
-        f"predicted: {shown_seconds(step)} per batch of {samples} samples, {samples / step:.1f} samples/s, {1 - _busy(predicted):.0%} of the ranks' time idle"
+        f"predicted: {shown_seconds(step)} per batch of {counted(samples, 'sample')}, {samples / step:.1f} samples/s, {1 - _busy(predicted):.0%} of the ranks' time idle"
     )
     if predicted.measured:
-        print(f"times of {predicted.measured} stage graphs were measured on this machine before")
+        print(
+            f"the {'time' if predicted.measured == 1 else 'times'} of {counted(predicted.measured, 'stage graph')} come from runs on this machine"
+        )
     if predicted.correction is not None:
         runs = predicted.correction.runs
-        print(
-            f"estimates of this machine are corrected by {predicted.correction.factor:.2f}, from {runs} graded run{'s' if runs > 1 else ''}"
-        )
+        print(f"estimates of this machine are corrected by {predicted.correction.factor:.2f}, from {counted(runs, 'graded run')}")
     print(f"limited by: {binding(predicted.forecast)}")
 
 
@@ -104,7 +105,7 @@ def print_ranks(module: Module, predicted: Predicted) -> None:
         for rank, (stage, device) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True))
     ]
     print(
-        f"{module.name}: schedule {schedule.name}, {schedule.microbatches} microbatches per batch, predicted time per batch and peak memory"
+        f"{module.name}: schedule {schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch, predicted time per batch and peak memory"
     )
     print(table(["stage", "device", "microbatches", "time", "of slowest", *columns], rows))
 
@@ -123,7 +124,7 @@ def argument(search: Search) -> Iterator[str]:
         if len(profile.starts) == profile.operations
         else f" (of {profile.operations} operations, the longest {profile.largest:.1%} of the work)"
     )
-    yield f"planner: {plan.size} samples per microbatch, {plan.count} microbatches; chosen over {len(profile.starts)} layers{grain}"
+    yield f"planner: {counted(plan.size, 'sample')} per microbatch, {counted(plan.count, 'microbatch')}; chosen over {counted(len(profile.starts), 'layer')}{grain}"
     yield f"planner: {shown_seconds(chosen.step)} per batch by its formulas, limited by {chosen.judged.binding}; {_bound(search)}"
     for schedule, reason in search.refused.items():
         what = f"the fastest plan of {schedule}" if schedule == plan.schedule else schedule

@@ -30,6 +30,7 @@ from penstock.backends.tvm.store import Store, cache_folder
 from penstock.ir.cluster import Device
 from penstock.ir.errors import UsageError
 from penstock.ir.schedule import COMPUTE, Action
+from penstock.ir.words import counted
 from penstock.measured import Measured, is_here, table_of_user
 from penstock.passes.cost import ROOFLINE, InTurn, Prices, Roofline, rank_seconds, shown_seconds
 from penstock.simulating import BATCHES, forecast, seconds_of
@@ -244,7 +245,7 @@ def grade_command(arguments: Namespace) -> None:
         *(_told(f"rank {rank}", kind, a, b) for rank, kind, a, b in found.computing),
     ]
     print(table(["what", "", "predicted", "measured", "measured / predicted"], rows))
-    say(f"{found.steps} steps counted; {_kept(found, arguments.trace, bundle)}")
+    say(f"{counted(found.steps, 'step')} counted; {_kept(found, arguments.trace, bundle)}")
 
 
 def _told(what: str, kind: str, predicted: float, measured: float) -> list[str]:

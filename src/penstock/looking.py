@@ -13,6 +13,7 @@ from penstock.ir.errors import UsageError
 from penstock.ir.graph import GRAD, PARAM, Module
 from penstock.ir.schedule import PER_BATCH
 from penstock.ir.text import parse_module, print_graph, print_module, print_op
+from penstock.ir.words import counted
 from penstock.terminal import Progress, say, size, table, terminal_width
 
 if TYPE_CHECKING:
@@ -176,7 +177,9 @@ def _print_summary(module: Module) -> None:
         values = ", ".join(f"%{v.name} {v.type}" for v in edge.values)
         print(f"edge {edge.src}>{edge.dst} {edge.phase}: {size(sum(v.type.nbytes for v in edge.values))} per {unit} ({values})")
     if module.schedule is not None:
-        print(f"schedule {module.schedule.name}: {module.schedule.microbatches} microbatches per batch, {len(module.schedule.ranks)} ranks")
+        print(
+            f"schedule {module.schedule.name}: {counted(module.schedule.microbatches, 'microbatch')} per batch, {counted(len(module.schedule.ranks), 'rank')}"
+        )
     for note in module.notes:
         print(f"note {note.origin}: {note.text}")
 

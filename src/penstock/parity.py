@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.ir.errors import UsageError
+from penstock.ir.words import counted
 from penstock.terminal import say, table
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def verify_parity(models: Callable[[int], Model], optimizers: Mapping[str, Optim
     print(table(list(HEADER), report(rows)))
     last = max(1, setting.steps // TAIL)
     print(
-        f"{setting.steps} steps of {setting.microbatches} microbatches on {setting.devices} stages; "
+        f"{counted(setting.steps, 'step')} of {counted(setting.microbatches, 'microbatch')} on {setting.devices} stages; "
         f"a final loss is the mean of the last {last} steps; a gap is {DELAYED} less {PLAIN}"
     )
     return 0

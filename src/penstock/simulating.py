@@ -19,6 +19,7 @@ from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module, summed_vars
 from penstock.ir.memory import measure_memory, memory_curve
 from penstock.ir.schedule import RECEIVES, SENDS
+from penstock.ir.words import counted
 from penstock.looking import load_module
 from penstock.passes.cost import rank_seconds, shown_seconds
 from penstock.runtime.machine import MESSAGE_SECONDS, Route, Seat, machine_of, sockets
@@ -235,7 +236,7 @@ def print_forecast(made: Forecast) -> None:
     found, memory = made.found, measure_memory(made.module)
     schedule = found.schedule
     print(
-        f"{made.module.name}: schedule {schedule.name}, {schedule.microbatches} microbatches per batch, {found.batches} batches simulated"
+        f"{made.module.name}: schedule {schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch, {counted(found.batches, 'batch')} simulated"
     )
     step = found.step_seconds
     rows = [

@@ -230,10 +230,11 @@ def test_given_split_points_win() -> None:
 def test_split_points_that_cannot_be_are_explained() -> None:
     module = differentiate(chain_model([8, 16, 16, 16, 8], [], tied=True))
     with pytest.raises(UsageError) as caught:
-        partition(module, PartitionOptions(split_at=("layer0", "a1", "layer3", "h3")))
+        partition(module, PartitionOptions(split_at=("layer0", "a1", "a1", "layer3", "h3")))
     message = str(caught.value)
     assert "'layer0' names the same operation as the first operation of the model" in message
     assert "'h3' names the same operation as 'layer3'" in message
+    assert "'a1' is given twice" in message
 
 
 def test_slow_devices_get_less() -> None:

@@ -83,6 +83,14 @@ def test_rows_say_what_each_device_does() -> None:
         assert all(row.limit is None or row.memory.total <= row.limit for row in rows)
 
 
+def test_one_of_a_kind_is_no_plural() -> None:
+    layers = tuple(Layer(f"l{i}", 10, 10, 0, forward=Work(Amount(0, 1000)), backward=Work(Amount(0, 2000))) for i in range(4))
+    for devices, said in ((1, []), (2, ["without d0 (or the other one like it)"]), (3, ["without d0 (or one of 2 like it)"])):
+        fleet = fleet_of(Cluster(tuple(Device(f"d{i}", flops=1e6, bandwidth=1e12) for i in range(devices))))
+        result = plan_chain(Chain(layers), fleet, Wanted(24, ("1f1b",)))
+        assert [c.name for c in counterfactuals(result) if "like it" in c.name] == said
+
+
 def test_says_why_devices_are_left_out() -> None:
     devices = (
         Device("a", flops=1e6, bandwidth=1e12),
