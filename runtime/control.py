@@ -42,7 +42,8 @@ class Setup(Record, frozen=True):
     """The first message. `resume` is one checkpoint directory; `audit` asks for the version log; `retire` is off only in tests that show
     what retirement is for: buffers then grow and are counted. `pace` (seconds by kind of computation, runtime/pace.py) and `latency` (seconds
     from a send until its message arrives) are for measuring schedules. `tables` are the elements of the tables by variable. `prefetch` is how many
-    microbatches are read ahead of what is computed; with 0, data is read when it is asked for."""
+    microbatches are read ahead of what is computed; with 0, data is read when it is asked for. `offset` is the sample that microbatch 0 would begin
+    with, and `key` is what random draws are made from beside the module's seed (runtime/resuming.py)."""
 
     bundle: str
     timeout: float
@@ -55,6 +56,8 @@ class Setup(Record, frozen=True):
     latency: float = 0.0
     tables: dict[str, tuple[float, ...]] = {}
     prefetch: int = 4
+    offset: int = 0
+    key: int = 0
 
 
 class Join(Record, frozen=True):

@@ -3,6 +3,7 @@
 The first axis of an array counts samples. b, the samples of a microbatch, is the greatest common divisor of the inputs' first dimensions; an input with
 r times as many rows has r rows per sample. A scalar input is given whole to every microbatch. Batch t of B = b·m samples takes positions t·B ..
 t·B+B-1 of an endless row of epochs (`Order`), so what a microbatch sees is a function of its number alone, the same on every rank and after a resume.
+A run that goes on from a checkpoint made with other batches has an `offset`: the position that microbatch 0 would begin with.
 
 Integers that the module indexes a table with, or takes for classes, must lie in its range (data_ranges.py): a file is checked microbatch by microbatch
 as it is read, so that no update sees a value out of range.
@@ -39,11 +40,11 @@ class Samples(Protocol):
     def microbatch(self, mb: int, name: str) -> np.ndarray: ...
 
 
-def open_data(module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE) -> Samples:
+def open_data(module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE, offset: int = 0) -> Samples:
     """The samples that a spec describes, for some of the module's inputs. Everything that does not fit is one error."""
     if spec.source == SYNTHETIC:
-        return SyntheticSamples(module, spec.seed)
-    return FileSamples(module, spec, names, renamed)
+        return SyntheticSamples(module, spec.seed, offset)
+    return FileSamples(module, spec, names, renamed, offset)
 
 
 def check_data(module: Module, spec: DataSpec, renamed: Mapping[str, str] = NONE, names: Sequence[str] | None = None) -> int | None:
@@ -97,9 +98,9 @@ class Order:
 class FileSamples:
     """Samples of files, for some of the module's inputs; the files of others are not opened."""
 
-    def __init__(self, module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE) -> None:
+    def __init__(self, module: Module, spec: DataSpec, names: Sequence[str], renamed: Mapping[str, str] = NONE, offset: int = 0) -> None:
         self._types = {value.name: value.type for value in module.data_inputs}
-        self._rows, self._where = microbatch_size(module), spec.source
+        self._rows, self._where, self._offset = microbatch_size(module), spec.source, offset
         self._ranges = {name: integer_range(module, name) for name in names}
         columns, there = open_columns(spec.source, module, names, renamed)
         problems = name_problems(module, there, renamed)
@@ -130,7 +131,7 @@ class FileSamples:
         if not dims:
             array, places, per_sample = np.asarray(column), np.zeros(1, int), 1
         else:
-            places, per_sample = self._order.places(mb * self._rows, self._rows), dims[0] // self._rows
+            places, per_sample = self._order.places(mb * self._rows + self._offset, self._rows), dims[0] // self._rows
             array = column[_rows(places, per_sample)]
         if (found := first_outside(array, self._ranges[name])) is not None:
             row, text = found
@@ -151,14 +152,15 @@ def _rows(places: np.ndarray, per_sample: int) -> slice | np.ndarray:
 class SyntheticSamples:
     """Seeded noise of the right types."""
 
-    def __init__(self, module: Module, seed: int) -> None:
+    def __init__(self, module: Module, seed: int, offset: int = 0) -> None:
+        self._ahead = offset // microbatch_size(module)
         self._types = {value.name: value.type for value in module.data_inputs}
         self._limits = {name: integer_limit(module, name) for name in self._types}
         self._seed = seed
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
         type = self._types[name]
-        generator = np.random.default_rng([self._seed, zlib.crc32(name.encode()), mb])
+        generator = np.random.default_rng([self._seed, zlib.crc32(name.encode()), mb + self._ahead])
         if type.dtype in FLOATS:
             return generator.standard_normal(type.dims, np.float32).astype(numpy_dtype(type.dtype))
         limit = 2 if type.dtype == "bool" else self._limits[name]

@@ -23,7 +23,7 @@ from ..ir.ops import OPS
 from ..ir.schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action
 from .control import LogEntry, Output, Record, Step
 from .pace import Pace
-from .program import ActionStream, Feed, fed_inputs, loss_stage, share_of
+from .program import ActionStream, Feed, fed_inputs, loss_stage, microbatch_size, share_of
 from .status import Status
 from .store import Recycled, Store, as_array, fill
 from .tables import Tables, learning_rate, tables_of
@@ -33,7 +33,7 @@ Report = Callable[[Record, Mapping[str, np.ndarray]], None]
 
 
 class Executor:
-    """Runs the stage of one rank. `retire`, `audit`, `pace` and `tables` as in control.Setup; no tables are those of the module."""
+    """Runs the stage of one rank. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables are those of the module."""
 
     def __init__(
         self,
@@ -50,6 +50,8 @@ class Executor:
         trace: bool = False,
         pace: Mapping[str, float] | None = None,
         tables: Tables | None = None,
+        offset: int = 0,
+        key: int = 0,
     ) -> None:
         assert module.schedule is not None
         self.module, self.rank, self.stage = module, rank, module.rank_stages()[rank]
@@ -65,6 +67,7 @@ class Executor:
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
         self._buffers = Recycled(store.device)
         self.tables = tables_of(module) if tables is None else tables
+        self._ahead, self._key = offset // microbatch_size(module), key
         self.pace = Pace(pace or {}, self.graphs)
         self._retention()
         self._handlers: dict[str, Callable[[Action], None]] = {
@@ -208,10 +211,14 @@ class Executor:
             if value.name not in self.fed and value.name != MICROBATCH:
                 owner = f"microbatch {mb}" if mb >= 0 else f"batch {-1 - mb}"
                 raise VerifyError(f"%{value.name} of {owner} is not there", where=f"stage {self.stage}")
-            array = np.array(mb) if value.name == MICROBATCH else self.feed.microbatch(mb, value.name)
+            array = self._number(mb) if value.name == MICROBATCH else self.feed.microbatch(mb, value.name)
             tensor = fill(self._buffers.tensor(value.type), array)
             self.store.put(mb, value.name, tensor)
         return tensor
+
+    def _number(self, mb: int) -> np.ndarray:
+        """What random draws of a microbatch are made from: its place in the data, and in the upper word what the seed differs by from the module's."""
+        return np.array((mb + self._ahead) ^ self._key << 32, np.uint64).view(np.int64)
 
     def _note(self, action: Action) -> None:
         if self.log is not None and action.version is not None:

@@ -27,8 +27,8 @@ from ..ir.graph import Module, Value
 from ..ir.memory import BATCHES_AHEAD
 from ..ir.rates import Rate
 from ..ir.renames import shown
-from . import checkpoint as checkpoints
 from .batches import batch_shape, check_batch, share_of_batch, take_batch
+from .checkpoint import step_name
 from .control import (
     Arrays,
     Audit,
@@ -55,8 +55,8 @@ from .launch import Workers
 from .options import data_problems, timeout_problems
 from .pace import pace_problems
 from .program import fed_inputs, loss_stage, microbatch_size, share_of
+from .resuming import start_from
 from .steps import Steps
-from .tables import tables_for_run
 
 _NO_MORE: Any = object()
 
@@ -91,21 +91,15 @@ class Job:
         assert self.module.schedule is not None
         self.microbatches = self.module.schedule.microbatches
         self.trains = loss_stage(self.module) is not None
-        self.steps_done = 0
         self.warnings: list[str] = []
         hosts = sorted({entry.host for entry in bundle.manifest.ranks})
         if len(hosts) > 1:
             self.warnings.append(
                 f"the bundle was compiled for hosts {', '.join(hosts)}; all ranks run on this one (start it with torchrun on each)"
             )
-        place, saved = None, None
-        if resume is not None:
-            place = checkpoints.find_checkpoint(resume)
-            index = checkpoints.read_index(place)
-            self.warnings += checkpoints.check_resume(index, self.module, data, str(place))
-            self.steps_done, saved = index.step, index.tables
-        tables, told = tables_for_run(self.module, saved, lr, rate)
-        self.warnings += told
+        start = start_from(bundle, data, resume, lr, rate)
+        self.steps_done = start.step
+        self.warnings += start.warnings
         if data is not None:
             check_data(self.module, data, bundle.renamed)
         self.parts = Steps(self.module)
@@ -116,8 +110,22 @@ class Job:
         self.peak_bytes = [0] * bundle.world_size
         self.base_bytes = [0] * bundle.world_size
         self.traces: list[list[tuple[str, float, float]]] = [[] for _ in range(bundle.world_size)]
-        resumed = None if place is None else str(place)
-        setup = Setup(str(bundle.path), timeout, data, resumed, audit, retire, trace, dict(pace or {}), latency, tables, prefetch)
+        resumed = None if start.place is None else str(start.place)
+        setup = Setup(
+            str(bundle.path),
+            timeout,
+            data,
+            resumed,
+            audit,
+            retire,
+            trace,
+            dict(pace or {}),
+            latency,
+            start.tables,
+            prefetch,
+            start.offset,
+            start.key,
+        )
         self.workers = Workers(bundle, setup)
 
     # -------------------------------------------------------------------------------------------- training
@@ -224,7 +232,7 @@ class Job:
                 pass
         finally:
             self._busy = False
-        return place / checkpoints.step_name(self.steps_done)
+        return place / step_name(self.steps_done)
 
     def parameters(self) -> Arrays:
         """The newest parameters of all stages by name."""

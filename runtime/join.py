@@ -25,7 +25,6 @@ import torch.distributed as dist
 from ..backends.bundle import Bundle, open_bundle
 from ..ir.errors import PeerLost, PenstockError, UsageError
 from ..ir.graph import Module
-from . import checkpoint as checkpoints
 from .control import Arrays, DataSpec, Message, Record, Run, Save, Setup, Step, Stop, Trace
 from .data import check_data
 from .hosts import Place, Present, check_hosts, choose_interface, describe_hosts, place_of, same_host
@@ -33,9 +32,10 @@ from .meet import join_place
 from .metrics import Metrics
 from .options import RunOptions
 from .program import fed_inputs, microbatch_size
+from .resuming import start_from
 from .status import Status
 from .steps import Steps
-from .tables import Tables, learning_rate, tables_for_run
+from .tables import Tables, learning_rate
 from .trace import write_trace
 from .transport import Group, time_span
 from .worker import Worker, describe_failure
@@ -114,19 +114,13 @@ def run_rank(options: RunOptions) -> None:
     # The files of other inputs may lie on other hosts.
     stage = bundle.rank(rank).stage
     count = check_data(module, options.data, bundle.renamed, fed_inputs(module, stage)) if fed_inputs(module, stage) else None
-    place, first, warnings, saved = None, 0, [], None
-    if options.resume is not None:
-        place = checkpoints.find_checkpoint(options.resume)
-        index = checkpoints.read_index(place)
-        warnings = checkpoints.check_resume(index, module, options.data, str(place))
-        first, saved = index.step, index.tables
-    tables, told = tables_for_run(module, saved, options.lr, options.rate)
-    warnings += told
+    start = start_from(bundle, options.data, options.resume, options.lr, options.rate)
+    first, tables = start.step, start.tables
     interface = choose_interface(seat, _planned_interface(bundle, seat))
     group = Group(join_place(seat, interface, options.timeout), rank, world, options.timeout)
     own = Present(seat.host, interface.address, interface.name, os.getpid())
     present = [msgspec.json.decode(part, type=Present) for part in group.gather("present", msgspec.json.encode(own))]
-    warnings += check_hosts(bundle, present)
+    warnings = [*start.warnings, *check_hosts(bundle, present)]
     metrics = None
     events: list[tuple[str, float, float]] = []
     if rank == 0:
@@ -134,7 +128,7 @@ def run_rank(options: RunOptions) -> None:
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
         samples = microbatch_size(module) * module.schedule.microbatches
-        metrics = Metrics(options.metrics, samples, first, first + options.steps, progress=options.progress, append=place is not None)
+        metrics = Metrics(options.metrics, samples, first, first + options.steps, progress=options.progress, append=start.place is not None)
 
     def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
         if isinstance(message, Step):
@@ -145,8 +139,17 @@ def run_rank(options: RunOptions) -> None:
     def receive(wait: bool) -> tuple[Message, Arrays] | None:
         raise AssertionError("all batches come from the data")
 
-    resumed = None if place is None else str(place)
-    setup = Setup(str(bundle.path), options.timeout, options.data, resumed, trace=options.trace is not None, tables=tables)
+    resumed = None if start.place is None else str(start.place)
+    setup = Setup(
+        str(bundle.path),
+        options.timeout,
+        options.data,
+        resumed,
+        trace=options.trace is not None,
+        tables=tables,
+        offset=start.offset,
+        key=start.key,
+    )
     worker = Worker(bundle, rank, group, setup, reply, receive, Status(None, rank))
     reports = Reports(rank, module, tables, metrics)
     _agree_on_samples(group, count)

@@ -22,16 +22,17 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..backends.bundle import Bundle, open_bundle, stage_vars
 from ..backends.interface import backend_of
 from ..ir.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
 from ..ir.graph import GRAD, PARAM, Module, Var, stepped_vars, summed_vars
-from . import checkpoint
+from . import saving
 from .batches import cut_batch
+from .checkpoint import SavedFile, is_kept, read_index
 from .control import (
     Arrays,
     Audit,
@@ -59,6 +60,7 @@ from .data import Samples, open_data
 from .executor import Executor
 from .feeds import DataFeed, NoSamples, Prefetch
 from .program import fed_inputs, share_of
+from .resuming import fill_tensors, load_state
 from .status import Status
 from .store import Store, as_array
 from .tables import tables_of
@@ -95,7 +97,7 @@ class Worker:
         self.samples: Samples = NoSamples()
         names = fed_inputs(self.module, self.stage)
         if setup.data is not None and names:
-            self.samples = open_data(self.module, setup.data, names, bundle.renamed)
+            self.samples = open_data(self.module, setup.data, names, bundle.renamed, setup.offset)
         program = backend_of(bundle.manifest.backend).load_stage(
             self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads, self.entry.device
         )
@@ -117,6 +119,8 @@ class Worker:
             trace=setup.trace,
             pace=setup.pace,
             tables=self.tables,
+            offset=setup.offset,
+            key=setup.key,
         )
         status.show(None)
 
@@ -174,16 +178,20 @@ class Worker:
 
     def _load_store(self, device: torch.device) -> Store:
         variables = stage_vars(self.module, self.stage)
+        place = None if self.setup.resume is None else Path(self.setup.resume)
+        step = 0 if place is None else read_index(place).step
         stepped = stepped_vars(self.module)
-        if self.setup.resume is not None:
-            return self._resume(variables, stepped, Path(self.setup.resume), device)
-        store = Store(variables, stepped, grow=not self.setup.retire, device=device, summed=self._summed())
-        wanted = {name: store.newest(name) for name, var in variables.items() if var.init == "file"}
-        _read_tensors(self.bundle.weights_file(self.stage), wanted)
+        store = Store(variables, stepped, version=step, grow=not self.setup.retire, device=device, summed=self._summed())
         for name, var in variables.items():
             if var.init == "zeros" and var.role != GRAD:
                 store.newest(name).zero_()
         self._fill_tables(variables, store)
+        if place is None:
+            fill_tensors(
+                self.bundle.weights_file(self.stage), {name: store.newest(name) for name, var in variables.items() if var.init == "file"}
+            )
+        else:
+            load_state(place, store, variables)
         return store
 
     def _summed(self) -> list[str]:
@@ -195,20 +203,6 @@ class Worker:
                 tensor = store.newest(name)
                 tensor.copy_(torch.tensor(self.tables.get(name, var.init), dtype=tensor.dtype).reshape(tensor.shape))
 
-    def _resume(self, variables: dict, stepped: set[str], place: Path, device: torch.device) -> Store:  # type: ignore[type-arg]
-        index = checkpoint.read_index(place)
-        checkpoint.check_resume(index, self.module, None, str(place))
-        store = Store(variables, stepped, version=index.step, grow=not self.setup.retire, device=device, summed=self._summed())
-        names = {name for name, var in variables.items() if checkpoint.is_kept(var)}
-        self._fill_tables(variables, store)
-        for file, tensors in checkpoint.files_for(index, names, index.step).items():
-            _read_tensors(checkpoint.check_file(place, index, file), {name: store.newest(name) for name in tensors})
-        for version in sorted({file.version for file in index.files.values()} - {index.step}):
-            # What is not trained in this bundle has one version, though it may have had two.
-            for file, tensors in checkpoint.files_for(index, names & store.versioned.keys(), version).items():
-                _read_tensors(checkpoint.check_file(place, index, file), {name: store.restore_older(version, name) for name in tensors})
-        return store
-
     def _save(self, directory: Path, step: int) -> None:
         """Together: rank 0 makes the directory and the index, everybody writes its files."""
         if step != self.store.version and self.store.versioned:
@@ -219,22 +213,23 @@ class Worker:
         work: Path | None = None
         try:
             if self.rank == 0:
-                work = checkpoint.start_save(directory, step)
+                work = saving.start_save(directory, step)
                 self.group.put(f"{key}/work", str(work).encode())
             place = work or Path(self.group.get(f"{key}/work", "the checkpoint directory of rank 0").decode())
             # The ranks of a stage have the same variables: its first one saves them.
-            saving = self.rank == self.module.rank_stages().index(self.stage)
-            kept = [name for name, var in self.store.variables.items() if checkpoint.is_kept(var)] if saving else []
+            writes = self.rank == self.module.rank_stages().index(self.stage)
+            kept = [name for name, var in self.store.variables.items() if is_kept(var)] if writes else []
             newest = {name: as_array(self.store.newest(name)) for name in kept}
             older = {
-                version: {name: as_array(t) for name, t in tensors.items()} for version, tensors in self.store.older().items() if saving
+                version: {name: as_array(t) for name, t in tensors.items()} for version, tensors in self.store.older().items() if writes
             }
-            parts = self.group.gather(f"{key}/part", checkpoint.save_part(place, self.rank, self.module, newest, older, step))
+            parts = self.group.gather(f"{key}/part", saving.save_part(place, self.rank, self.module, newest, older, step))
             if work is not None:
-                checkpoint.finish_save(work, directory, step, self.bundle, self.setup.data, parts, self.tables)
+                files = {name: file for part in parts for name, file in msgspec.json.decode(part, type=dict[str, SavedFile]).items()}
+                saving.finish_save(work, directory, saving.describe_save(self.bundle, self.setup, step, files))
         except BaseException as error:
             if work is not None:
-                checkpoint.abandon_save(work)
+                saving.abandon_save(work)
             if isinstance(error, OSError):
                 raise PenstockError(f"cannot write the checkpoint: {error}", where=str(directory)) from error
             raise
@@ -251,23 +246,6 @@ def _teams(module: Module) -> list[tuple[tuple[int, ...], bool]]:
     devices = module.rank_devices()
     teams = [ranks for ranks in module.schedule.members().values() if len(ranks) > 1]
     return [(ranks, all(kinds.get(devices[rank]) == "cuda" for rank in ranks)) for ranks in teams]
-
-
-def _read_tensors(path: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors from a safetensors file whose hash was checked."""
-    if not into:
-        return
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name, tensor in into.items():
-                found = file.get_tensor(name)
-                if found.shape != tensor.shape or found.dtype != tensor.dtype:
-                    raise VerifyError(
-                        f"{name} is {found.dtype}{list(found.shape)}, expected {tensor.dtype}{list(tensor.shape)}", where=str(path)
-                    )
-                tensor.copy_(found)
-    except SafetensorError as error:
-        raise VerifyError(str(error), where=str(path)) from error
 
 
 def peak_bytes() -> int:

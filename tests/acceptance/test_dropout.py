@@ -99,6 +99,45 @@ def test_masks_go_on_where_training_was_interrupted(tmp_path: Path) -> None:
     assert losses == whole
 
 
+def test_masks_go_on_under_another_plan(tmp_path: Path) -> None:
+    """Other stages, schedule, number of microbatches and seed: masks are those of the checkpoint's seed and of the place in the data."""
+    stream = {name: np.concatenate([batch[name] for batch in batches(4)[:3]]) for name in ("x", "labels")}
+    halves = [{name: array[k * 2 * ROWS : (k + 1) * 2 * ROWS] for name, array in stream.items()} for k in range(6)]
+    with ps.open(bundle(tmp_path / "four", 2, "1f1b", 4, seed=7, backend="numpy"), timeout=TIMEOUT) as job:
+        losses = [loss for step in job.steps(batches(4)[:1]) for loss in step.losses]
+        place = job.save(tmp_path / "checkpoint")
+    with ps.open(bundle(tmp_path / "two", 1, "gpipe", 2, seed=3, backend="numpy"), timeout=TIMEOUT, resume=place) as job:
+        losses += [loss for step in job.steps(halves[2:4]) for loss in step.losses]
+        place = job.save(tmp_path / "checkpoint")
+        assert any("random draws go on with seed 7 of the checkpoint, not with 3" in warning for warning in job.warnings)
+    with ps.open(bundle(tmp_path / "again", 3, "1f1b", 2, seed=7, backend="numpy"), timeout=TIMEOUT, resume=place) as job:
+        losses += [loss for step in job.steps(halves[4:]) for loss in step.losses]
+        assert not any("seed" in warning for warning in job.warnings)
+
+    def judged(seed: int, numbers: list[int]) -> list[float]:
+        model = network().double()
+        found: list[float] = []
+        with drawn(seed) as draws:
+            for step in ([0, 1, 2, 3], [4, 5], [6, 7], [8, 9], [10, 11]):
+                model.zero_grad()
+                for k in step:
+                    draws.begin(numbers[k])
+                    rows = slice(k * ROWS, (k + 1) * ROWS)
+                    outputs = model(torch.tensor(stream["x"][rows]).double())
+                    loss = nn.functional.cross_entropy(outputs, torch.tensor(stream["labels"][rows]))
+                    (loss / len(step)).backward()
+                    found.append(float(loss.detach()))
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p -= RATE * p.grad
+        return found
+
+    np.testing.assert_allclose(losses, judged(7, list(range(12))), rtol=1e-5)
+    counted_by_steps = [0, 1, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert not np.allclose(losses, judged(7, counted_by_steps), rtol=1e-3), "control: masks of other numbers give other losses"
+    assert not np.allclose(losses[4:], judged(3, list(range(12)))[4:], rtol=1e-3), "control: and so do those of the compiled seed"
+
+
 def test_data_give_no_numbers_of_microbatches(tmp_path: Path) -> None:
     """Neither files nor noise have to know of them; what bundles are verified with has them, too."""
     made = bundle(tmp_path, 2, "1f1b", 2, backend="numpy")

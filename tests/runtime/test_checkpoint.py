@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import penstock as ps
-from penstock.backends.bundle import write_bundle
-from penstock.ir.cluster import Cluster
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
-from penstock.ir.text import parse_module
 from penstock.models import write_mlp
-from penstock.passes.manager import run_passes
-from penstock.passes.pipelines import PASSES, training_pipeline
 from penstock.runtime import checkpoint as checkpoints
+from penstock.runtime import resuming
 from penstock.runtime.control import DataSpec
 from penstock.runtime.job import Job
 from penstock.runtime.running import run_bundle
@@ -93,45 +90,6 @@ def test_resumed_1f1b_is_bitwise_equal(bundle_of, tmp_path):
             np.testing.assert_array_equal(array, parameters[name])
 
 
-def chain_bundle(folder, stages, kind):
-    """Four layers, cut by the passes into any number of stages."""
-    lines = ["module @chain {", "  input %x : f32[4,8]", "  input %labels : i64[4]", "  output %loss"]
-    lines += [f"  var @w{i} : f32[8,8] param" for i in range(4)] + ["  graph @main(%x : f32[4,8], %labels : i64[4]) {"]
-    for i in range(4):
-        source = f"h{i - 1}" if i else "x"
-        lines += [
-            f"    %p{i} : f32[8,8] = read(@w{i})",
-            f"    %z{i} : f32[4,8] = matmul(%{source}, %p{i})",
-            f"    %h{i} : f32[4,8] = relu(%z{i})",
-        ]
-    lines += ["    %loss : f32[], %lse : f32[4] = cross_entropy(%h3, %labels)", "    return %loss", "  }", "}"]
-    module = parse_module("\n".join(lines), "chain.ir").but(cluster=Cluster.local(stages))
-    module = run_passes(module, training_pipeline({"kind": "momentum", "lr": 0.1}, {"stages": stages}, kind, 4), PASSES)
-    weights = {f"w{i}": np.random.default_rng(i).standard_normal((8, 8)).astype(np.float32) * 0.5 for i in range(4)}
-    return write_bundle(folder, module, {}, weights, backend="numpy")
-
-
-@pytest.mark.parametrize(
-    ("kind", "before", "after"),
-    [("2bw", 2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1f1b", 3, 1), ("eager-2bw", 3, 2), ("zb-1f1b", 2, 3)))],
-)
-def test_resuming_with_other_stages(tmp_path, kind, before, after):
-    batches = [batch | {"labels": batch["labels"] % 8} for batch in make_batches(6, 4)]
-    with Job(chain_bundle(tmp_path / "before", before, kind), timeout=TIMEOUT) as job:
-        list(job.run(batches[:3]))
-        job.save(tmp_path / "ckpt")
-        expected = list(job.run(batches[3:]))
-    bundle = chain_bundle(tmp_path / "after", after, kind)
-    with Job(bundle, timeout=TIMEOUT, resume=tmp_path / "ckpt") as job:
-        found = list(job.run(batches[3:]))
-        fresh = job.steps_done
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert fresh == 6
-    # The control: without the checkpoint these batches give other losses.
-    with Job(bundle, timeout=TIMEOUT) as job:
-        assert not np.allclose(list(job.run(batches[3:])), expected, rtol=1e-4)
-
-
 def test_tensors_are_found_by_name_over_all_files(saved):
     """A bundle that has all variables on other stages finds them as well."""
     index = checkpoints.read_index(saved[0] / "step-000003")
@@ -175,22 +133,29 @@ def test_a_worker_refuses_a_damaged_file(bundle_of, saved, tmp_path):
         Job(bundle_of(2, "2bw", 2), timeout=TIMEOUT, resume=copy)
 
 
-def test_what_does_not_fit_is_refused(saved):
+def test_what_does_not_fit_is_refused_and_what_differs_is_told(saved):
     root, options, _ = saved
     index = checkpoints.read_index(root / "step-000003")
     same = DataSpec(options["data"], True, 5)
-    assert checkpoints.check_resume(index, classifier(2, "2bw", 2), same, "here") == []
-    (difference,) = checkpoints.check_resume(index, classifier(2, "2bw", 2), DataSpec(), "here")
+    assert resuming.check_resume(index, classifier(2, "2bw", 2), same, "here") == []
+    (difference,) = resuming.check_resume(index, classifier(2, "2bw", 2), DataSpec(), "here")
     assert "the data is now synthetic with seed 0, the checkpoint was trained on" in difference
     with pytest.raises(VerifyError) as caught:
-        checkpoints.check_resume(index, classifier(3, "1f1b", 4), None, "here")
+        resuming.check_resume(index, classifier(3, "1f1b", 4), None, "here")
     for message in (
-        "schedule 2bw, the bundle has 1f1b",
-        "2 microbatches per batch, the bundle has 4",
         "w1: the bundle has f32[8,8], the checkpoint f32[8,5]",
         "w2: the bundle has f32[8,5], the checkpoint nothing",
     ):
         assert message in str(caught.value)
+    told = resuming.check_resume(index, classifier(2, "1f1b", 4), None, "here")
+    assert told == [
+        "the checkpoint is of schedule 2bw, the bundle has 1f1b: training goes on from its newest weights, gradients are no longer an update late",
+        "the checkpoint is of 2 microbatches per batch, the bundle has 4: batches of 16 samples go on from sample 24",
+    ]
+    old = msgspec.structs.replace(index, format=1, samples=None)
+    assert resuming.check_resume(old, classifier(2, "2bw", 2), None, "here") == []
+    with pytest.raises(VerifyError, match="checkpoints of format 1 do not say how many samples were read"):
+        resuming.check_resume(old, classifier(2, "2bw", 4), None, "here")
 
 
 def test_finding_checkpoints(saved, tmp_path):
