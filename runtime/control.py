@@ -3,22 +3,26 @@
     4 bytes: length of the record · 4 bytes: length of the list of arrays · record · list of arrays · the arrays' bytes
 
 Records are msgspec Structs that refuse unknown fields; arrays travel as dtype, shape and bytes. There is no pickle. A channel is used by
-one sending thread and one receiving thread at each end.
+one receiving thread at each end; what is sent goes out whole, from whichever thread.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
+import threading
 from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 
+from ..ir.errors import VerifyError
 from ..ir.types import dtype_of, numpy_dtype
 
 Arrays = dict[str, np.ndarray]
 _HEAD = struct.Struct("<II")
+# Bytes of a record without its arrays.
+_LARGEST = 1 << 28
 
 
 class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=True):
@@ -43,7 +47,8 @@ class Setup(Record, frozen=True):
     what retirement is for: buffers then grow and are counted. `pace` (seconds by kind of computation, runtime/pace.py) and `latency` (seconds
     from a send until its message arrives) are for measuring schedules. `tables` are the elements of the tables by variable. `prefetch` is how many
     microbatches are read ahead of what is computed; with 0, data is read when it is asked for. `offset` is the sample that microbatch 0 would begin
-    with, and `key` is what random draws are made from beside the module's seed (runtime/resuming.py)."""
+    with, and `key` is what random draws are made from beside the module's seed (runtime/resuming.py). `nan` says what a loss that is not finite does:
+    `stop` ends the run, with the others it goes on."""
 
     bundle: str
     timeout: float
@@ -58,6 +63,7 @@ class Setup(Record, frozen=True):
     prefetch: int = 4
     offset: int = 0
     key: int = 0
+    nan: str = "warn"
 
 
 class Join(Record, frozen=True):
@@ -195,6 +201,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._sending = threading.Lock()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Message).decode
         self._decode_specs = msgspec.msgpack.Decoder(tuple[ArraySpec, ...]).decode
@@ -203,17 +210,26 @@ class Channel:
         given = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
         record = self._encode(message)
         specs = self._encode([ArraySpec(name, dtype_of(a.dtype), (arrays or {})[name].shape) for name, a in given.items()])
-        self._socket.sendall(_HEAD.pack(len(record), len(specs)) + record + specs)
-        for array in given.values():
-            if array.nbytes:
-                self._socket.sendall(array.reshape(-1).view(np.uint8).data)
+        with self._sending:
+            self._socket.sendall(_HEAD.pack(len(record), len(specs)) + record + specs)
+            for array in given.values():
+                if array.nbytes:
+                    self._socket.sendall(array.reshape(-1).view(np.uint8).data)
 
     def receive(self) -> tuple[Message, Arrays] | None:
-        """The next message; None when the other end is closed."""
+        """The next message; None when the other end is closed. VerifyError for what is no message."""
+        try:
+            return self._receive()
+        except (msgspec.MsgspecError, ValueError, KeyError, OverflowError, MemoryError) as error:
+            raise VerifyError(f"a damaged message: {error}", where="control connection") from error
+
+    def _receive(self) -> tuple[Message, Arrays] | None:
         head = self._read(_HEAD.size)
         if head is None:
             return None
         length, specs_length = _HEAD.unpack(head)
+        if max(length, specs_length) > _LARGEST:
+            raise ValueError(f"a record of {max(length, specs_length)} bytes, at most {_LARGEST} are expected")
         record, listed = self._read(length), self._read(specs_length)
         if record is None or listed is None:
             return None

@@ -9,6 +9,7 @@ A value is let go as soon as no later action of its microbatch on this stage tak
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -32,8 +33,13 @@ from .transport import Transport
 Report = Callable[[Record, Mapping[str, np.ndarray]], None]
 
 
+def _is_finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)
+
+
 class Executor:
-    """Runs the stage of one rank. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables are those of the module."""
+    """Runs the stage of one rank. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables are those of the module.
+    `stop_at_nan`: a loss or norm that is not finite is an error."""
 
     def __init__(
         self,
@@ -52,6 +58,7 @@ class Executor:
         tables: Tables | None = None,
         offset: int = 0,
         key: int = 0,
+        stop_at_nan: bool = False,
     ) -> None:
         assert module.schedule is not None
         self.module, self.rank, self.stage = module, rank, module.rank_stages()[rank]
@@ -69,6 +76,7 @@ class Executor:
         self.tables = tables_of(module) if tables is None else tables
         self._ahead, self._key = offset // microbatch_size(module), key
         self.pace = Pace(pace or {}, self.graphs)
+        self._stop_at_nan = stop_at_nan
         self._retention()
         self._handlers: dict[str, Callable[[Action], None]] = {
             "F": self.forward,
@@ -234,4 +242,11 @@ class Executor:
         """`told` are the results of the update."""
         losses = tuple(self._losses.pop(batch))
         norm = float(told[NORM]) if NORM in told else None
+        strange = [
+            f"{name} {value}" for name, value in (*(("loss", x) for x in losses), ("norm of the gradient", norm)) if not _is_finite(value)
+        ]
+        if self._stop_at_nan and strange:
+            hint = "checkpoints are of steps before; --nan warn goes on, and --skip-nonfinite when compiling leaves such updates out"
+            raise VerifyError(f"step {batch} has a {strange[0]}", where=f"rank {self.rank}, step {batch}", hint=hint)
+        self.status.finish(batch)
         self.report(Step(batch, sum(losses) / len(losses), losses, learning_rate(self.tables, batch), time.monotonic(), norm), {})

@@ -51,8 +51,8 @@ from .control import (
 from .data import check_data
 from .data_files import absolute_source
 from .feeds import AHEAD
-from .launch import Workers
-from .options import data_problems, timeout_problems
+from .launch import HEARTBEAT, TIMEOUT, Workers
+from .options import data_problems, nan_problems, timeout_problems
 from .pace import pace_problems
 from .program import fed_inputs, loss_stage, microbatch_size, share_of
 from .resuming import start_from
@@ -71,7 +71,8 @@ class Job:
         self,
         bundle: Bundle,
         *,
-        timeout: float = 60.0,
+        timeout: float = TIMEOUT,
+        heartbeat: float = HEARTBEAT,
         data: DataSpec | None = None,
         resume: str | os.PathLike[str] | None = None,
         audit: bool = False,
@@ -82,8 +83,9 @@ class Job:
         lr: float | None = None,
         rate: Rate | str | None = None,
         prefetch: int = AHEAD,
+        nan: str = "warn",
     ) -> None:
-        problems = timeout_problems(timeout) + ([] if data is None else data_problems(data))
+        problems = timeout_problems(timeout, heartbeat) + nan_problems(nan, bundle.module) + ([] if data is None else data_problems(data))
         if problems := problems + list(pace_problems(pace or {}, latency, timeout)):
             raise UsageError("; ".join(problems))
         self.bundle = bundle
@@ -125,8 +127,9 @@ class Job:
             prefetch,
             start.offset,
             start.key,
+            nan,
         )
-        self.workers = Workers(bundle, setup)
+        self.workers = Workers(bundle, setup, heartbeat)
 
     # -------------------------------------------------------------------------------------------- training
 
@@ -232,6 +235,7 @@ class Job:
                 pass
         finally:
             self._busy = False
+        self.workers.checkpoints = str(place)
         return place / step_name(self.steps_done)
 
     def parameters(self) -> Arrays:
@@ -404,7 +408,8 @@ class _Finished:
 def open(
     path: str | os.PathLike[str],
     *,
-    timeout: float = 60.0,
+    timeout: float = TIMEOUT,
+    heartbeat: float = HEARTBEAT,
     data: str | os.PathLike[str] | None = None,
     shuffle: bool = False,
     seed: int = 0,
@@ -416,13 +421,25 @@ def open(
     lr: float | None = None,
     rate: Rate | str | None = None,
 ) -> Job:
-    """Check a bundle and start its workers on this machine. `timeout` bounds every wait of one rank for another; `lr` and `rate` are a learning
+    """Check a bundle and start its workers on this machine. `timeout` bounds every wait of one rank for another that
+    lives, `heartbeat` how long one may give no sign of life (0: for ever); `lr` and `rate` are a learning
     rate and a schedule of it that stand in for those the bundle was compiled with.
 
     `pace` and `latency` are for measuring schedules apart from kernels and networks: seconds that a computation of each kind takes at least
     (F, B with W included, W, U), and seconds from a send until its message arrives. They do not change what is computed."""
     spec = None if data is None else data_spec(data, shuffle, seed, last)
-    return Job(open_bundle(path), timeout=timeout, data=spec, resume=resume, audit=audit, pace=pace, latency=latency, lr=lr, rate=rate)
+    return Job(
+        open_bundle(path),
+        timeout=timeout,
+        heartbeat=heartbeat,
+        data=spec,
+        resume=resume,
+        audit=audit,
+        pace=pace,
+        latency=latency,
+        lr=lr,
+        rate=rate,
+    )
 
 
 def data_spec(data: str | os.PathLike[str], shuffle: bool, seed: int, last: str = "wrap") -> DataSpec:

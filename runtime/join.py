@@ -149,6 +149,7 @@ def run_rank(options: RunOptions) -> None:
         tables=tables,
         offset=start.offset,
         key=start.key,
+        nan=options.nan,
     )
     worker = Worker(bundle, rank, group, setup, reply, receive, Status(None, rank))
     reports = Reports(rank, module, tables, metrics)
@@ -158,7 +159,7 @@ def run_rank(options: RunOptions) -> None:
     if metrics is not None:
         metrics.start()
     done = first
-    for count in options.chunks(first):
+    for count in options.chunks(first, first + options.steps):
         listener = reports.expect(count)
         worker.obey(Run(done, count))
         reports.flush(options.timeout)

@@ -26,10 +26,10 @@ from typing import IO, NoReturn
 import numpy as np
 
 from ..backends.bundle import Bundle
-from ..ir import errors
-from ..ir.errors import PeerLost, PenstockError
+from ..ir.errors import PeerLost, VerifyError
 from .control import Arrays, Channel, Failed, Hosting, Join, Message, Ready, Record, Setup
-from .status import StatusBoard, describe_line
+from .status import Patience, StatusBoard, describe_line, is_stopped
+from .trouble import ending, error_of, named, others, place, reached
 
 # Importing and loading, beside the timeout for the group to meet.
 _START_SECONDS = 120.0
@@ -37,8 +37,9 @@ _START_SECONDS = 120.0
 _CAUSE_SECONDS = 1.5
 _TERMINATE_SECONDS = 2.0
 _POLL_SECONDS = 0.2
+# How long a rank may give no sign of life, and how long one that lives may keep another one waiting.
+HEARTBEAT, TIMEOUT = 10.0, 600.0
 
-_ERRORS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PenstockError)}
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TVM_NUM_THREADS")
 
 
@@ -50,7 +51,7 @@ def thread_environment(threads: int) -> dict[str, str]:
 class Workers:
     """The processes of one local run."""
 
-    def __init__(self, bundle: Bundle, setup: Setup) -> None:
+    def __init__(self, bundle: Bundle, setup: Setup, heartbeat: float = HEARTBEAT) -> None:
         self.bundle = bundle
         self.count = bundle.world_size
         self._board = StatusBoard(self.count)
@@ -62,6 +63,9 @@ class Workers:
         self._ending = False
         # Longer than any wait of a rank for another one, which has the better message.
         self._patience = 2 * setup.timeout + 10
+        self._silence = Patience(heartbeat)
+        # The directory of checkpoints, when there is one, for messages.
+        self.checkpoints: str | None = None
         try:
             for rank in range(self.count):
                 self._start(rank)
@@ -124,9 +128,12 @@ class Workers:
                     waiting.discard(rank)
 
     def _read(self, rank: int, channel: Channel) -> None:
-        while (received := channel.receive()) is not None:
-            self._messages.put((rank, *received))
-        self._messages.put((rank, None, {}))
+        try:
+            while (received := channel.receive()) is not None:
+                self._messages.put((rank, *received))
+            self._messages.put((rank, None, {}))
+        except VerifyError as error:
+            self._messages.put((rank, Failed(VerifyError.__name__, f"what rank {rank} says cannot be understood: {error}"), {}))
 
     # -------------------------------------------------------------------------------------------- talk
 
@@ -151,6 +158,10 @@ class Workers:
 
     def poll(self) -> tuple[int, Message, Arrays] | None:
         """The next message, or None after a short while without one. Raises when a worker failed, after ending all of them."""
+        self._silence.look()
+        silent = [rank for rank in range(self.count) if self._is_silent(rank)]
+        if silent:
+            self._fail(silent[0])
         try:
             rank, message, arrays = self._messages.get(timeout=_POLL_SECONDS)
         except queue.Empty:
@@ -164,6 +175,11 @@ class Workers:
         assert message is not None
         return rank, message, arrays
 
+    def _is_silent(self, rank: int) -> bool:
+        """Before the first heartbeat a process imports libraries, which may hold up all of its threads."""
+        heard = self._board.last_beat(rank)
+        return heard is not None and self._processes[rank].poll() is None and self._silence.over(heard)
+
     def receive(self) -> tuple[int, Message, Arrays]:
         """The next message. Ranks have deadlines of their own; when nobody moves for longer than those, the run is given up."""
         lines, moved = None, time.monotonic()
@@ -173,7 +189,7 @@ class Workers:
                 lines, moved = now, time.monotonic()
             elif time.monotonic() - moved > self._patience:
                 self.end()
-                listed = "; ".join(f"rank {rank} was at {describe_line(text)}" for rank, text in enumerate(now))
+                listed = "; ".join(others(dict(enumerate(now))))
                 raise PeerLost(
                     f"no rank got further for {self._patience:g} s; {listed}", where=self._place(0, now[0]), hint="give a longer --timeout"
                 )
@@ -221,7 +237,6 @@ class Workers:
 
     def _fail(self, rank: int | None = None, message: Failed | None = None) -> NoReturn:
         """Find the cause, end everybody, raise it."""
-        doing = [self._board.read(r) or "starting" for r in range(self.count)]
         reports: dict[int, Failed] = {} if rank is None or message is None else {rank: message}
         deadline = time.monotonic() + _CAUSE_SECONDS
         settled = False
@@ -236,43 +251,45 @@ class Workers:
                 break
             died = any(process.poll() is not None and r not in reports for r, process in enumerate(self._processes))
             settled = died or any(report.error != PeerLost.__name__ for report in reports.values())
+        doing = {r: self._board.read(r) or "starting" for r in range(self.count)}
         # Codes before anything is ended from here.
         codes = [process.poll() for process in self._processes]
         tails = [_tail(log) for log in self._logs]
+        # A stopped process is the cause of what its peers report, whether or not its silence has lasted long enough.
+        stopped = [r for r, process in enumerate(self._processes) if codes[r] is None and self._silence.limit and is_stopped(process.pid)]
+        silent = stopped or [r for r in range(self.count) if codes[r] is None and self._is_silent(r)]
+        note = reached(self._board.last_step(), self.checkpoints)
+        heard = {r: self._board.last_beat(r) for r in silent}
         self.end()
         dead = [r for r in range(self.count) if codes[r] is not None and r not in reports]
+        own = [r for r, report in reports.items() if report.error != PeerLost.__name__]
         if dead:
-            raise self._death(dead[0], codes[dead[0]], doing, tails[dead[0]])
+            raise self._death(dead[0], codes[dead[0]], doing, note, tails[dead[0]])
+        if silent and not own:
+            raise self._stillness(silent[0], heard[silent[0]], silent[0] in stopped, doing, note)
         first = min(reports, key=lambda r: (reports[r].error == PeerLost.__name__, r != rank), default=None)
         if first is None:
-            raise PeerLost(
-                "a control connection broke", where="launch", hint="; ".join(f"rank {r}: {text}" for r, text in enumerate(doing))
-            )
-        raise self._report(first, reports[first], doing)
+            raise PeerLost("; ".join(["a control connection broke", note, *others(doing)]), where="launch")
+        raise error_of(reports[first], self._place(first, doing[first]), doing, first, note)
 
     def _place(self, rank: int, action: str) -> str:
-        word = "action " if action[:1].isdigit() else ""
-        return f"rank {rank}, stage {self.bundle.rank(rank).stage}, {word}{action}"
+        return place(rank, self.bundle.rank(rank).stage, action)
 
-    def _death(self, rank: int, code: int | None, doing: list[str], tail: str) -> PeerLost:
+    def _named(self, rank: int) -> str:
+        return named(rank, self.bundle.rank(rank).stage, self._processes[rank].pid, socket.gethostname())
+
+    def _death(self, rank: int, code: int | None, doing: dict[int, str], note: str, tail: str) -> PeerLost:
         assert code is not None
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        others = "; ".join(f"rank {r} was at {text}" for r, text in enumerate(doing) if r != rank)
-        what = f"rank {rank} (stage {self.bundle.rank(rank).stage}, process {self._processes[rank].pid}) {how} during {describe_line(doing[rank])}"
+        what = f"{self._named(rank)} {ending(code)} during {describe_line(doing[rank])}"
         hint = "if memory ran out, use more stages or smaller microbatches" if code == -signal.SIGKILL else ""
-        return PeerLost(
-            what + (f"; {others}" if others else "") + (f"\n{tail}" if tail else ""), where=self._place(rank, doing[rank]), hint=hint
-        )
+        said = "; ".join([what, note, *others(doing, rank)]) + (f"\n{tail}" if tail else "")
+        return PeerLost(said, where=self._place(rank, doing[rank]), hint=hint)
 
-    def _report(self, rank: int, failed: Failed, doing: list[str]) -> PenstockError:
-        kind = _ERRORS.get(failed.error)
-        if kind is None:
-            return PenstockError(f"internal error:\n{failed.what}", where=self._place(rank, doing[rank]), hint="please report this")
-        if kind is PeerLost:
-            others = "; ".join(f"rank {r} was at {text}" for r, text in enumerate(doing) if r != rank)
-            return PeerLost(f"{failed.what}; {others}", where=failed.where or self._place(rank, doing[rank]), hint=failed.hint)
-        place = self._place(rank, doing[rank])
-        return kind(failed.what, where=f"{place}: {failed.where}" if failed.where else place, hint=failed.hint)
+    def _stillness(self, rank: int, heard: float | None, stopped: bool, doing: dict[int, str], note: str) -> PeerLost:
+        seconds = 0.0 if heard is None else time.monotonic() - heard
+        state = "is stopped" if stopped else "hangs"
+        what = f"{self._named(rank)} {state}: no sign of life for {seconds:.0f} s during {describe_line(doing[rank])}"
+        return PeerLost("; ".join([what, note, *others(doing, rank)]), where=self._place(rank, doing[rank]))
 
 
 def _tail(log: IO[bytes], lines: int = 12) -> str:

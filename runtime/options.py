@@ -19,15 +19,20 @@ import msgspec
 
 from ..backends.bundle import open_bundle
 from ..ir.errors import UsageError
+from ..ir.graph import NORM, Module
 from .control import DataSpec
 from .data import LAST
 from .hosts import check_world, in_group, place_of
-from .launch import thread_environment
+from .launch import HEARTBEAT, thread_environment
 
 # Milliseconds of a timeout have to fit into 32 bits in some system calls.
 LONGEST_TIMEOUT = 1e6
 # Steps times microbatches have to fit into 64 bits.
 _MOST_STEPS = 10**12
+# A busy machine may hold a process up for so long.
+SHORTEST_HEARTBEAT = 1.0
+NAN_POLICIES = ("stop", "skip", "warn")
+MOST_RESTARTS = 1000
 
 
 class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -45,16 +50,25 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     progress: bool
     lr: float | None = None
     rate: str | None = None
+    heartbeat: float = HEARTBEAT
+    nan: str = "warn"
+    max_restarts: int = 0
 
     def check(self) -> None:
         problems = []
         if not 1 <= self.steps <= _MOST_STEPS:
             problems.append(f"steps must be 1 to {_MOST_STEPS}, got {self.steps}")
-        problems += timeout_problems(self.timeout) + data_problems(self.data)
+        problems += timeout_problems(self.timeout, self.heartbeat) + data_problems(self.data)
         if self.checkpoint_every is not None and self.checkpoint is None:
             problems.append("--checkpoint-every needs --checkpoint DIR")
         if self.checkpoint_every is not None and not 1 <= self.checkpoint_every <= _MOST_STEPS:
             problems.append(f"--checkpoint-every must be 1 to {_MOST_STEPS}, got {self.checkpoint_every}")
+        if self.nan not in NAN_POLICIES:
+            problems.append(f"--nan must be {', '.join(NAN_POLICIES)}, got {self.nan!r}")
+        if not 0 <= self.max_restarts <= MOST_RESTARTS:
+            problems.append(f"--max-restarts must be 0 to {MOST_RESTARTS}, got {self.max_restarts}")
+        if self.max_restarts and in_group():
+            problems.append("--max-restarts is for local runs; here the launcher starts again (torchrun --max-restarts)")
         problems += self._path_problems()
         if problems:
             raise UsageError("; ".join(problems), where="run")
@@ -75,9 +89,9 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             problems += [f"{flag} {named[flag]} cannot be a file and the place of {other}" for other in inside]
         return sorted(problems)
 
-    def chunks(self, first: int) -> Iterator[int]:
+    def chunks(self, first: int, end: int) -> Iterator[int]:
         """Numbers of steps between checkpoints, which fall on multiples of `checkpoint_every` and on the end."""
-        done, end = first, first + self.steps
+        done = first
         every = self.checkpoint_every or self.steps
         while done < end:
             count = min(every - done % every if self.checkpoint_every else every, end - done)
@@ -85,10 +99,23 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             done += count
 
 
-def timeout_problems(timeout: float) -> list[str]:
-    if math.isfinite(timeout) and 0 < timeout <= LONGEST_TIMEOUT:
-        return []
-    return [f"the timeout must be more than 0 and at most {LONGEST_TIMEOUT:.0f} seconds, got {timeout:g}"]
+def timeout_problems(timeout: float, heartbeat: float = HEARTBEAT) -> list[str]:
+    problems = []
+    if not (math.isfinite(timeout) and 0 < timeout <= LONGEST_TIMEOUT):
+        problems.append(f"the timeout must be more than 0 and at most {LONGEST_TIMEOUT:.0f} seconds, got {timeout:g}")
+    if heartbeat != 0 and not (math.isfinite(heartbeat) and SHORTEST_HEARTBEAT <= heartbeat <= LONGEST_TIMEOUT):
+        limits = f"{SHORTEST_HEARTBEAT:g} to {LONGEST_TIMEOUT:.0f} seconds"
+        problems.append(f"the heartbeat must be {limits}, or 0 for none, got {heartbeat:g}")
+    return problems
+
+
+def nan_problems(policy: str, module: Module) -> list[str]:
+    """What speaks against a policy for losses and gradients that are not finite."""
+    if policy not in NAN_POLICIES:
+        return [f"--nan must be {', '.join(NAN_POLICIES)}, got {policy!r}"]
+    guarded = any(value.name == NORM for graph in module.graphs.values() for op in graph.ops for value in op.outs)
+    what = "--nan skip: the bundle leaves no update out; compile it with --skip-nonfinite, --clip or --precision f16"
+    return [] if policy != "skip" or guarded else [what]
 
 
 def data_problems(data: DataSpec) -> list[str]:

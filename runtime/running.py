@@ -2,7 +2,9 @@
 
     run_bundle("bundle/", data="train.npz", steps=1000, checkpoint="ckpt/")
 
-starts local workers; where a launcher such as torchrun started this process as one of several, it becomes its rank instead.
+starts local workers; where a launcher such as torchrun started this process as one of several, it becomes its rank instead. With `max_restarts`
+local workers are started again after a failure that may pass, from the newest checkpoint of this run, else from where it began: steps after that
+are run again, with the same numbers, and stand in the metrics once.
 """
 
 from __future__ import annotations
@@ -13,18 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..backends.bundle import open_bundle
+from ..ir.errors import PenstockError
 from ..ir.rates import Rate
 from .hosts import in_group
 from .job import Job, data_spec
+from .launch import HEARTBEAT, TIMEOUT
 from .metrics import Metrics
 from .options import RunOptions, become_rank
 from .program import microbatch_size
 from .trace import write_trace
+from .trouble import is_passing
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did. `losses` are those of its steps; `peak_bytes` the largest resident size of each rank."""
+    """What a run did. `losses` are those of its steps; `peak_bytes` the largest resident size of each rank; `restarts` how often it began again."""
 
     first_step: int
     losses: list[float]
@@ -32,6 +37,7 @@ class RunSummary:
     samples_per_second: float
     checkpoint: Path | None
     peak_bytes: list[int]
+    restarts: int = 0
 
 
 def run_bundle(
@@ -46,11 +52,14 @@ def run_bundle(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     resume: str | os.PathLike[str] | None = None,
-    timeout: float = 60.0,
+    timeout: float = TIMEOUT,
     trace: str | os.PathLike[str] | None = None,
     progress: bool = True,
     lr: float | None = None,
     rate: Rate | str | None = None,
+    heartbeat: float = HEARTBEAT,
+    nan: str = "warn",
+    max_restarts: int = 0,
 ) -> RunSummary:
     """Train for `steps` steps. Where torchrun or srun started this process, it becomes its rank and does not come back."""
     options = RunOptions(
@@ -66,31 +75,82 @@ def run_bundle(
         progress=progress,
         lr=lr,
         rate=None if rate is None else str(rate),
+        heartbeat=heartbeat,
+        nan=nan,
+        max_restarts=max_restarts,
     )
     options.check()
     if in_group():
         become_rank(options)
-    job = Job(open_bundle(path), timeout=timeout, data=options.data, resume=resume, trace=trace is not None, lr=lr, rate=rate)
-    with job:
-        for warning in job.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
-        first = job.steps_done
-        record = Metrics(
-            metrics, microbatch_size(job.module) * job.microbatches, first, first + steps, progress=progress, append=resume is not None
-        )
-        saved = None
+    run = _LocalRun(options)
+    while True:
         try:
-            record.start()
-            for count in options.chunks(first):
-                for step in job.steps_from_data(count):
-                    record.add(step)
-                if checkpoint is not None:
-                    saved = job.save(checkpoint)
-        finally:
-            record.close()
-    if trace is not None:
-        write_trace(Path(trace), job.traces)
-    return RunSummary(first, record.losses, record.seconds, record.samples_per_second, saved, job.peak_bytes)
+            return run.go_on()
+        except PenstockError as error:
+            if run.restarts == max_restarts or not is_passing(error):
+                raise
+            run.restart(error)
+
+
+class _LocalRun:
+    """A run on this machine, with what has to outlive its workers."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self.options = options
+        self.restarts = 0
+        self._saved: Path | None = None
+        self._first: int | None = None
+        self._losses: list[float] = []
+        self._seconds = 0.0
+
+    def go_on(self) -> RunSummary:
+        """Start workers and train to the end."""
+        options = self.options
+        resume = options.resume if self._saved is None else str(self._saved)
+        job = Job(
+            open_bundle(options.bundle),
+            timeout=options.timeout,
+            data=options.data,
+            resume=resume,
+            trace=options.trace is not None,
+            lr=options.lr,
+            rate=options.rate,
+            heartbeat=options.heartbeat,
+            nan=options.nan,
+        )
+        job.workers.checkpoints = options.checkpoint if self._saved is not None else None
+        with job:
+            for warning in job.warnings if not self.restarts else ():
+                print(f"warning: {warning}", file=sys.stderr)
+            start = job.steps_done
+            self._first = start if self._first is None else self._first
+            end = self._first + options.steps
+            del self._losses[start - self._first :]
+            again = options.resume is not None or self.restarts > 0
+            samples = microbatch_size(job.module) * job.microbatches
+            record = Metrics(options.metrics, samples, start, end, progress=options.progress, append=again)
+            try:
+                record.start()
+                for count in options.chunks(start, end):
+                    for step in job.steps_from_data(count):
+                        record.add(step)
+                    if options.checkpoint is not None:
+                        self._saved = job.save(options.checkpoint)
+            finally:
+                record.close()
+                self._losses += record.losses
+                self._seconds += record.seconds
+        if options.trace is not None:
+            write_trace(Path(options.trace), job.traces)
+        rate = len(self._losses) * samples / max(self._seconds, 1e-9)
+        return RunSummary(self._first, self._losses, self._seconds, rate, self._saved, job.peak_bytes, self.restarts)
+
+    def restart(self, error: PenstockError) -> None:
+        """Say what happened, and what happens next."""
+        self.restarts += 1
+        place = f"checkpoint {self._saved}" if self._saved is not None else "where the run began"
+        print(f"penstock: error: {error}", file=sys.stderr)
+        print(f"penstock: restart {self.restarts} of {self.options.max_restarts}, from {place}", file=sys.stderr, flush=True)
 
 
 def _absolute(path: str | os.PathLike[str] | None) -> str | None:

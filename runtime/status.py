@@ -1,6 +1,9 @@
-"""What every rank is doing, in memory that the launcher shares with its workers: one line of text per rank, written without a system call.
+"""What every rank is doing, in memory that the launcher shares with its workers: a line of text per rank, the time of its last heartbeat, and the
+steps it has finished, written without a system call.
 
 The file has no name and is inherited as a descriptor, so nothing is left behind. A line may be read while it is written: it serves messages.
+The heart is a thread: it beats while kernels compute, however long, and stops with its process. So silence means that a process is stopped, dead
+or starved, and never that it is slow. Times are those of the host's monotonic clock.
 """
 
 from __future__ import annotations
@@ -8,10 +11,18 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
+import time
+from pathlib import Path
 
 from ..ir.schedule import RECEIVES, Action
 
+# Text, then a double with the time of the last heartbeat and one with the number of finished steps.
 _LINE = 128
+_SLOT = 192
+_BEAT, _STEPS = _LINE // 8, _LINE // 8 + 1
+# Seconds between two heartbeats.
+BEAT_SECONDS = 0.25
 _WORDS = {
     "F": "forward of microbatch",
     "B": "backward of microbatch",
@@ -51,7 +62,9 @@ class Status:
 
     def __init__(self, descriptor: int | None, rank: int) -> None:
         self._memory = None if descriptor is None else mmap.mmap(descriptor, 0)
-        self._start = rank * _LINE
+        self._start = rank * _SLOT
+        # Numbers are aligned and written at once.
+        self._numbers = None if self._memory is None else memoryview(self._memory)[self._start : self._start + _SLOT].cast("d")
         self.text = ""
 
     def show(self, doing: Action | str | None) -> None:
@@ -59,22 +72,79 @@ class Status:
         if self._memory is not None:
             self._memory[self._start : self._start + _LINE] = self.text.encode()[:_LINE].ljust(_LINE)
 
+    def finish(self, step: int) -> None:
+        """A step is finished; they count from 0."""
+        if self._numbers is not None:
+            self._numbers[_STEPS] = step + 1.0
+
+    def beat(self) -> None:
+        if self._numbers is not None:
+            self._numbers[_BEAT] = time.monotonic()
+
+    def start_heart(self) -> None:
+        """Beat from now on."""
+        threading.Thread(target=self._live, name="heart", daemon=True).start()
+
+    def _live(self) -> None:
+        while True:
+            self.beat()
+            time.sleep(BEAT_SECONDS)
+
 
 class StatusBoard:
     """All lines, on the launcher's side."""
 
     def __init__(self, ranks: int) -> None:
         self._file = tempfile.TemporaryFile(prefix="penstock-status-")  # noqa: SIM115 closed by close()
-        os.truncate(self._file.fileno(), ranks * _LINE)
-        self._memory = mmap.mmap(self._file.fileno(), ranks * _LINE)
+        os.truncate(self._file.fileno(), ranks * _SLOT)
+        self._memory = mmap.mmap(self._file.fileno(), ranks * _SLOT)
+        self._numbers = memoryview(self._memory).cast("d")
 
     @property
     def descriptor(self) -> int:
         return self._file.fileno()
 
     def read(self, rank: int) -> str:
-        return self._memory[rank * _LINE : (rank + 1) * _LINE].strip(b" \0").decode("ascii", "replace")
+        return self._memory[rank * _SLOT : rank * _SLOT + _LINE].strip(b" \0").decode("ascii", "replace")
+
+    def last_beat(self, rank: int) -> float | None:
+        """When a rank gave its last sign of life; None before the first."""
+        return self._numbers[rank * _SLOT // 8 + _BEAT] or None
+
+    def last_step(self) -> int | None:
+        """The newest step that a rank has finished in this run."""
+        newest = max(int(self._numbers[start // 8 + _STEPS]) for start in range(0, len(self._memory), _SLOT))
+        return newest - 1 if newest else None
 
     def close(self) -> None:
+        self._numbers.release()
         self._memory.close()
         self._file.close()
+
+
+class Patience:
+    """Tells who was silent for too long. Time in which the watcher itself did not look (it slept, its caller was busy, the machine stood still)
+    is nobody's fault and does not count. No limit (0) is endless patience."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._since = self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """To be called several times per second, and before every `over`."""
+        now = time.monotonic()
+        if now - self._looked > self.limit / 3:
+            self._since = now
+        self._looked = now
+
+    def over(self, heard: float) -> bool:
+        """Whether what was last heard then has been silent for too long."""
+        return 0 < self.limit < self._looked - max(heard, self._since)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is there and does not run, because of a signal or a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False

@@ -121,6 +121,7 @@ class Worker:
             tables=self.tables,
             offset=setup.offset,
             key=setup.key,
+            stop_at_nan=setup.nan == "stop",
         )
         status.show(None)
 
@@ -329,8 +330,12 @@ class Commands:
             return None
 
     def _read(self) -> None:
-        while (message := self._channel.receive()) is not None:
-            self._queue.put(message)
+        try:
+            while (message := self._channel.receive()) is not None:
+                self._queue.put(message)
+        except VerifyError as error:
+            self._channel.send(describe_failure(error))
+            os._exit(error.exit_code)
         os._exit(1)
 
     def _watch(self, parent: int) -> None:
@@ -369,6 +374,7 @@ def main(argv: list[str] | None = None) -> None:
     channel = Channel(socket.socket(fileno=arguments.control))
     status = Status(arguments.status, rank)
     status.show("starting")
+    status.start_heart()
     commands = Commands(channel, arguments.parent)
 
     def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:

@@ -153,7 +153,31 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--checkpoint-every", type=_positive, metavar="N", help="steps between checkpoints")
     run.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in this directory")
     run.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="give up when a peer keeps a rank waiting this long (default: 60)"
+        "--heartbeat",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="a rank without a sign of life for so long is lost; 0: never (default: 10)",
+    )
+    run.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="give up when a peer that lives keeps a rank waiting this long (default: 600)",
+    )
+    run.add_argument(
+        "--nan",
+        choices=("stop", "skip", "warn"),
+        default="warn",
+        help="a loss or gradient that is not finite: end the run, insist on a bundle that leaves such updates out, or warn (default: warn)",
+    )
+    run.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="start the workers again after a failure, from the newest checkpoint, up to N times (default: 0; under torchrun that is its option)",
     )
     run.add_argument("--trace", metavar="FILE", help="write a Chrome trace of every action")
 
@@ -270,6 +294,10 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
     return int(text)
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _seed(text: str) -> int:

@@ -294,6 +294,9 @@ def run_command(arguments: Namespace) -> None:
         checkpoint_every=arguments.checkpoint_every,
         resume=arguments.resume,
         timeout=arguments.timeout,
+        heartbeat=arguments.heartbeat,
+        nan=arguments.nan,
+        max_restarts=arguments.max_restarts,
         trace=arguments.trace,
     )
 

@@ -115,4 +115,4 @@ def test_times_for_people(seconds, text):
 )
 def test_checkpoints_fall_on_multiples_and_on_the_end(steps, every, first, chunks):
     options = RunOptions("b", control.DataSpec(), steps, None, "ckpt", None, None, every, 60.0, False)
-    assert list(options.chunks(first)) == chunks
+    assert list(options.chunks(first, first + options.steps)) == chunks

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -13,14 +17,19 @@ from collections import deque
 from itertools import cycle
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.backends.bundle import Bundle, open_bundle
-from penstock.ir.errors import PeerLost, VerifyError
-from penstock.runtime.control import DataSpec, Run, Stop
+from penstock.ir.errors import PeerLost, UsageError, VerifyError
+from penstock.runtime.control import Channel, DataSpec, Failed, Run, Stop
 from penstock.runtime.job import Job
+from penstock.runtime.launch import HEARTBEAT
+from penstock.runtime.running import run_bundle
+from penstock.runtime.status import Patience
+from penstock.runtime.trouble import error_of, waits_for
 
-from .conftest import is_running, make_batches
+from .conftest import ROWS, is_running, make_batches
 
 BOUND = 15.0
 
@@ -32,9 +41,9 @@ def wait_until(condition, seconds=BOUND):
     return condition()
 
 
-def lose(bundle, rank, number, timeout):
+def lose(bundle, rank, number, timeout, heartbeat=HEARTBEAT):
     """Train, send a signal to one worker in the middle; the error and the seconds until it came."""
-    job = Job(bundle, timeout=timeout)
+    job = Job(bundle, timeout=timeout, heartbeat=heartbeat)
     pids = job.workers.process_ids()
     losses = job.run(cycle(make_batches(4, 3)))
     for _ in range(5):
@@ -85,11 +94,139 @@ def test_a_killed_worker(bundle_of, rank):
     assert error.where.startswith(f"rank {rank}, stage {rank}, action {rank}")
 
 
-def test_a_worker_that_hangs(bundle_of):
-    error, seconds = lose(bundle_of(3, "2bw", 3), 1, signal.SIGSTOP, timeout=3)
+def test_a_worker_that_is_stopped(bundle_of):
+    """Its peers would wait for a long time, but it has no heartbeat."""
+    error, seconds = lose(bundle_of(3, "2bw", 3), 1, signal.SIGSTOP, timeout=600, heartbeat=2)
+    assert seconds < BOUND
+    assert re.search(r"rank 1 \(stage 1, process \d+ on .*\) is stopped: no sign of life for \d s during 1", error.what)
+    assert "; last finished step " in error.what
+    assert error.where.startswith("rank 1, stage 1, action 1")
+
+
+def test_without_heartbeats_only_the_timeout_finds_it(bundle_of):
+    error, seconds = lose(bundle_of(3, "2bw", 3), 1, signal.SIGSTOP, timeout=3, heartbeat=0)
     assert seconds < BOUND
     assert "rank 1 (stage 1) did not answer within 3 s; waited for" in str(error)
     assert "rank 1), which carries %h" in str(error)
+
+
+def test_a_slow_worker_lives(bundle_of):
+    """One computation takes longer than any silence would be borne."""
+    with Job(bundle_of(2, "1f1b", 2), timeout=60, heartbeat=1, pace={"F": 1.5}) as job:
+        assert len(list(job.run(make_batches(1, 2)))) == 1
+
+
+def test_a_silence_that_is_the_watchers_own():
+    """Time in which nobody looked does not count."""
+    patience = Patience(3.0)
+    heard = time.monotonic() - 100
+    patience._since = patience._looked = time.monotonic() - 50
+    patience.look()
+    assert not patience.over(heard)
+    patience._since -= 4
+    patience.look()
+    assert patience.over(heard)
+    assert not patience.over(time.monotonic())
+    endless = Patience(0)
+    endless._since -= 1e6
+    endless.look()
+    assert not endless.over(heard)
+
+
+def test_who_waits_for_whom():
+    doing = {0: "0RB3<1", 1: "1RB3<2", 2: "2F5@1", 3: "idle"}
+    assert waits_for(0, doing) == 2
+    assert waits_for(3, doing) == 3
+    assert waits_for(0, {0: "0RB3<1", 1: "1RF3<0"}) == 1
+    failed = Failed("PeerLost", "rank 1 did not answer")
+    error = error_of(failed, "rank 0", doing, 0, "last finished step 4")
+    assert str(error).startswith("rank 0: rank 1 did not answer; all wait for rank 2, which was at 2F5@1 (forward of microbatch 5); last")
+
+
+@pytest.mark.parametrize("data", [struct.pack("<II", 3, 0) + b"abc", struct.pack("<II", 2**31, 0)])
+def test_a_damaged_message(bundle_of, data):
+    """Both ends of the control connection refuse what is no message, and say so."""
+    job = Job(bundle_of(2, "1f1b", 2), timeout=20)
+    pids = job.workers.process_ids()
+    job.workers._channels[1]._socket.sendall(data)
+    with pytest.raises(VerifyError, match="a damaged message") as caught:
+        job.workers.receive()
+    assert caught.value.where.startswith("rank 1")
+    assert not [pid for pid in pids if is_running(pid)]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(data)
+        with pytest.raises(VerifyError, match="a damaged message"):
+            Channel(theirs).receive()
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory):
+    """Data whose seventh batch has a nan in it."""
+    batches = make_batches(12, 2)
+    arrays = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    arrays["x"][6 * ROWS * 2] = np.nan
+    path = tmp_path_factory.mktemp("spoiled") / "data.npz"
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def test_a_loss_that_is_not_finite(bundle_of, spoiled, tmp_path):
+    """`stop` ends the run at that step, before a checkpoint of it; `warn` goes on; `skip` needs a bundle that can."""
+    options = {"data": spoiled, "steps": 12, "timeout": 20, "progress": False, "checkpoint": tmp_path / "ckpt", "checkpoint_every": 3}
+    path = bundle_of(2, "2bw", 2).path
+    with pytest.raises(VerifyError, match="step 6 has a loss nan") as caught:
+        run_bundle(path, nan="stop", max_restarts=3, **options)
+    assert caught.value.where.startswith("rank 1, stage 1, action 1U")
+    assert (tmp_path / "ckpt" / "latest").read_text() == "step-000006\n"
+    assert len(run_bundle(path, **options).losses) == 12
+    with pytest.raises(UsageError, match="the bundle leaves no update out"):
+        run_bundle(path, nan="skip", **options)
+
+
+class Killer:
+    """Stands in for the message that a step is finished, and loses a worker where it is told to."""
+
+    def __init__(self, monkeypatch, rank, number, at):
+        self.at, self.found, self.lost = list(at), [], []
+        original = Job.steps_from_data
+
+        def steps(job, count):
+            self.found.append(job.workers.process_ids())
+            for step in original(job, count):
+                victim = job.workers.process_ids()[rank]
+                if step.step in self.at and victim not in self.lost:
+                    self.at.remove(step.step)
+                    self.lost.append(victim)
+                    os.kill(victim, number)
+                yield step
+
+        monkeypatch.setattr(Job, "steps_from_data", steps)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "2bw"])
+def test_recovery(bundle_of, tmp_path, monkeypatch, capfd, kind):
+    """Killed before and after the first checkpoint, and stopped: the run computes what it would have anyway, and tells each step once."""
+    path = bundle_of(2, kind, 2).path
+    options = {"steps": 12, "timeout": 60, "heartbeat": 2, "progress": False, "checkpoint_every": 4}
+    expected = run_bundle(path, steps=12, timeout=60, progress=False)
+    killer = Killer(monkeypatch, 1, signal.SIGKILL if kind == "1f1b" else signal.SIGSTOP, [2, 6])
+    found = run_bundle(path, checkpoint=tmp_path / "ckpt", metrics=tmp_path / "m.jsonl", max_restarts=2, **options)
+    assert found.losses == expected.losses
+    assert found.restarts == 2
+    records = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(12))
+    assert [record["loss"] for record in records] == expected.losses
+    said = capfd.readouterr().err
+    assert "restart 1 of 2, from where the run began" in said
+    assert "restart 2 of 2, from checkpoint" in said
+    assert not [pid for pids in killer.found for pid in pids if is_running(pid)]
+
+
+def test_no_more_restarts_than_asked_for(bundle_of, tmp_path, monkeypatch):
+    Killer(monkeypatch, 0, signal.SIGKILL, [2, 3, 4])
+    with pytest.raises(PeerLost, match="was killed by SIGKILL"):
+        run_bundle(bundle_of(2, "1f1b", 2).path, steps=8, timeout=60, progress=False, max_restarts=1)
 
 
 def test_a_worker_that_hangs_alone(bundle_of):
