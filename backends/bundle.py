@@ -45,6 +45,7 @@ from ..ir.graph import Module, Var, signature
 from ..ir.schedule import COMPUTE
 from ..ir.text import parse_module, print_module
 from ..ir.types import dtype_of
+from .interface import BACKENDS
 from .tensor_file import write_tensors
 
 FORMAT = 1
@@ -53,6 +54,7 @@ PLAN, CLUSTER = "plan.json", "cluster.toml"
 SOURCE, NAMES, STRUCTURE, REST = "source", "source/names.json", "source/model.onnx", "source/rest.safetensors"
 _TOOLS = ("penstock", "apache-tvm", "apache-tvm-ffi", "numpy", "torch", "onnx")
 _CHUNK = 1 << 22
+_MOST_THREADS = 1 << 16
 
 
 class FileEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -100,17 +102,31 @@ class Bundle:
 
     @cached_property
     def module(self) -> Module:
-        return parse_module((self.path / MODULE).read_text(encoding="utf-8"), str(self.path / MODULE))
+        found = _read_module(self.path / MODULE)
+        # A manifest and a module that were not written together would start ranks that do not know what to do.
+        told = [(entry.stage, entry.device) for entry in self.manifest.ranks]
+        numbers = [stage.index for stage in found.stages]
+        if numbers != list(range(len(numbers))) or told != list(zip(found.rank_stages(), found.rank_devices(), strict=True)):
+            raise VerifyError(
+                f"{MANIFEST} lists other ranks than {MODULE}", where=str(self.path), hint="compile it again, or copy it again"
+            )
+        return found
 
     @cached_property
     def reference(self) -> Module | None:
         """The model before it was cut into stages, when the bundle has it."""
         path = self.path / REFERENCE
-        return parse_module(path.read_text(encoding="utf-8"), str(path)) if REFERENCE in self.manifest.files else None
+        return _read_module(path) if REFERENCE in self.manifest.files else None
 
     @cached_property
     def plan(self) -> dict[str, Any]:
-        return json.loads((self.path / PLAN).read_bytes())  # type: ignore[no-any-return]
+        try:
+            found = json.loads((self.path / PLAN).read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise VerifyError(f"{PLAN}: {error}", where=str(self.path)) from error
+        if not isinstance(found, dict):
+            raise VerifyError(f"{PLAN}: expected an object", where=str(self.path))
+        return found
 
     @cached_property
     def source_names(self) -> dict[str, list[str]] | None:
@@ -120,7 +136,7 @@ class Bundle:
         path = self.path / NAMES
         try:
             return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise VerifyError(str(error), where=str(path)) from error
 
     @property
@@ -385,6 +401,14 @@ def open_bundle(path: str | os.PathLike[str], rank: int | None = None) -> Bundle
     return Bundle(root, manifest)
 
 
+def _read_module(path: Path) -> Module:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise VerifyError(f"is no text: {error}", where=str(path)) from error
+    return parse_module(text, str(path))
+
+
 def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -433,7 +457,7 @@ def _read_manifest(root: Path) -> Manifest:
         if version != FORMAT:
             raise refuse(f"bundle format {version!r}, this version reads format {FORMAT}", "compile the model again")
         return msgspec.json.decode(text, type=Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise refuse(f"{MANIFEST}: {error}") from error
 
 
@@ -449,7 +473,14 @@ def _names_for(manifest: Manifest, rank: int | None) -> list[str]:
 def _structure_problems(root: Path, manifest: Manifest) -> list[str]:
     problems = [f"{name!r}: not a relative name inside the bundle" for name in manifest.files if not contained(name)]
     problems += [f"{name}: not listed" for name in (MODULE, PLAN) if name not in manifest.files]
+    if manifest.backend not in BACKENDS:
+        problems.append(f"unknown back end {manifest.backend!r}, expected one of {', '.join(BACKENDS)}")
+    problems += [] if manifest.ranks else ["no ranks are listed"]
     for i, entry in enumerate(manifest.ranks):
+        if not 1 <= entry.threads <= _MOST_THREADS:
+            problems.append(f"rank {i}: {entry.threads} threads, expected 1 to {_MOST_THREADS}")
+        if _weights_name(entry.stage) not in entry.files:
+            problems.append(f"rank {i}: does not list {_weights_name(entry.stage)}")
         problems += [f"rank {entry.rank}: expected rank {i} here"] if entry.rank != i else []
         problems += [f"rank {i}: needs {name!r}, which is not listed" for name in entry.files if name not in manifest.files]
     if not problems:

@@ -66,14 +66,17 @@ def map_tensors(path: Path) -> dict[str, np.ndarray]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(length if length <= path.stat().st_size else 0))
+            size = path.stat().st_size
+            header: dict[str, Any] = json.loads(file.read(length if length <= size else 0))
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
             dtype, shape, (start, end) = dtypes[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            if any(type(n) is not int or n < 0 for n in (*shape, start, end)) or 8 + length + end > size:
+                raise ValueError(f"{name} has the shape {list(shape)} and lies at {start} to {end}")
             if prod(shape) * dtype.itemsize != end - start:
                 raise ValueError(f"{name} has {end - start} bytes")
             found[name] = np.memmap(path, dtype, "r", 8 + length + start, shape) if end > start else np.zeros(shape, dtype)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise VerifyError(f"not a readable safetensors file: {error}", where=str(path)) from error
     return found

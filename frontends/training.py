@@ -41,6 +41,7 @@ from penstock.ir.ops import make
 from penstock.ir.optimizers import SGD, Group, Optimizer, load_group, load_optimizer, sort_into
 from penstock.ir.rates import Constant, Rate, rate_of
 from penstock.ir.renames import accepted, shown
+from penstock.ir.schedule import MOST_MICROBATCHES
 from penstock.ir.settings import pick
 from penstock.ir.types import FLOATS, TensorType
 
@@ -75,8 +76,8 @@ class Training:
         wrong = []
         if self.loss not in ("cross_entropy", "mse") and not named:
             wrong.append(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
-        if self.microbatches < 1:
-            wrong.append(f"microbatches must be 1 or more, got {self.microbatches}")
+        if not 1 <= self.microbatches <= MOST_MICROBATCHES:
+            wrong.append(f"microbatches must be 1 to {MOST_MICROBATCHES}, got {self.microbatches}")
         if not 0 <= self.seed < 2**32:
             wrong.append(f"seed must be 0 to 2^32 - 1, got {self.seed}")
         if self.precision not in PRECISIONS:
@@ -118,7 +119,7 @@ def load_training(path: str | Path, loss: str | None = None) -> Training:
             table = tomllib.load(stream)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=where) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of numbers with thousands of digits, too
         raise UsageError(f"not a TOML file: {error}", where=where) from error
     problems: list[str] = []
     kinds = {

@@ -80,7 +80,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     try:
         text = Path(path).read_text(encoding="utf-8")
         data = _load_yaml(text) if str(path).endswith((".yaml", ".yml")) else tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # of numbers with thousands of digits, too
         raise UsageError(f"cannot read the cluster: {error}", where=str(path)) from error
     return _Reader(str(path)).read(data)
 

@@ -204,7 +204,7 @@ class Group:
             wrong.append("an empty pattern would match every parameter")
         try:
             re.compile(self.name)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             wrong.append(f"bad pattern {self.name!r}: {error}")
         if self.kind is not None and self.kind not in OPTIMIZERS:
             wrong.append(f"kind must be one of {', '.join(OPTIMIZERS)}, got {self.kind!r}")

@@ -27,6 +27,8 @@ from typing import NamedTuple
 
 KINDS = ("F", "B", "W", "P", "N", "U", "SF", "RF", "SB", "RB", "SP", "RP", "SN", "RN", "AR", "D")
 COMPUTE = ("F", "B", "W", "P", "N", "U")
+# Of a batch: lists of actions are written out.
+MOST_MICROBATCHES = 1 << 16
 # Computations whose results travel to other stages, and which computations take them there.
 PHASES = ("F", "B", "P", "N")
 TAKERS = {"F": ("F",), "B": ("B",), "P": ("N", "U"), "N": ("U",)}

@@ -77,7 +77,7 @@ def parse_pipeline(text: str, table: dict[str, Pass]) -> list[Call]:
         match = _CALL.match(text, at)
         if match is None:
             raise UsageError(
-                f"cannot read the pipeline at {text[at:]!r}, expected pass{{option=value,...}} separated by commas", where="-p"
+                f"cannot read the pipeline at {text[at : at + 60]!r}, expected pass{{option=value,...}} separated by commas", where="-p"
             )
         at = match.end()
         if match[1] not in table:

@@ -127,8 +127,10 @@ def read_index(checkpoint: Path) -> Index:
             readable = " and ".join(map(str, READABLE))
             raise VerifyError(f"checkpoint format {version!r}, this version reads formats {readable}", where=str(checkpoint))
         index = msgspec.json.decode(text, type=Index)
-    except (msgspec.MsgspecError, ValueError, AttributeError) as error:
+    except (msgspec.MsgspecError, ValueError, AttributeError, RecursionError) as error:
         raise VerifyError(f"{INDEX}: {error}", where=str(checkpoint)) from error
+    if not 0 <= index.step < 2**63:
+        raise VerifyError(f"{INDEX}: {index.step} is no number of steps", where=str(checkpoint))
     outside = [name for name in index.files if not contained(name)]
     if outside:
         raise VerifyError(f"{INDEX}: {outside[0]!r} is not a name inside the checkpoint", where=str(checkpoint))

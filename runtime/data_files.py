@@ -19,6 +19,7 @@ import os
 import re
 import stat
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Container, Mapping
@@ -44,7 +45,7 @@ _SUFFIX = re.compile(r"(?P<path>.+):(?P<width>u16|u32)(?:\+(?P<shift>[01]))?")
 _NAMED = re.compile(r",(?=[^,=]+=)")
 # What anything may raise that reads a damaged file.
 _UNREADABLE = (OSError, ValueError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, struct.error, NotImplementedError, RuntimeError,
-               MemoryError, OverflowError, SyntaxError, TypeError)  # fmt: skip
+               MemoryError, OverflowError, SyntaxError, TypeError, tokenize.TokenError)  # fmt: skip
 WRITES = "numpy.savez(FILE, input_name=array, ...) writes such a file"
 
 

@@ -32,6 +32,7 @@ from ..ir import machine
 from ..ir.cluster import HOST_TO_DEVICE, OTHER_HOST, SAME_HOST, Cluster, Device, Host, Link, LinkClass, device_of_gpu
 from ..ir.errors import PenstockError, UsageError
 from .children import failure, outputs
+from .hosts import in_group, place_of
 from .launch import thread_environment
 from .wires import Wire, fit, measure_loopback, measure_pairs
 from .yardsticks import Rates, compile_yardsticks
@@ -84,7 +85,8 @@ def examine(threads: Sequence[int] = (), count: int | None = None, say: Say = la
     """Measure this machine, and with the hosts of a group that torchrun started, all of them; None on all ranks but the first."""
     begin = time.monotonic()
     planned = Cluster.local(count, threads)
-    joined = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    # Before anything is measured: what a launcher says may be wrong.
+    joined = in_group() and place_of().world > 1
     host = _examine_host(planned, say, timeout)
     if not joined:
         return Report((host,), cluster_of((host,), {}), {}, time.monotonic() - begin)

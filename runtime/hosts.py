@@ -105,7 +105,7 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place:
         hint = "SLURM_NODELIST and SLURM_JOB_ID say where the group meets, else MASTER_ADDR and MASTER_PORT have to"
     problems = [f"{name} is not set" for name, text in found.items() if not text]
     numbers = {name: text for name, text in {**found, "LOCAL_RANK": local}.items() if name != "MASTER_ADDR" and text}
-    problems += [f"{name} is {text!r}, expected a number" for name, text in numbers.items() if not (text.isascii() and text.isdecimal())]
+    problems += [f"{name} is {text[:40]!r}, expected a number" for name, text in numbers.items() if not re.fullmatch("[0-9]{1,18}", text)]
     if not problems:
         rank, world, port_number = int(found["RANK"]), int(found["WORLD_SIZE"]), int(found["MASTER_PORT"])
         if rank >= world:

@@ -44,7 +44,7 @@ def cache_bound() -> int:
     text = os.environ.get("PENSTOCK_CACHE_SIZE", "")
     if not text:
         return _BOUND
-    match = re.fullmatch(r"(\d+) *(|KiB|MiB|GiB)", text)
+    match = re.fullmatch(r"([0-9]{1,30}) *(|KiB|MiB|GiB)", text)
     if match is None:
         raise UsageError(f"bad PENSTOCK_CACHE_SIZE {text!r}", hint="bytes, or a number with KiB, MiB or GiB, e.g. 500MiB")
     return int(match[1]) * _UNITS[match[2]]

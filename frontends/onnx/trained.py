@@ -35,7 +35,7 @@ class Trained:
         for flag, text in (("frozen", frozen), ("trained", trained)):
             try:
                 pattern = re.compile(text) if text else None
-            except re.error as error:
+            except (re.error, RecursionError, OverflowError) as error:
                 raise UsageError(f"--{flag} {text!r} is not a regular expression: {error}", where=str(source.path)) from error
             if pattern is not None and not any(map(pattern.search, floating)):
                 raise UsageError(f"--{flag} {text!r} matches no floating-point initializer", where=str(source.path))

@@ -65,7 +65,7 @@ def import_torch(
 def _pattern(frozen: str | None, where: str) -> re.Pattern[str] | None:
     try:
         return re.compile(frozen) if frozen else None
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise UsageError(f"frozen {frozen!r} is not a regular expression: {error}", where=where) from error
 
 

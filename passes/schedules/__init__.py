@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ...ir.errors import UsageError
 from ...ir.graph import Module
-from ...ir.schedule import PER_BATCH, Action, Program, Schedule
+from ...ir.schedule import MOST_MICROBATCHES, PER_BATCH, Action, Program, Schedule
 from ..late_updates import update_late
 from . import delayed_2bw, eager_2bw, flush_1f1b, forward, gpipe, zero_bubble
 from .dealing import Shares, deal, forwards_ahead, shares_of, weights_behind
@@ -49,8 +49,7 @@ def build_schedule(kind: str, stages: int, microbatches: int, shares: Shares = (
     row = SCHEDULES.get(kind)
     if row is None:
         raise UsageError(f"unknown schedule {kind!r}, expected one of {', '.join(SCHEDULES)}", where="schedule")
-    if stages < 1 or microbatches < 1:
-        raise UsageError(f"needs at least one stage and one microbatch, got {stages} and {microbatches}", where="schedule")
+    _check_size(stages, microbatches)
     dealt = [deal(share) for share in shares or [(microbatches,)] * stages]
     programs = [
         _own_part(row.order(Place(stage, ahead, behind), microbatches), set(own), microbatches)
@@ -58,6 +57,13 @@ def build_schedule(kind: str, stages: int, microbatches: int, shares: Shares = (
         for own, ahead, behind in zip(*columns, strict=True)
     ]
     return Schedule(kind, microbatches, dict(enumerate(programs)))
+
+
+def _check_size(stages: int, microbatches: int) -> None:
+    if stages < 1 or microbatches < 1:
+        raise UsageError(f"needs at least one stage and one microbatch, got {stages} and {microbatches}", where="schedule")
+    if microbatches > MOST_MICROBATCHES:
+        raise UsageError(f"a batch has at most {MOST_MICROBATCHES} microbatches, got {microbatches}", where="schedule")
 
 
 def _own_part(program: Program, own: Set[int], microbatches: int) -> Program:
@@ -75,8 +81,7 @@ def _own_part(program: Program, own: Set[int], microbatches: int) -> Program:
 def schedule(module: Module, options: ScheduleOptions) -> Module:
     """Give every rank its computations. A stage without a backward, weight gradient or update graph gets no such action."""
     ranks = [len(module.devices_of(s.index)) for s in module.stages]
-    if not ranks or options.microbatches < 1:
-        raise UsageError(f"needs at least one stage and one microbatch, got {len(ranks)} and {options.microbatches}", where="schedule")
+    _check_size(len(ranks), options.microbatches)
     shares = shares_of(options.shares, ranks, options.microbatches)
     found = build_schedule(options.kind, len(ranks), options.microbatches, shares)
     trainable = any(module.stage_graph(s.index, "B") for s in module.stages)

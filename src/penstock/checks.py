@@ -25,6 +25,7 @@ from penstock.ir.graph import Module
 from penstock.ir.interp import DictStore, initial_arrays, run_graph, run_recurrence
 from penstock.ir.numpy_ops import F64, TYPED
 from penstock.ir.types import UNIT_ROUNDOFF
+from penstock.ir.verify import check
 from penstock.terminal import say, table
 
 Arrays = Mapping[str, np.ndarray]
@@ -136,6 +137,8 @@ def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float | None) 
     reference = bundle.reference
     if reference is None:
         raise VerifyError("the bundle holds no reference model to compare with", where=path, hint="compile it again")
+    for module in (bundle.module, reference):
+        check(module, tuple(dict.fromkeys(("typed", *module.facts))))
     weights = _all_weights(bundle)
     if "B" in reference.graphs:
         return _verify_training(bundle, reference, weights, steps, seed, tolerance)
@@ -143,9 +146,9 @@ def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float | None) 
 
 
 def _all_weights(bundle: Bundle) -> dict[str, np.ndarray]:
-    from safetensors.numpy import load_file
+    from penstock.backends.tensor_file import map_tensors
 
-    return {name: array for stage in bundle.module.stages for name, array in load_file(bundle.weights_file(stage.index)).items()}
+    return {name: array for stage in bundle.module.stages for name, array in map_tensors(bundle.weights_file(stage.index)).items()}
 
 
 def delay_of(module: Module) -> int:

@@ -16,14 +16,15 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from penstock import __version__
-from penstock.ir.errors import PenstockError, UsageError
+from penstock.ir.errors import DoesNotFit, PenstockError, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit code."""
     words = [_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
+    verbose = bool(os.environ.get("PENSTOCK_TRACEBACK")) or "-v" in words or "--verbose" in words
     with _terminated_in_order():
-        return _run(words)
+        return _run(words, verbose)
 
 
 @contextmanager
@@ -39,14 +40,14 @@ def _terminated_in_order() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], verbose: bool) -> int:
     try:
         arguments = parse(words)
         from penstock import commands
 
         return int(getattr(commands, arguments.command.replace("-", "_") + "_command")(arguments) or 0)
     except PenstockError as error:
-        if os.environ.get("PENSTOCK_TRACEBACK"):
+        if verbose:
             raise
         print(f"penstock: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -55,7 +56,7 @@ def _run(words: list[str]) -> int:
             # Whoever read our output has gone; give the interpreter nothing left to flush.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        if os.environ.get("PENSTOCK_TRACEBACK"):
+        if verbose:
             raise
         place = f"{error.filename}: " if error.filename else ""
         print(f"penstock: error: {place}{error.strerror or error}", file=sys.stderr)
@@ -63,6 +64,20 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         return 130
+    except MemoryError as error:
+        if verbose:
+            raise
+        print(f"penstock: error: the system gave no more memory{f': {error}' if str(error) else ''}", file=sys.stderr)
+        return DoesNotFit.exit_code
+    except Exception as error:  # a bug of ours: nobody else can do anything about where it happened
+        if verbose:
+            raise
+        said = " ".join(str(error).split())[:500]
+        print(
+            f"penstock: internal error: {type(error).__name__}: {said}\n  hint: please report this; -v shows where it happened",
+            file=sys.stderr,
+        )
+        return 1
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -91,7 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        parser.add_argument("-v", "--verbose", action="store_true", help="show the traceback of an error")
+        return parser
 
     demo = add("demo", "export a small GPT, compile it for two local CPU devices, train it with 2bw, and show the loss fall")
     demo.add_argument(

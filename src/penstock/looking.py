@@ -122,7 +122,7 @@ def _measured_with(path: str) -> tuple[str, int]:
 def _print_matching(module: Module, pattern: str) -> None:
     try:
         regex = re.compile(pattern)
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise UsageError(f"bad pattern {pattern!r}: {error}") from error
     for graph in module.graphs.values():
         for number, op in enumerate(graph.ops):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.ir.errors import UsageError
+from penstock.ir.schedule import MOST_MICROBATCHES
 from penstock.passes.recompute import MODES
 from penstock.passes.schedules import SCHEDULES
 
@@ -35,8 +36,8 @@ def load_plan_file(path: str | Path) -> tuple[dict[str, Any], int | None]:
     if found.get("recompute", "auto") not in MODES:
         problems.append(f"recompute {found['recompute']!r} is none of {', '.join(MODES)}")
     count = found.get("microbatches", 1)
-    if type(count) is not int or not 1 <= count < 2**31:
-        problems.append(f"microbatches must be a number from 1 to {2**31 - 1}, got {count!r}")
+    if type(count) is not int or not 1 <= count <= MOST_MICROBATCHES:
+        problems.append(f"microbatches must be a number from 1 to {MOST_MICROBATCHES}, got {count!r}")
     samples = found.get("samples_per_microbatch")
     if samples is not None and (type(samples) is not int or not 1 <= samples < 2**31):
         problems.append(f"samples_per_microbatch must be a number from 1 on, got {samples!r}")
