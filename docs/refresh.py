@@ -188,6 +188,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "passes": passes,
     "training-pipeline": pipeline(True),
     "inference-pipeline": pipeline(False),
+    "serving-modes": lambda: docstring("penstock.runtime.serving", "throughput", "The queue holds"),
     "grid-1f1b": grid("1f1b", 3, 4, 2),
     "grid-gpipe": grid("gpipe", 3, 4, 2),
     "grid-2bw": grid("2bw", 3, 4, 2),

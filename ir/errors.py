@@ -53,3 +53,9 @@ class PeerLost(PenstockError):
     """A rank died, hung or closed its connection."""
 
     exit_code = 6
+
+
+class QueueFull(PenstockError):
+    """Requests come faster than they are answered."""
+
+    exit_code = 6

@@ -18,7 +18,7 @@ from ..ir.graph import Module, Value
 from ..ir.renames import by_our_names, shown
 from ..ir.types import TensorType, dtype_of, numpy_dtype
 from .control import Arrays
-from .data_ranges import first_outside, integer_range
+from .data_ranges import Range, first_outside, integer_range
 from .program import microbatch_size
 
 # `renamed` gives the model's names of inputs that are spelled otherwise here (ir/renames.py): data may come under either.
@@ -41,8 +41,9 @@ def take_batch(module: Module, given: Any, where: str, renamed: Mapping[str, str
 
 def _in_order(given: Any, names: Sequence[str], where: str, renamed: Mapping[str, str]) -> dict[str, Any]:
     parts = [given] if _is_tensor(given) and len(names) == 1 else given
-    if not isinstance(parts, list | tuple):
-        raise UsageError(f"expected a dict of arrays by the names of inputs, or a tuple of arrays, got {type(given).__name__}", where=where)
+    if not isinstance(parts, list | tuple) or any(isinstance(part, Mapping) for part in parts):
+        got = f"{type(given).__name__} of dicts" if isinstance(parts, list | tuple) else type(given).__name__
+        raise UsageError(f"expected a dict of arrays by the names of inputs, or a tuple of arrays, got {got}", where=where)
     if len(parts) != len(names):
         listed = ", ".join(shown(names, renamed).values())
         raise UsageError(f"has {len(parts)} arrays, expected {len(names)}, in the order {listed}", where=where)
@@ -73,24 +74,37 @@ def batch_shape(value: Value, microbatches: int) -> tuple[int, ...]:
     return (dims[0] * microbatches, *dims[1:]) if dims else dims
 
 
-def check_batch(module: Module, batch: Mapping[str, np.ndarray], where: str = "batch", renamed: Mapping[str, str] = NONE) -> None:
-    """Refuse a batch with wrong names, element types or shapes, naming all of them."""
+def check_batch(
+    module: Module,
+    batch: Mapping[str, np.ndarray],
+    where: str = "batch",
+    renamed: Mapping[str, str] = NONE,
+    *,
+    samples: int | None = None,
+    ranges: Mapping[str, Range | None] | None = None,
+) -> None:
+    """Refuse a batch with wrong names, element types, shapes or values, naming all of them. It has `samples` samples, those of a whole batch unless told
+    otherwise; `ranges` are those of integer_range, for whoever asks often."""
     assert module.schedule is not None
+    rows = microbatch_size(module)
     problems, short = name_problems(module, batch.keys(), renamed), False
     for value in module.data_inputs:
         if value.name not in batch:
             continue
         array, shape = np.asarray(batch[value.name]), batch_shape(value, module.schedule.microbatches)
+        per_sample = value.type.dims[0] // rows if value.type.rank else 1
+        if samples is not None and shape:
+            shape = (samples * per_sample, *shape[1:])
         wrong = type_problems(value, array, shape)
         short = short or (array.ndim == len(shape) > 0 and array.shape[1:] == shape[1:] and len(array) < shape[0])
-        if not wrong and (found := first_outside(array, integer_range(module, value.name))) is not None:
+        bounds = integer_range(module, value.name) if ranges is None else ranges[value.name]
+        if not wrong and (found := first_outside(array, bounds)) is not None:
             row, text = found
-            per_sample = value.type.dims[0] // microbatch_size(module) if value.type.rank else 1
             wrong.append(f"{value.name}: sample {row // per_sample} has {text}")
         problems += wrong
     if problems:
-        samples = microbatch_size(module) * module.schedule.microbatches
-        hint = f"a batch has {samples} samples; a DataLoader gives no others with drop_last=True" if short else ""
+        whole = rows * module.schedule.microbatches
+        hint = f"a batch has {whole} samples; a DataLoader gives no others with drop_last=True" if short and samples is None else ""
         raise UsageError("does not fit the model:" + "".join(f"\n  - {p}" for p in problems), where=where, hint=hint)
 
 

@@ -89,6 +89,18 @@ class End(Record, frozen=True):
     """No more batches in this run."""
 
 
+class Serve(Record, frozen=True):
+    """Answer requests, from an empty pipeline to an empty pipeline: Piece messages follow, then End. `first` is the first batch, as in Run."""
+
+    first: int
+
+
+class Piece(Record, frozen=True):
+    """One microbatch of requests; its arrays are those inputs that this worker feeds."""
+
+    mb: int
+
+
 class Save(Record, frozen=True):
     """Write a checkpoint after `step` steps into `directory`, together."""
 
@@ -175,6 +187,10 @@ class Trace(Record, frozen=True):
     events: tuple[tuple[str, float, float], ...]
 
 
+class Wake(Record, frozen=True):
+    """Nobody's message: the launcher puts it among those of its workers, so that whoever waits for them looks up."""
+
+
 class Failed(Record, frozen=True):
     """The worker ends with this error. `error` is the class of penstock.ir.errors, or Internal."""
 
@@ -185,8 +201,8 @@ class Failed(Record, frozen=True):
 
 
 Message = (
-    Setup | Join | Run | Batch | End | Save | FetchParameters | FetchAudit | Stop
-    | Hosting | Ready | Step | Output | Done | Parameters | Audit | Trace | Failed
+    Setup | Join | Run | Batch | End | Serve | Piece | Save | FetchParameters | FetchAudit | Stop
+    | Hosting | Ready | Step | Output | Done | Parameters | Audit | Trace | Wake | Failed
 )  # fmt: skip
 
 

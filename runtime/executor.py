@@ -120,15 +120,16 @@ class Executor:
 
     # -------------------------------------------------------------------------------------------- the loop
 
-    def run(self, first: int, feed: Feed) -> None:
-        """Work through the batches of a feed, from an empty pipeline to an empty pipeline."""
+    def run(self, first: int, feed: Feed, unit: int | None = None) -> None:
+        """Work through the batches of a feed, from an empty pipeline to an empty pipeline. `unit` as in ActionStream."""
+        unit = unit or self.schedule.microbatches
         self.feed = feed
         if not self._held and not self._changes:
             # Variables keep their values as long as the job runs.
             for kind, graph in self.graphs.items():
                 self.program.hold(graph.name, [self.store.buffer(slot, None) for slot in self.signatures[kind].slots])
             self._held = True
-        stream = ActionStream(self.schedule, self.rank, first, feed)
+        stream = ActionStream(self.schedule, self.rank, first, feed, unit)
         while (upcoming := stream.pop()) is not None:
             action = upcoming.action
             for later in stream.peek(LOOK_AHEAD):
@@ -145,8 +146,8 @@ class Executor:
                 self.events.append((str(action), started, time.monotonic()))
             if upcoming.retires is not None and self.retire:
                 self.store.retire(upcoming.retires)
-            if action.kind == self._last_kind and action.mb % self.schedule.microbatches == self._share[-1]:
-                feed.finish(action.mb // self.schedule.microbatches)
+            if action.kind == self._last_kind and (unit == 1 or action.mb % self.schedule.microbatches == self._share[-1]):
+                feed.finish(action.mb // unit)
         self.status.show(None)
         self.transport.flush()
         assert not self.store.values or not self._drops, f"values are left over: {self.store.values.keys()}"

@@ -8,26 +8,27 @@ A Job holds the local workers of one bundle. A batch is a dict of arrays by inpu
 `step` runs one batch and empties the pipeline; `run` keeps the pipeline full over an iterable and gives each loss as it is known; both compute the
 same numbers. The global step counts on over all calls, and from a checkpoint on after `resume`.
 
-Limit: one thread uses a Job, and one iterator of `run` at a time.
+An inference bundle answers requests (`infer`, `stream`, `submit`; runtime/inference.py).
+
+Limit: one thread uses a Job, and one iterator of `run` at a time; `submit` is for any thread.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from ..backends.bundle import Bundle, open_bundle
 from ..ir.errors import UsageError
-from ..ir.graph import Module, Value
+from ..ir.graph import Module
 from ..ir.memory import BATCHES_AHEAD
 from ..ir.rates import Rate
-from ..ir.renames import shown
-from .batches import batch_shape, check_batch, share_of_batch, take_batch
+from .batches import check_batch, share_of_batch, take_batch
 from .checkpoint import step_name
 from .control import (
     Arrays,
@@ -39,7 +40,6 @@ from .control import (
     FetchAudit,
     FetchParameters,
     Message,
-    Output,
     Record,
     Run,
     Save,
@@ -51,11 +51,13 @@ from .control import (
 from .data import check_data
 from .data_files import absolute_source
 from .feeds import AHEAD
+from .inference import Inference, Inputs
 from .launch import HEARTBEAT, TIMEOUT, Workers
 from .options import data_problems, nan_problems, timeout_problems
 from .pace import pace_problems
-from .program import fed_inputs, loss_stage, microbatch_size, share_of
+from .program import fed_inputs, loss_stage, share_of
 from .resuming import start_from
+from .serving import serving_problems
 from .steps import Steps
 
 _NO_MORE: Any = object()
@@ -84,8 +86,11 @@ class Job:
         rate: Rate | str | None = None,
         prefetch: int = AHEAD,
         nan: str = "warn",
+        mode: str = "throughput",
+        queue: int = 64,
     ) -> None:
         problems = timeout_problems(timeout, heartbeat) + nan_problems(nan, bundle.module) + ([] if data is None else data_problems(data))
+        problems += serving_problems(mode, queue)
         if problems := problems + list(pace_problems(pace or {}, latency, timeout)):
             raise UsageError("; ".join(problems))
         self.bundle = bundle
@@ -130,6 +135,7 @@ class Job:
             nan,
         )
         self.workers = Workers(bundle, setup, heartbeat)
+        self.inference = None if self.trains else Inference(self.workers, bundle, self._fed, mode, queue, self._note)
 
     # -------------------------------------------------------------------------------------------- training
 
@@ -148,7 +154,7 @@ class Job:
             raise UsageError(
                 "the bundle is for inference", where=str(self.bundle.path), hint="compile it with a loss and an optimiser to train"
             )
-        yield from (message for message, _ in self._stream(batches) if isinstance(message, Step))
+        yield from self._stream(batches)
 
     def steps_from_data(self, count: int) -> Iterator[Step]:
         """Train on the next `count` batches of the job's own data, read by the workers themselves."""
@@ -170,71 +176,41 @@ class Job:
 
     # -------------------------------------------------------------------------------------------- inference
 
-    def infer(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
-        """All module outputs, by the model's names, for any number of samples. The last batch is filled up by repeating the last sample."""
-        if self.trains:
+    def infer(self, inputs: Inputs) -> Arrays:
+        """All module outputs, by the model's names, for any number of samples. What is missing to a whole microbatch is filled up by repeating the
+        last sample."""
+        return self._requests().infer(inputs)
+
+    def stream(self, requests: Iterable[Inputs]) -> Iterator[Arrays]:
+        """The outputs of each request, in order, with as many in flight as the queue holds. A request that does not fit is an error when its
+        turn comes."""
+        return self._requests().stream(requests)
+
+    def submit(self, inputs: Inputs, timeout: float | None = None) -> Future[Arrays]:
+        """Hand over a request and go on; any thread may. The future gets its outputs. Inputs that do not fit are an error at once; QueueFull where
+        the queue of `open` has no room for `timeout` seconds."""
+        return self._requests().submit(inputs, timeout)
+
+    def _requests(self) -> Inference:
+        if self.inference is None:
             raise UsageError(
                 "the bundle is for training", where=str(self.bundle.path), hint="compile the model without a loss for inference"
             )
-        count, batches = self._cut(take_batch(self.module, inputs, "inputs", self.bundle.renamed))
-        pieces: dict[str, dict[int, np.ndarray]] = {name: {} for name in self.module.outputs}
-        first = self.steps_done * self.microbatches
-        for message, arrays in self._stream(batches, ours=True):
-            assert isinstance(message, Output)
-            for name, array in arrays.items():
-                pieces[name][message.mb - first] = array
-        rows = microbatch_size(self.module)
-        found: Arrays = {}
-        for name, by_mb in pieces.items():
-            ordered = [by_mb[mb] for mb in sorted(by_mb)]
-            whole = np.concatenate(ordered) if ordered[0].ndim else np.stack(ordered)
-            per_sample = ordered[0].shape[0] // rows if ordered[0].ndim and ordered[0].shape[0] % rows == 0 else 0
-            found[name] = whole[: count * per_sample] if per_sample else whole
-        outside = shown(found, self.bundle.renamed)
-        return {outside[name]: array for name, array in found.items()}
-
-    def _cut(self, inputs: Mapping[str, np.ndarray]) -> tuple[int, list[Arrays]]:
-        rows = microbatch_size(self.module)
-        whole: list[Value] = [value for value in self.module.inputs if value.type.rank]
-        problems, counts = [], {}
-        for value in whole:
-            array = inputs.get(value.name)
-            if array is None or array.ndim != value.type.rank:
-                continue  # check_batch says what is wrong
-            per_sample = value.type.dims[0] // rows
-            counts[value.name] = len(array) // per_sample
-            if len(array) % per_sample or not len(array):
-                problems.append(f"{value.name}: {len(array)} rows, expected a multiple of {per_sample} and at least one")
-        if len(set(counts.values())) > 1:
-            problems.append("numbers of samples differ: " + ", ".join(f"{name} has {count}" for name, count in counts.items()))
-        if problems:
-            raise UsageError("does not fit the model:" + "".join(f"\n  - {p}" for p in problems), where="inputs")
-        count = next(iter(counts.values()), rows * self.microbatches)
-        number = -(-count // (rows * self.microbatches))
-        batches: list[Arrays] = [dict(inputs) for _ in range(number)]
-        for value in whole:
-            if value.name in counts:
-                size = batch_shape(value, self.microbatches)[0]
-                per_sample = value.type.dims[0] // rows
-                array = np.asarray(inputs[value.name])
-                missing = number * size - len(array)
-                padded = np.concatenate([array, *([array[-per_sample:]] * (missing // per_sample))]) if missing else array
-                for i, batch in enumerate(batches):
-                    batch[value.name] = padded[i * size : (i + 1) * size]
-        return count, batches
+        return self.inference
 
     # -------------------------------------------------------------------------------------------- state
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write a checkpoint of the step reached; its path."""
         place = Path(os.path.abspath(directory))
-        self._begin()
-        try:
-            self.workers.send_all(Save(str(place), self.steps_done))
-            for _ in self._until_done():
-                pass
-        finally:
-            self._busy = False
+        with self._paused():
+            self._begin()
+            try:
+                self.workers.send_all(Save(str(place), self.steps_done))
+                for _ in self._until_done():
+                    pass
+            finally:
+                self._busy = False
         self.workers.checkpoints = str(place)
         return place / step_name(self.steps_done)
 
@@ -257,6 +233,8 @@ class Job:
         if self.workers.ended:  # by a failure that the caller has seen
             return
         try:
+            if self.inference is not None:
+                self.inference.close()
             self.workers.expect_end()
             self.workers.send_all(Stop())
             for _ in self._until_done():
@@ -267,6 +245,8 @@ class Job:
     def abort(self) -> None:
         """End the workers at once."""
         self._closed = True
+        if self.inference is not None:
+            self.inference.abort()
         self.workers.end()
 
     def __enter__(self) -> Job:
@@ -281,6 +261,17 @@ class Job:
 
     # -------------------------------------------------------------------------------------------- talking to the workers
 
+    def _note(self, rank: int, message: Done | Trace) -> None:
+        if isinstance(message, Trace):
+            self.traces[rank] += message.events
+        else:
+            self.peak_bytes[rank] = max(self.peak_bytes[rank], message.peak_bytes)
+            self.base_bytes[rank] = message.base_bytes
+
+    def _paused(self) -> AbstractContextManager[None]:
+        """No requests are under way."""
+        return nullcontext() if self.inference is None else self.inference.paused()
+
     def _begin(self) -> None:
         if self._closed:
             raise UsageError("the job is closed")
@@ -290,6 +281,10 @@ class Job:
 
     def _ask(self, question: Record) -> list[tuple[Message, Arrays]]:
         """One answer of every rank, in the order of ranks."""
+        with self._paused():
+            return self._ask_now(question)
+
+    def _ask_now(self, question: Record) -> list[tuple[Message, Arrays]]:
         self._begin()
         try:
             self.workers.send_all(question)
@@ -301,10 +296,6 @@ class Job:
         finally:
             self._busy = False
 
-    def note_memory(self, rank: int, done: Done) -> None:
-        self.peak_bytes[rank] = max(self.peak_bytes[rank], done.peak_bytes)
-        self.base_bytes[rank] = done.base_bytes
-
     def _until_done(self) -> Iterator[tuple[int, Message, Arrays]]:
         """Messages until every worker is done with its command."""
         waiting = set(range(self.bundle.world_size))
@@ -312,14 +303,13 @@ class Job:
             rank, message, arrays = self.workers.receive()
             if isinstance(message, Done):
                 waiting.discard(rank)
-                self.note_memory(rank, message)
-            elif isinstance(message, Trace):
-                self.traces[rank] += message.events
+            if isinstance(message, Done | Trace):
+                self._note(rank, message)
             else:
                 yield rank, message, arrays
 
-    def _stream(self, batches: Iterable[TrainingBatch], ours: bool = False) -> Generator[tuple[Message, Arrays], None, None]:
-        """Feed batches to the workers, a few ahead, and give what they report. `ours`: they come by our names."""
+    def _stream(self, batches: Iterable[TrainingBatch]) -> Generator[Step, None, None]:
+        """Feed batches to the workers, a few ahead, and give the steps that they report."""
         try:
             iterator = iter(batches)
         except TypeError as problem:
@@ -327,18 +317,17 @@ class Job:
             raise UsageError(f"expected batches, got {type(batches).__name__}", hint=hint) from problem
         self._begin()
         open_, error = True, None
-        first = sent = self.steps_done
+        sent = self.steps_done
         waiting = set(range(self.bundle.world_size))
-        counts = _Finished(self)
-        self.workers.send_all(Run(first))
+        self.workers.send_all(Run(sent))
         try:
             while waiting:
-                while open_ and sent - first - counts.batches < BATCHES_AHEAD:
+                while open_ and sent - self.steps_done < BATCHES_AHEAD:
                     try:
                         given = next(iterator, _NO_MORE)
                         batch: Any = None
                         if given is not _NO_MORE:
-                            batch = given if ours else take_batch(self.module, given, f"batch {sent}", self.bundle.renamed)
+                            batch = take_batch(self.module, given, f"batch {sent}", self.bundle.renamed)
                             check_batch(self.module, batch, f"batch {sent}", self.bundle.renamed)
                     except Exception as problem:  # of the caller's iterable: the batches before it are finished first
                         batch, error = None, problem
@@ -350,56 +339,31 @@ class Job:
                         parts = {n: share_of_batch(batch[n], types[n], self._shares[rank], self.microbatches) for n in types}
                         self.workers.send(rank, Batch(sent), parts)
                     sent += 1
-                reported = counts.take(waiting)
-                if reported is not None:
-                    yield reported
-            if not self.trains:
-                self.steps_done = sent
+                step = self._take(waiting)
+                if step is not None:
+                    yield step
         except GeneratorExit:
             if open_:
                 self.workers.send_all(End())
             while waiting:
-                counts.take(waiting)
+                self._take(waiting)
             raise
         finally:
             self._busy = False
         if error is not None:
             raise error
 
-
-class _Finished:
-    """Counts finished batches: steps in training, complete sets of outputs in inference."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._outputs = 0
-        makers = [job.module.stage_graph(stage.index, "F") for stage in job.module.stages]
-        self._reporting = sum(graph is not None and any(v.name in job.module.outputs for v in graph.outs) for graph in makers)
-        self.batches = 0
-
-    def take(self, waiting: set[int]) -> tuple[Message, Arrays] | None:
-        """One message; those that concern the caller of the stream are handed on."""
-        job = self._job
-        rank, message, arrays = job.workers.receive()
-        match message:
-            case Done():
-                waiting.discard(rank)
-                job.note_memory(rank, message)
-                return None
-            case Trace(events):
-                job.traces[rank] += events
-                return None
-            case Step():
-                step = job.parts.take(rank, message)
-                if step is None:
-                    return None
-                message = step
-                self.batches += 1
-                job.steps_done += 1
-            case Output():
-                self._outputs += 1
-                self.batches = self._outputs // (job.microbatches * self._reporting)
-        return message, arrays
+    def _take(self, waiting: set[int]) -> Step | None:
+        """One message of a run; the step that it completes."""
+        rank, message, _ = self.workers.receive()
+        if isinstance(message, Done | Trace):
+            self._note(rank, message)
+        if isinstance(message, Done):
+            waiting.discard(rank)
+        step = self.parts.take(rank, message) if isinstance(message, Step) else None
+        if step is not None:
+            self.steps_done += 1
+        return step
 
 
 # ------------------------------------------------------------------------------------------------ the way in
@@ -420,10 +384,13 @@ def open(
     latency: float = 0.0,
     lr: float | None = None,
     rate: Rate | str | None = None,
+    mode: str = "throughput",
+    queue: int = 64,
 ) -> Job:
     """Check a bundle and start its workers on this machine. `timeout` bounds every wait of one rank for another that
     lives, `heartbeat` how long one may give no sign of life (0: for ever); `lr` and `rate` are a learning
-    rate and a schedule of it that stand in for those the bundle was compiled with.
+    rate and a schedule of it that stand in for those the bundle was compiled with. `mode` (throughput or latency, runtime/serving.py) and the length
+    of the `queue` are for requests to an inference bundle.
 
     `pace` and `latency` are for measuring schedules apart from kernels and networks: seconds that a computation of each kind takes at least
     (F, B with W included, W, U), and seconds from a send until its message arrives. They do not change what is computed."""
@@ -439,6 +406,8 @@ def open(
         latency=latency,
         lr=lr,
         rate=rate,
+        mode=mode,
+        queue=queue,
     )
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from ..backends.bundle import Bundle
 from ..ir.errors import PeerLost, VerifyError
-from .control import Arrays, Channel, Failed, Hosting, Join, Message, Ready, Record, Setup
+from .control import Arrays, Channel, Failed, Hosting, Join, Message, Ready, Record, Setup, Wake
 from .status import Patience, StatusBoard, describe_line, is_stopped
 from .trouble import ending, error_of, named, others, place, reached
 
@@ -179,6 +179,10 @@ class Workers:
         """Before the first heartbeat a process imports libraries, which may hold up all of its threads."""
         heard = self._board.last_beat(rank)
         return heard is not None and self._processes[rank].poll() is None and self._silence.over(heard)
+
+    def wake(self) -> None:
+        """Let whoever waits for a message look up: another thread has something for it."""
+        self._messages.put((-1, Wake(), {}))
 
     def receive(self) -> tuple[int, Message, Arrays]:
         """The next message. Ranks have deadlines of their own; when nobody moves for longer than those, the run is given up."""

@@ -2,7 +2,7 @@
 
 The stream gives what `Schedule.expand` gives, lazily: an action is let through once it is known that its batch exists and dropped once it is
 known that it does not, which is what drains the pipeline; the list after that of the last batch may still hold what belongs to it. A feed says
-which batches exist. Beside each action stands the weight version that has no reader after it: the last action of the batch list that reads the
+which batches exist; where requests are answered it counts single microbatches, each of which goes its way as soon as it is known. Beside each action stands the weight version that has no reader after it: the last action of the batch list that reads the
 oldest version of that list, in every batch.
 """
 
@@ -53,10 +53,13 @@ def retiring(program: Program) -> dict[int, int]:
 
 
 class ActionStream:
-    """The program of one rank from batch `first` on. `peek` never waits; `pop` waits for the feed when it has to."""
+    """The program of one rank from batch `first` on. `peek` never waits; `pop` waits for the feed when it has to. `unit` is how many microbatches
+    the feed counts as one: those of a batch unless told otherwise."""
 
-    def __init__(self, schedule: Schedule, rank: int, first: int, feed: Feed) -> None:
+    def __init__(self, schedule: Schedule, rank: int, first: int, feed: Feed, unit: int | None = None) -> None:
         self._per_batch = schedule.microbatches
+        self._unit = unit or schedule.microbatches
+        self._units = self._per_batch // self._unit
         self._first, self._feed = first, feed
         self._raw = self._unroll(schedule.ranks[rank], first)
         self._ahead: deque[Upcoming] = deque()
@@ -86,17 +89,17 @@ class ActionStream:
     def _advance(self, number: int, *, wait: bool) -> None:
         while len(self._ahead) < number and self._next is not None:
             part, upcoming = self._next
-            batch = upcoming.action.batch(self._per_batch)
-            if batch >= self._first:
-                known = self._feed.exists(batch)
+            counted = upcoming.action.batch(self._unit)
+            if counted >= self._first * self._units:
+                known = self._feed.exists(counted)
                 if known is None:
                     if not wait:
                         return
-                    self._feed.wait(batch)
+                    self._feed.wait(counted)
                     continue
                 if known:
                     self._ahead.append(upcoming)
-            if part > self._first and self._feed.exists(part - 1) is False:
+            if part > self._first and self._feed.exists((part - 1) * self._units) is False:
                 self._next = None
                 return
             self._next = next(self._raw, None)

@@ -52,6 +52,7 @@ from .control import (
     Record,
     Run,
     Save,
+    Serve,
     Setup,
     Stop,
     Trace,
@@ -60,6 +61,7 @@ from .data import Samples, open_data
 from .executor import Executor
 from .feeds import DataFeed, NoSamples, Prefetch
 from .program import fed_inputs, share_of
+from .request_feed import Receive, RequestFeed
 from .resuming import fill_tensors, load_state
 from .status import Status
 from .store import Store, as_array
@@ -67,8 +69,6 @@ from .tables import tables_of
 from .transport import Group, Transport, host_store, join_store
 
 Reply = Callable[[Record, Mapping[str, np.ndarray]], None]
-# (message, its arrays); None when nothing is there and the caller did not want to wait
-Receive = Callable[[bool], tuple[Message, Arrays] | None]
 
 
 class Worker:
@@ -133,10 +133,11 @@ class Worker:
                     self.executor.run(first, PipeFeed(self.module, self.rank, first, self.receive))
                 else:
                     self._run_data(first, batches)
-                if self.executor.events is not None:
-                    self.reply(Trace(tuple(self.executor.events)), {})
-                    self.executor.events.clear()
-                self.reply(Done(peak_bytes(), self.base), {})
+                self._finish_run()
+            case Serve(first):
+                requests = RequestFeed(first * self.executor.schedule.microbatches, self.receive, self.status)
+                self.executor.run(first, requests, unit=1)
+                self._finish_run()
             case Save(directory, step):
                 self._save(Path(directory), step)
                 self.reply(Done(peak_bytes(), self.base), {})
@@ -174,6 +175,12 @@ class Worker:
             self.executor.run(first, feed)
         finally:
             feed.close()
+
+    def _finish_run(self) -> None:
+        if self.executor.events is not None:
+            self.reply(Trace(tuple(self.executor.events)), {})
+            self.executor.events.clear()
+        self.reply(Done(peak_bytes(), self.base), {})
 
     # -------------------------------------------------------------------------------------------- state
 

@@ -95,21 +95,22 @@ def test_training_takes_either_name(odd, tmp_path):
 def test_what_is_no_mapping_of_arrays_is_refused(odd, tmp_path):
     _, model, bundle = odd
     with ps.open(bundle, timeout=TIMEOUT) as job:
-        for wrong in ([{"in put:0": X}], None, X):
-            with pytest.raises(UsageError, match="expected a dict of arrays by the names of inputs, got "):
+        for wrong in ([{"in put:0": X}], None, 3):
+            with pytest.raises(UsageError, match="expected a dict of arrays by the names of inputs, or a tuple of arrays, got "):
                 job.infer(wrong)
+        assert job.infer(X).keys() == job.infer((X,)).keys()  # the only input needs no name
         with pytest.raises(UsageError, match="in_put:0: is no array"):
             job.infer({"in put:0": [[1.0], [2.0, 3.0]]})
         assert job.infer({"in put:0": X})  # still there
     training = ps.Training(loss="output:the loss", optimizer=ps.SGD(lr=0.1))
     trained = ps.compile(ps.plan(model, ps.Cluster.local(1), training), tmp_path / "bundle", backend="numpy")
     with ps.open(trained, timeout=TIMEOUT) as job:
-        for wrong in ([{"in put:0": X}], None, X):
-            with pytest.raises(UsageError, match="batch 0: expected a dict of arrays by the names of inputs, got "):
+        for wrong in ([{"in put:0": X}], None, 3):
+            with pytest.raises(UsageError, match="batch 0: expected a dict of arrays by the names of inputs, or a tuple of arrays, got "):
                 job.step(wrong)
-            with pytest.raises(UsageError, match="batch 0: expected a dict of arrays by the names of inputs, got "):
+            with pytest.raises(UsageError, match="batch 0: expected a dict of arrays by the names of inputs, or a tuple of arrays, got "):
                 list(job.run([wrong]))
-        with pytest.raises(UsageError, match="batch 0: expected a dict of arrays by the names of inputs, got str"):
+        with pytest.raises(UsageError, match="batch 0: expected a dict of arrays by the names of inputs, or a tuple of arrays, got str"):
             list(job.run({"in put:0": X}))
         with pytest.raises(UsageError, match="expected batches, got int"):
             list(job.run(3))

@@ -200,8 +200,24 @@ def _parser() -> argparse.ArgumentParser:
 
     infer = add("infer", "run an inference bundle on arrays, and write its outputs")
     infer.add_argument("bundle", metavar="BUNDLE")
-    infer.add_argument("--input", required=True, metavar="X.npz", help="one array per input, any number of samples along the first axis")
-    infer.add_argument("--output", required=True, metavar="Y.npz", help="one array per output")
+    infer.add_argument(
+        "--data",
+        "--input",
+        required=True,
+        metavar="X.npz|synthetic",
+        help="one array per input, any number of samples along the first axis; synthetic: seeded noise, to measure",
+    )
+    infer.add_argument("--output", metavar="Y.npz", help="one array per output")
+    infer.add_argument(
+        "--mode",
+        choices=("throughput", "latency"),
+        default="throughput",
+        help="throughput: many requests at once, which share microbatches; latency: one at a time (default: throughput)",
+    )
+    infer.add_argument("--request", type=_positive, metavar="N", help="samples per request (default: those of a microbatch)")
+    infer.add_argument("--samples", type=_positive, metavar="N", help="with --data synthetic: how many (default: 64 microbatches)")
+    infer.add_argument("--seed", type=_seed, default=0, metavar="N", help="of --data synthetic (default: 0)")
+    infer.add_argument("--json", action="store_true", help="print throughput and percentiles of latency as one JSON object")
     infer.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="give up when a peer keeps a rank waiting this long (default: 60)"
     )

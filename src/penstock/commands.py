@@ -302,25 +302,9 @@ def run_command(arguments: Namespace) -> None:
 
 
 def infer_command(arguments: Namespace) -> None:
-    from penstock.runtime.data_files import read_npz, write_npz
-    from penstock.runtime.job import open as open_job
-    from penstock.runtime.options import file_problem
+    from penstock.inferring import InferOptions, infer
 
-    output = Path(arguments.output)
-    # Now, because nobody wants to hear of it when the work is done.
-    if problem := file_problem(str(output)):
-        raise UsageError(f"cannot write the outputs: {problem}", where=arguments.output)
-    inputs = read_npz(Path(arguments.input))
-    with open_job(arguments.bundle, timeout=arguments.timeout) as job:
-        outputs = job.infer(inputs)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with output.open("wb") as file:
-            write_npz(file, outputs)
-    except OSError as error:
-        raise UsageError(f"cannot write the outputs: {error}", where=arguments.output) from error
-    for name, array in outputs.items():
-        say(f"{name}: {array.dtype} {list(array.shape)}")
+    infer(InferOptions(**{field.name: getattr(arguments, field.name) for field in fields(InferOptions)}))
 
 
 def export_command(arguments: Namespace) -> None:

@@ -1,0 +1,168 @@
+"""penstock infer: a file's samples as requests to an inference bundle. In: options. Out: a file of outputs, and how fast it went.
+
+The file is cut into requests of `request` samples (one microbatch unless told otherwise), which are handed over as fast as the queue takes them: that
+measures throughput. A request's latency is the time from its handing over until its outputs are there; in throughput mode that is mostly waiting
+behind the others, in latency mode each is handed over when the one before it is answered. Loading is no part of either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .ir.errors import UsageError
+from .ir.graph import Module
+from .runtime.control import Arrays
+from .runtime.data import SyntheticSamples
+from .runtime.data_files import read_npz, write_npz
+from .runtime.job import Job
+from .runtime.job import open as open_job
+from .runtime.options import file_problem
+from .runtime.program import microbatch_size
+from .terminal import StatusLine, say
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class InferOptions:
+    """`samples` are for synthetic data; None means as many as fill 64 microbatches."""
+
+    bundle: str
+    data: str
+    output: str | None
+    mode: str = "throughput"
+    request: int | None = None
+    samples: int | None = None
+    seed: int = 0
+    timeout: float = 60.0
+    json: bool = False
+
+    def check(self) -> None:
+        problems = []
+        # Now, because nobody wants to hear of it when the work is done.
+        if self.output is not None and (problem := file_problem(os.path.abspath(self.output))):
+            problems.append(f"cannot write the outputs to {self.output}: {problem}")
+        if self.samples is not None and self.data != "synthetic":
+            problems.append("--samples is for --data synthetic: a file has as many as it has")
+        if self.output is None and self.data != "synthetic" and not self.json:
+            problems.append("nobody would get the outputs: add --output, or --json to measure only")
+        if problems:
+            raise UsageError("; ".join(problems), where="infer")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run of requests took; latencies in seconds."""
+
+    mode: str
+    requests: int
+    samples: int
+    samples_per_request: int
+    microbatch: int
+    seconds: float
+    samples_per_s: float
+    latency_s: dict[str, float]
+
+    def text(self) -> str:
+        found = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in self.latency_s.items())
+        return (
+            f"{self.requests} requests of {self.samples_per_request} samples ({self.mode}): {self.samples} samples in {self.seconds:.2f} s, "
+            f"{self.samples_per_s:.1f} samples/s\nlatency {found}"
+        )
+
+
+def infer(options: InferOptions) -> Report:
+    """Answer all requests, and write what they gave."""
+    options.check()
+    given = None if options.data == "synthetic" else read_npz(Path(options.data))
+    with open_job(options.bundle, timeout=options.timeout, mode=options.mode) as job:
+        if given is None:
+            given = synthetic(job.module, options.samples or 64 * microbatch_size(job.module), options.seed)
+        size = options.request or microbatch_size(job.module)
+        outputs, report = answer(job, given, size, options.mode, where=options.data, keep=options.output is not None)
+    if options.output is not None:
+        _write(Path(options.output), outputs)
+        for name, array in outputs.items():
+            say(f"{name}: {array.dtype} {list(array.shape)}")
+    say(report.text())
+    if options.json:
+        print(json.dumps(asdict(report)))
+    return report
+
+
+def synthetic(module: Module, samples: int, seed: int) -> Arrays:
+    """Seeded noise of the right types."""
+    source, rows = SyntheticSamples(module, seed), microbatch_size(module)
+    found: Arrays = {}
+    for value in module.data_inputs:
+        pieces = [source.microbatch(mb, value.name) for mb in range(-(-samples // rows) if value.type.rank else 1)]
+        whole = np.concatenate(pieces) if value.type.rank else pieces[0]
+        found[value.name] = whole[: samples * (value.type.dims[0] // rows)] if value.type.rank else whole
+    return found
+
+
+def answer(job: Job, given: Arrays, size: int, mode: str, *, where: str = "inputs", keep: bool = True) -> tuple[Arrays, Report]:
+    """All samples as requests of up to `size` samples, and their outputs one after the other, unless nobody keeps them."""
+    inference = job.inference
+    if inference is None:
+        raise UsageError("the bundle is for training", where=str(job.bundle.path), hint="compile the model without a loss for inference")
+    whole = inference.layout.request(given, where)
+    requests = -(-whole.samples // size)
+    # In latency mode nobody waits behind another one.
+    window = 1 if mode == "latency" else max(inference.queue, 4 * len(job.module.stages))
+    line, pending = StatusLine(rewrite_every=0.1), deque[tuple[float, Future[Arrays]]]()
+    answered: list[float] = []
+    pieces: list[Arrays] = []
+    latencies: list[float] = []
+
+    def note(future: Future[Arrays], handed: float) -> None:
+        latencies.append(time.monotonic() - handed)
+
+    def collect() -> None:
+        outputs = pending.popleft()[1].result()
+        answered.append(time.monotonic())
+        if keep:
+            pieces.append(outputs)
+        if line.due or len(answered) == requests:
+            done = min(len(answered) * size, whole.samples)
+            line.show(f"sample {done}/{whole.samples}  {done / max(answered[-1] - started, 1e-9):.1f} samples/s")
+
+    started = time.monotonic()
+    try:
+        for request in inference.layout.cut(whole, size):
+            while len(pending) >= window:
+                collect()
+            handed = time.monotonic()
+            future = inference.send(request)
+            future.add_done_callback(lambda f, handed=handed: note(f, handed))  # type: ignore[misc]
+            pending.append((handed, future))
+        while pending:
+            collect()
+    finally:
+        line.close()
+    seconds = answered[-1] - started
+    found = {f"p{p}": float(np.percentile(latencies, p)) for p in PERCENTILES} | {"max": max(latencies)}
+    report = Report(mode, requests, whole.samples, size, inference.layout.samples, seconds, whole.samples / max(seconds, 1e-9), found)
+    names = pieces[0] if pieces else {}
+    return {name: _joined([piece[name] for piece in pieces]) for name in names}, report
+
+
+def _joined(pieces: list[np.ndarray]) -> np.ndarray:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _write(path: Path, outputs: Arrays) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            write_npz(file, outputs)
+    except OSError as error:
+        raise UsageError(f"cannot write the outputs: {error}", where=str(path)) from error
