@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,7 +49,10 @@ class _Alone(Group):
         self.rank, self.world, self.timeout = rank, world, _TIMEOUT
         self.team = None
 
-    def connect(self, teams: Iterable[tuple[Sequence[int], bool]] = ()) -> None:
+    def connect(self) -> None:
+        pass
+
+    def form_team(self, ranks: Sequence[int], device: torch.device) -> None:
         pass
 
     def agree(self, what: str, value: str) -> None:

@@ -34,7 +34,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -75,20 +75,27 @@ class Group:
         self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
         self.team: Team | None = None
 
-    def connect(self, teams: Iterable[tuple[Sequence[int], bool]] = ()) -> None:
-        """Open the gloo connections of all ranks. `teams` are ranks that sum something up, the same ones in the same order on every rank, and whether
-        each of them has a GPU of its own."""
+    def connect(self) -> None:
+        """Open the gloo connections of all ranks."""
         try:
             dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.world, timeout=time_span(self.timeout))
-            for ranks, on_gpus in teams:
-                kind = "nccl" if on_gpus and dist.is_nccl_available() else "gloo"
-                made = dist.new_group(list(ranks), timeout=time_span(self.timeout), backend=kind)
-                if self.rank in ranks:
-                    self.team = Team(tuple(ranks), made, kind)
         except RuntimeError as error:
             raise PeerLost(
                 f"the group of {self.world} ranks did not connect within {self.timeout:g} s: {error}", where=f"rank {self.rank}"
             ) from error
+
+    def form_team(self, ranks: Sequence[int], device: torch.device) -> None:
+        """Called by all `ranks` of a stage, this one among them, once they know what `device` they have: open the group in which they sum up."""
+        found = [gpu.decode() for gpu in self.gather(f"gpu/{ranks[0]}", gpu_of(device).encode(), ranks)]
+        kind = sum_kind(found)
+        try:
+            made = dist.new_group(list(ranks), timeout=time_span(self.timeout), backend=kind, use_local_synchronization=True)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"ranks {', '.join(map(str, ranks))}, which sum up gradients, did not connect within {self.timeout:g} s: {error}",
+                where=f"rank {self.rank}",
+            ) from error
+        self.team = Team(tuple(ranks), made, kind)
 
     def put(self, key: str, value: bytes) -> None:
         self._guard(lambda: self.store.set(key, value.decode()), f"publishing {key!r}")
@@ -102,10 +109,10 @@ class Group:
 
         return self._guard(fetch, what)
 
-    def gather(self, key: str, value: bytes) -> list[bytes]:
-        """Everybody's value, in the order of ranks."""
+    def gather(self, key: str, value: bytes, ranks: Sequence[int] | None = None) -> list[bytes]:
+        """Everybody's value, in the order of ranks; or that of `ranks`, each of which asks."""
         self.put(f"{key}/{self.rank}", value)
-        return [self.get(f"{key}/{rank}", f"{key!r} of rank {rank}") for rank in range(self.world)]
+        return [self.get(f"{key}/{rank}", f"{key!r} of rank {rank}") for rank in (range(self.world) if ranks is None else ranks)]
 
     def agree(self, what: str, value: str) -> None:
         """Refuse to go on when a rank has another value than this one."""
@@ -129,6 +136,18 @@ class Group:
         except RuntimeError as error:
             first = str(error).splitlines()[0]
             raise PeerLost(f"waited up to {self.timeout:g} s for {waited_for}: {first}", where=f"rank {self.rank}") from error
+
+
+def gpu_of(device: torch.device) -> str:
+    """Which GPU of the world a device is, if NCCL could use it from this process; else nothing."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return ""
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def sum_kind(gpus: Sequence[str]) -> str:
+    """What sums up over ranks with these GPUs: NCCL takes one rank per GPU, and no rank without."""
+    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def host_store(world: int, timeout: float) -> TCPStore:

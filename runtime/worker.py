@@ -91,7 +91,7 @@ class Worker:
         if group.world != bundle.world_size:
             raise VerifyError(f"the bundle is for {bundle.world_size} ranks, {group.world} were started", where=str(bundle.path))
         status.show("joining")
-        group.connect(_teams(self.module))
+        group.connect()
         group.agree("module.ir", bundle.module_hash)
         status.show("loading")
         self.samples: Samples = NoSamples()
@@ -101,6 +101,10 @@ class Worker:
         program = backend_of(bundle.manifest.backend).load_stage(
             self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads, self.entry.device
         )
+        assert self.module.schedule is not None
+        mates = self.module.schedule.members()[self.stage]
+        if len(mates) > 1:
+            group.form_team(mates, program.device)
         self.base = resident_bytes()
         self.tables = setup.tables or tables_of(self.module)
         self.store = self._load_store(program.device)
@@ -245,15 +249,6 @@ class Worker:
             self.group.put(f"{key}/done", b"")
         self.group.get(f"{key}/done", "rank 0 to finish the checkpoint")
         self.status.show(None)
-
-
-def _teams(module: Module) -> list[tuple[tuple[int, ...], bool]]:
-    """The ranks of stages that lie on several devices, and whether those are GPUs."""
-    assert module.schedule is not None
-    kinds = {d.name: d.kind for d in module.cluster.devices} if module.cluster is not None else {}
-    devices = module.rank_devices()
-    teams = [ranks for ranks in module.schedule.members().values() if len(ranks) > 1]
-    return [(ranks, all(kinds.get(devices[rank]) == "cuda" for rank in ranks)) for ranks in teams]
 
 
 def peak_bytes() -> int:

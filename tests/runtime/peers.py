@@ -16,6 +16,7 @@ from penstock.ir.errors import PenstockError
 from penstock.ir.graph import Edge, Value
 from penstock.ir.schedule import Action
 from penstock.ir.types import parse_type
+from penstock.runtime import transport as transports
 from penstock.runtime.transport import Group, Transport, host_store, join_store
 
 KINDS = ("f32", "f16", "bf16", "f64", "i64", "i32", "i8", "u8", "bool")
@@ -67,6 +68,33 @@ def exchange(rank, group, latency=0.0):
         for mb in microbatches:
             assert same(transport.receive(Action("RB", 1, mb, peer=0)), content(ODD, mb, 50)), mb
         transport.flush()
+    group.gather("end", b"")
+
+
+def team(rank, group):
+    """Sums over gloo where there are no GPUs; and NCCL is asked for only where each of the ranks has a GPU of its own."""
+    group.form_team((0, 1), torch.device("cpu"))
+    assert group.team.kind == "gloo"
+    total = torch.full((3,), float(rank + 1))
+    dist.all_reduce(total, group=group.team.group)
+    assert total.tolist() == [3.0] * 3
+    asked = []
+    transports.dist.new_group = lambda ranks, **options: asked.append((ranks, options["backend"]))
+    for number, (gpus, kind) in enumerate(
+        [
+            (("", ""), "gloo"),
+            (("a 1", ""), "gloo"),
+            (("", "a 1"), "gloo"),
+            (("a 1", "a 1"), "gloo"),  # two ranks on one GPU
+            (("a 1", "a 2"), "nccl"),
+            (("a 1", "b 1"), "nccl"),
+        ]
+    ):
+        transports.gpu_of = lambda device, gpus=gpus: gpus[rank]
+        group.store = dist.PrefixStore(str(number), group.store)
+        group.form_team((0, 1), torch.device("cuda"))
+        assert asked.pop() == ([0, 1], kind), gpus
+        assert group.team.kind == kind
     group.gather("end", b"")
 
 
@@ -150,7 +178,7 @@ def main(scenario, rank, port):
     os._exit(0)
 
 
-SCENARIOS = {f.__name__: f for f in (exchange, slow_exchange, raw_tags, agree, silent, deaf, gone, absent)}
+SCENARIOS = {f.__name__: f for f in (exchange, slow_exchange, raw_tags, team, agree, silent, deaf, gone, absent)}
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

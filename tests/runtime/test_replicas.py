@@ -101,7 +101,9 @@ def test_a_batch_that_is_not_shared_out_gives_another_result(mlp, alone, tmp_pat
 @pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eager-2bw", "zb-1f1b", "gpipe"))])
 def test_clipping_sees_the_gradient_of_the_whole_batch(mlp, alone, tmp_path, schedule):
     expected = alone(schedule, clip=0.05)
-    found = trained(compiled(mlp, tmp_path / "two", schedule, shares=((2, 2), (3, 1)), clip=0.05))
+    # Of four microbatches eager-2bw cannot have as many in hand as a rank that runs one of them asks for.
+    shares = ((2, 2), (2, 2) if schedule == "eager-2bw" else (3, 1))
+    found = trained(compiled(mlp, tmp_path / "two", schedule, shares=shares, clip=0.05))
     agree(found, expected)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
     assert min(expected[1]) > 0.05
