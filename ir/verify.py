@@ -256,7 +256,11 @@ def check_staged(module: Module) -> Iterator[Problem]:
 def _check_meshes(module: Module, cluster: Cluster) -> Iterator[Problem]:
     """A mesh is made of devices of the cluster that can run the same code, as many as its axes say."""
     known = {device.name: device for device in cluster.devices}
+    taken = dict.fromkeys(known, "a device")
     for mesh in module.meshes:
+        if mesh.name in taken:
+            yield Problem(f"mesh @{mesh.name}", f"has the name of {taken[mesh.name]}, so a stage on {mesh.name} could be on either")
+        taken[mesh.name] = "another mesh"
         unknown = [name for name in mesh.devices if name not in known]
         if unknown:
             yield Problem(f"mesh @{mesh.name}", f"has {', '.join(unknown)}, which is no device; there are {', '.join(known)}")

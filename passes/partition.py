@@ -366,7 +366,8 @@ def _annotate(module: Module, devices: Sequence[Sequence[Device]], costs: _Costs
         copies = f"@{name} is read on stages {numbers}: each has a copy of its {module.vars[name].type.nbytes} bytes"
         notes.append(copies + (", and they exchange gradients of that size once per batch" if "B" in module.graphs else ""))
     # No mesh may be called like a device.
-    namer = Namer(device.name for found in devices for device in found)
+    known = module.cluster.devices if module.cluster is not None else ()
+    namer = Namer([*(device.name for found in (*devices, known) for device in found), *(mesh.name for mesh in module.meshes)])
     meshes = {
         i: Mesh(namer.fresh(f"s{i}"), (("dp", len(found)),), tuple(d.name for d in found))
         for i, found in enumerate(devices)

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import VerifyError
-from penstock.ir.graph import Graph, Module, Op, Value
+from penstock.ir.graph import Graph, Mesh, Module, Op, Value
 from penstock.ir.problems import LIMIT
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.types import parse_type
@@ -271,6 +271,17 @@ def test_stages_and_their_graphs(toy):
     graphs = {n: g for n, g in module.graphs.items() if n != "s1.F"}
     assert "stage 1: has no forward graph @s1.F" in message(module.but(graphs=graphs))
     assert "stage 1: is on cpu:1, which is no device or mesh; there are cpu:0" in message(module.but(cluster=Cluster.local(1)))
+
+
+def test_a_name_is_one_place(toy):
+    """A stage is on a device or on a mesh by its name alone."""
+    module = toy(2).but(cluster=Cluster.local(2))
+    mesh = Mesh("both", (("dp", 2),), ("cpu:0", "cpu:1"))
+    check(module.but(meshes=(mesh,)), ["staged"])
+    text = message(module.but(meshes=(replace(mesh, name="cpu:1"),)))
+    assert "mesh @cpu:1: has the name of a device, so a stage on cpu:1 could be on either" in text
+    text = message(module.but(meshes=(mesh, replace(mesh, devices=("cpu:1", "cpu:0")))))
+    assert "mesh @both: has the name of another mesh" in text
 
 
 ANNOTATED = """module @m {
