@@ -174,6 +174,36 @@ def test_indices_are_in_range_and_slots_of_one_version_are_one_tensor(module: Mo
         assert single == (module.vars[var].versions == 1)
 
 
+def test_operands_are_centred_unless_they_must_be_positive() -> None:
+    """A product that is drawn around 0 has sums of about 1; what goes under a root or a logarithm is positive, also where it is computed first."""
+    a, b, c = Value("a", parse_type("f32[64,1024]")), Value("b", parse_type("f32[32,1024]")), Value("c", parse_type("f32[64,32]"))
+    turned = make("transpose", (b,), ["t"], "", perm=(1, 0))
+    product = make("matmul", (a, turned.outs[0]), ["y"])
+    root = make("sqrt", make("add", (c, c), ["d"]).outs, ["r"])
+    square = make("sqrt", make("mul", (a, a), ["q"]).outs, ["w"])
+    ops = (turned, product, make("add", (c, c), ["d"]), root, make("mul", (a, a), ["q"]), square)
+    graph = Graph("k", (a, b, c), (*product.outs, *root.outs, *square.outs), ops)
+    x, y, z = random_arguments(graph, Module("m"))
+    for drawn in (x, y):
+        assert abs(drawn.mean()) < 0.01
+        assert drawn.min() < 0 < drawn.max() < 0.35
+    assert 0.1 <= z.min() < z.max() < 1
+    sums, roots, squares = NumpyProgram([graph]).call("k", [x, y, z])
+    assert 0.9 < sums.std() < 1.1
+    assert roots.isfinite().all()
+    assert squares.isfinite().all()
+    # The control: what was drawn before.
+    assert np.std(np.random.default_rng(0).uniform(0.1, 1, (64, 1024)) @ np.random.default_rng(1).uniform(0.1, 1, (1024, 32))) > 3
+
+
+def test_all_operands_of_a_model_are_legal(module: Module) -> None:
+    for row in kernel_rows(module):
+        sig = signature(row.body)
+        results = NumpyProgram([row.body]).call(row.body.name, random_arguments(row.body, module))
+        for value, found in zip(sig.results, results, strict=True):
+            assert found.isfinite().all(), (row.label, value)
+
+
 # ------------------------------------------------------------------------------------------------ the command
 
 

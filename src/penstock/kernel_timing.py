@@ -7,7 +7,10 @@ fits into a cache is found there: the sum over a stage is at most what the stage
 The roofline of measured rows is that of this machine, not of the device in the plan: the rate of a large matrix product, and of a sum of two long
 lists, compiled and measured in the same way. A kernel whose operands fit into a cache can be faster than that.
 
-Operands are legal by construction: floats in [0.1, 1), indices in range.
+Operands are legal by construction: indices are in range, and floats are positive, in [0.1, 1), where something that is computed from them has to be (a
+logarithm, a root, a divisor, a variance). All others lie around 0: in [-1, 1), and operands of products and convolutions closer, so that their sums of many
+terms have a variance of about 1, as in a trained model. Sums of positive numbers would be large, and functions of them flat: exponentials, gelu and softmax
+then take paths, and times, that they do not take in a model.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.backends.interface import CompileOptions, Progress, StageProgram, backend_of
 from penstock.ir.cluster import Device
 from penstock.ir.graph import Graph, Module, Value, signature, slot_of
-from penstock.ir.ops import make
+from penstock.ir.ops import OPS, cost_of, make
 from penstock.ir.types import FLOATS, TensorType
 from penstock.kernel_report import KernelRow
 from penstock.passes.cost import bound
@@ -35,6 +38,14 @@ if TYPE_CHECKING:
 _CALLS, _SECONDS, _MOST_CALLS = 5, 0.05, 500
 # Of the yardsticks: too large for caches, small enough for a glance.
 _SIDE, _LENGTH = 1024, 1 << 24
+# Where floats are drawn, and operands (by position) that have to be positive for a result to be a number.
+_AROUND, _ABOVE = (-1.0, 1.0), (0.1, 1.0)
+_POSITIVE = {
+    "log": (0,), "sqrt": (0,), "rsqrt": (0,), "pow": (0,), "div": (1,), "rem": (1,), "batch_norm": (4,), "layer_norm_grad": (4,), "layer_norm_grad_weight": (3,),
+    "attention_grad": (6,), "sgd": (2,), "momentum": (3,), "adamw": (3, 4, 5, 6),
+}  # fmt: skip
+_ALWAYS_POSITIVE = ("exp", "sigmoid", "softmax", "abs")
+_SUMS = ("matmul", "conv", "conv_grad_input", "conv_grad_weight")
 
 
 def check_devices(rows: Sequence[KernelRow], module: Module, backend: str) -> None:
@@ -114,35 +125,60 @@ def _median_call(program: StageProgram, graph: Graph, module: Module, clock: Cal
 
 
 def random_arguments(graph: Graph, module: Module) -> list[torch.Tensor]:
-    """Tensors for a call. Floats are in [0.1, 1): variances, logarithms and divisors are legal. `latest` and `next` of a variable with one
-    version are one tensor, as at run time."""
+    """Tensors for a call. `latest` and `next` of a variable with one version are one tensor, as at run time."""
     import torch
 
     source = torch.Generator().manual_seed(0)
-    limits = _index_limits(graph)
+    limits, ranges = _index_limits(graph), _ranges(graph)
+    ranges_of_vars = {op.var: ranges[op.outs[0]] for op in graph.ops if op.outs and op.outs[0] in ranges and slot_of(op) is not None}
     types = {slot: (op.outs or op.ins)[0].type for op in graph.ops if (slot := slot_of(op)) is not None}
     limits_of_vars = {op.var: limits[op.outs[0]] for op in graph.ops if op.kind == "read" and op.outs[0] in limits}
     sig = signature(graph)
-    args = [_random(v.type, limits.get(v), source) for v in sig.ins]
+    args = [_random(v.type, limits.get(v), ranges.get(v, _AROUND), source) for v in sig.ins]
     single: dict[str, Any] = {}
     for slot in sig.slots:
-        drawn = _random(types[slot], limits_of_vars.get(slot.var), source)
+        drawn = _random(types[slot], limits_of_vars.get(slot.var), ranges_of_vars.get(slot.var, _AROUND), source)
         if slot.slot and module.vars[slot.var].versions == 1:
             drawn = single.setdefault(slot.var, drawn)
         args.append(drawn)
     return args
 
 
-def _random(t: TensorType, below: int | None, source: torch.Generator) -> torch.Tensor:
+def _random(t: TensorType, below: int | None, within: tuple[float, float], source: torch.Generator) -> torch.Tensor:
     import torch
 
     from penstock.runtime.store import TORCH_DTYPES
 
     dtype = getattr(torch, {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(t.dtype, "int64"))
     if t.dtype in FLOATS:
-        return torch.rand(t.dims, generator=source).mul_(0.9).add_(0.1).to(dtype)
-    high = 2 if t.dtype == "bool" else below if below is not None else 5
-    return torch.randint(high, t.dims, generator=source).to(TORCH_DTYPES[t.dtype])
+        low, high = within
+        return torch.rand(t.dims, generator=source).mul_(high - low).add_(low).to(dtype)
+    limit = 2 if t.dtype == "bool" else below if below is not None else 5
+    return torch.randint(limit, t.dims, generator=source).to(TORCH_DTYPES[t.dtype])
+
+
+def _ranges(graph: Graph) -> dict[Value, tuple[float, float]]:
+    """Between what floats are drawn that are not just around 0, traced back from the operations that ask for it."""
+    found: dict[Value, tuple[float, float]] = {}
+
+    def draw(values: Iterable[Value], within: tuple[float, float]) -> None:
+        for v in values:
+            # Positive goes before near 0, and of the latter the nearest.
+            found[v] = _ABOVE if _ABOVE in (within, found.get(v)) else min(within, found.get(v, within), key=lambda ends: ends[1])
+
+    for op in reversed(graph.ops):
+        draw((op.ins[i] for i in _POSITIVE.get(op.kind, ()) if i < len(op.ins)), _ABOVE)
+        asked = {found[v] for v in op.outs if v in found}
+        square = op.kind == "mul" and len(set(op.ins)) == 1
+        if _ABOVE in asked:
+            draw(() if square or op.kind in _ALWAYS_POSITIVE else op.ins, _ABOVE)
+        elif op.kind in _SUMS:
+            terms = cost_of(op).flops / 2 / max(op.outs[0].type.size, 1)
+            most = min(1.0, (9 / max(terms, 1.0)) ** 0.25)
+            draw(op.ins, (-most, most))
+        elif asked and (op.kind == "cast" or OPS[op.kind].family == "layout"):
+            draw(op.ins, min(asked, key=lambda ends: ends[1]))
+    return found
 
 
 def _index_limits(graph: Graph) -> dict[Value, int]:
