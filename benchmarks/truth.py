@@ -3,18 +3,14 @@
     python benchmarks/truth.py --json truth.json                 all configurations; goes on from the file if it is there
     python benchmarks/truth.py --only gpt-2-1f1b --json x.json
     python benchmarks/truth.py --plans --json plans.json         every plan of a small model on two unequal devices, and where the chosen one lands
-    python benchmarks/truth.py --plans --json plans.json         every plan of a small model on two unequal devices, and where the chosen one lands
 
 Every configuration trains a small GPT, MLP or convolutional network in real worker processes on this host. Devices are made unequal by threads, by quotas
 on processor time (a control group for each rank; Linux, cgroup v1, root) or by one core for all ranks; links by injected latency, or by a token bucket on the loopback
 device of a network namespace of their own (root). A configuration that this host cannot make is said and left out.
 
-Predicted from: seconds of each kind of action, measured rank by rank with nobody else running (runtime/rehearse.py; under the same quota); how much ranks that
-compute at once slow each other, measured with two, or as many as there are; what messages over loopback cost, and what a worker takes beside its tensors, measured with a model
-that computes next to nothing; all of it before the run, none of it from the run. Three ranks on two cores share them in the simulation as they do here.
-
-Where others use the host, too, `--realtime` keeps them out. It matters most where ranks share cores: a rank that waits for a core is moved to the other one only when
-that has nothing else to do.
+Predicted from: seconds of each kind of action, measured rank by rank with nobody else running (runtime/rehearse.py; under the same quota), in turns with the runs, as the speed of a host
+drifts; how much ranks that compute at once slow each other, measured with two, or as many as there are; what messages over loopback cost, and what a worker takes beside its tensors, measured with a model
+that computes next to nothing. Nothing is taken from the runs. Three ranks on two cores share them in the simulation as they do here.
 
 Step time is the median over the run of the time from one update to the next on the last stage (over two steps, as patterns of 2bw may take two batches to
 come again); peak memory is that of benchmarks/memory.py. Ratios are predicted / measured. Exit code 1 when the goals are missed: step time within 10 % in the
@@ -24,7 +20,6 @@ median and 20 % at worst, memory within 10 % everywhere.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import signal
@@ -34,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +42,6 @@ import penstock as ps
 from penstock.backends.bundle import Bundle, open_bundle
 from penstock.ir.cluster import Cluster, Device, usable_cores
 from penstock.ir.schedule import RECEIVES, SENDS, Action
-from penstock.ir.text import print_graph
 from penstock.models import write_cnn, write_gpt, write_mlp
 from penstock.runtime.control import DataSpec
 from penstock.runtime.job import Job
@@ -116,7 +110,7 @@ def make_plan(configuration: Configuration, folder: Path) -> ps.Plan:
     return ps.plan(model, Cluster(tuple(devices)), training, schedule=configuration.schedule, recompute=configuration.recompute)
 
 
-def calibrate(folder: Path, realtime: bool) -> dict[str, float]:
+def calibrate(folder: Path) -> dict[str, float]:
     """From two stages that hardly compute, what messages over loopback cost: seconds of the rank for one, latency, seconds a byte that a send writes at
     once, bytes per second. And how much more memory a worker takes than its tensors: code that is loaded as it is first used."""
     sends, trips, beside = {}, {}, []
@@ -128,7 +122,6 @@ def calibrate(folder: Path, realtime: bool) -> dict[str, float]:
         plan = ps.plan(model, Cluster.local(2), training, recompute="none", split_at=products[1:])
         bundle = open_bundle(ps.compile(plan, folder / f"small{rows}"))
         with Job(bundle, data=DataSpec(), trace=True) as job:
-            place_workers(Configuration("mlp", 2, "1f1b", realtime=realtime), job.workers.process_ids(), {})
             list(job.steps_from_data(20))
             list(job.run(batches(bundle, FED)))
             expected = [row["peak"] for row in plan.as_dict()["memory"].values()]
@@ -139,10 +132,13 @@ def calibrate(folder: Path, realtime: bool) -> dict[str, float]:
         size = rows * 16 * 4
         sends[size], trips[size] = [], []
         for rank, other in ((0, 1), (1, 0)):
+            last = 0.0
             for text, (start, end) in events[rank].items():
-                action = Action.parse(text)
+                action, before = Action.parse(text), last
+                last = end
                 if action.kind in SENDS:
-                    sends[size].append(end - start)
+                    # What comes before an action, such as posting receives, is the next one's time in rehearsals, too.
+                    sends[size].append(end - before)
                     asked, got = events[other][f"{action.peer}R{action.kind[1]}{action.mb}<{rank}"]
                     if asked < start:
                         trips[size].append(got - start)
@@ -159,27 +155,14 @@ def calibrate(folder: Path, realtime: bool) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class Rehearsed:
-    """Seconds by kind of every rank alone, and what a core does while 1, 2, ... of them are busy, compared with one alone."""
-
-    alone: list[dict[str, float]]
-    speeds: tuple[float, ...]
-
-
-def rehearse_all(
-    configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], known: dict[str, Any], seconds: float, folder: Path
-) -> Rehearsed:
-    """Times of ranks, taken from `known` where the same code was measured with the same threads and quota."""
+def rehearse_alone(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], seconds: float) -> list[dict[str, float]]:
+    """Seconds of every rank by itself."""
     starts = prefixes(configuration, groups)
-    alone = []
-    for rank in range(configuration.stages):
-        graphs = [list(print_graph(g)) for name, g in bundle.module.graphs.items() if name.startswith(f"s{rank}.")]
-        what = json.dumps([graphs, configuration.thread_count(rank), configuration.quota(rank), configuration.one_core])
-        key = hashlib.sha256(what.encode()).hexdigest()[:16]
-        if key not in known:
-            known[key] = rehearse(bundle, [rank], seconds=seconds, prefixes=starts)[0]
-        alone.append(known[key])
+    return [rehearse(bundle, [rank], seconds=seconds, prefixes=starts)[0] for rank in range(configuration.stages)]
+
+
+def speeds_together(configuration: Configuration, bundle: Bundle, known: dict[str, Any], seconds: float, folder: Path) -> tuple[float, ...]:
+    """What a core does while 1, 2, ... of the ranks compute, compared with one alone; from `known` where it was measured before."""
     # Of ranks with one thread each and no quotas: how much they slow each other is taken for a property of the host and the model.
     cores = 1 if configuration.one_core else usable_cores()
     threads = sum(configuration.thread_count(rank) for rank in range(configuration.stages))
@@ -197,10 +180,16 @@ def rehearse_all(
             slowed = [once[rank][kind] / row[kind] for rank, row in zip(ranks, together, strict=True) for kind in ("F", "B")]
             known[key] = statistics.mean(slowed) * busy / min(busy, cores)
         speeds.append(min(1.0, known[key]))
-    return Rehearsed(alone, tuple(speeds))
+    return tuple(speeds)
 
 
-def predict(configuration: Configuration, bundle: Bundle, times: Rehearsed, loopback: Mapping[str, float]) -> dict[str, Any]:
+def predict(
+    configuration: Configuration,
+    bundle: Bundle,
+    alone: Sequence[Mapping[str, float]],
+    speeds: tuple[float, ...],
+    loopback: Mapping[str, float],
+) -> dict[str, Any]:
     module = bundle.module
     assert module.schedule is not None
     sizes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
@@ -214,7 +203,7 @@ def predict(configuration: Configuration, bundle: Bundle, times: Rehearsed, loop
             loopback["writing"],
             loopback["buffer"],
             loopback["writing"],
-            times.speeds,
+            speeds,
         )
         for rank in range(configuration.stages)
     }
@@ -224,7 +213,7 @@ def predict(configuration: Configuration, bundle: Bundle, times: Rehearsed, loop
         return Route((own, ("loopback", configuration.rate)) if configuration.rate else (own,), loopback["latency"])
 
     def seconds(rank: int, action: Action) -> float:
-        found = times.alone[rank].get(action.kind, 0.0)
+        found = alone[rank].get(action.kind, 0.0)
         return found + loopback["message"] if action.kind in (*SENDS, *RECEIVES) else found
 
     machine = Machine(route, seats, Transport(late=configuration.latency))
@@ -247,19 +236,15 @@ def batches(bundle: Bundle, count: int) -> Iterator[dict[str, np.ndarray]]:
         yield batch
 
 
-def run(
-    configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], rounds: int, data: DataSpec = SYNTHETIC
-) -> dict[str, Any]:
+def run(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], data: DataSpec = SYNTHETIC) -> dict[str, Any]:
     """Steps with data that the workers make or read, timed; then a few with data that is handed to them, for memory."""
-    times: list[float] = []
     with Job(bundle, timeout=600, data=data, latency=configuration.latency) as job:
         place_workers(configuration, job.workers.process_ids(), groups)
         list(job.steps_from_data(2))
-        for _ in range(rounds):
-            ends = [step.at for step in job.steps_from_data(BATCHES)][1:-1]
-            times += [(b - a) / 2 for a, b in zip(ends, ends[2:], strict=False)]
+        ends = [step.at for step in job.steps_from_data(BATCHES)][1:-1]
         list(job.run(batches(bundle, FED)))
         peaks, bases = job.peak_bytes, job.base_bytes
+    times = [(b - a) / 2 for a, b in zip(ends, ends[2:], strict=False)]
     return {"steps": times, "peaks": [peak - base for peak, base in zip(peaks, bases, strict=True)]}
 
 
@@ -270,22 +255,27 @@ def measure(configuration: Configuration, known: dict[str, Any], seconds: float,
         bundle = open_bundle(ps.compile(plan, folder / "bundle"))
         more = known["host"]["memory"]
         expected = {int(rank): row["peak"] + more for rank, row in plan.as_dict()["memory"].items()}
-        times = rehearse_all(configuration, bundle, groups, known, seconds, folder)
-        predicted = predict(configuration, bundle, times, known["host"])
-        found = run(configuration, bundle, groups, rounds)
-    step = statistics.median(found["steps"])
+        speeds = speeds_together(configuration, bundle, known, seconds, folder)
+        rehearsed, runs = [], []
+        for _ in range(rounds):
+            rehearsed.append(rehearse_alone(configuration, bundle, groups, seconds))
+            runs.append(run(configuration, bundle, groups))
+    alone = [{kind: statistics.mean(row[kind] for row in rows) for kind in rows[0]} for rows in zip(*rehearsed, strict=True)]
+    predicted = predict(configuration, bundle, alone, speeds, known["host"])
+    steps = [step for found in runs for step in found["steps"]]
+    peaks = [max(peak) for peak in zip(*(found["peaks"] for found in runs), strict=True)]
+    step = statistics.median(steps)
     return {
         "name": configuration.name,
         "predicted_s": predicted["step_s"],
         "measured_s": step,
-        "spread": [min(found["steps"]), max(found["steps"])],
+        "spread": [min(steps), max(steps)],
         "ratio": predicted["step_s"] / step,
         "busy": predicted["busy"],
-        "alone": times.alone,
-        "speeds": times.speeds,
+        "alone": alone,
+        "speeds": speeds,
         "memory": [
-            {"rank": rank, "predicted": expected[rank], "measured": peak, "ratio": expected[rank] / peak}
-            for rank, peak in enumerate(found["peaks"])
+            {"rank": rank, "predicted": expected[rank], "measured": peak, "ratio": expected[rank] / peak} for rank, peak in enumerate(peaks)
         ],
     }
 
@@ -330,15 +320,7 @@ def in_shaped_space(configuration: Configuration, report: dict[str, Any], second
         save(path, {"rows": [], "known": report["known"]})
         subprocess.run(["sh", "-c", shaped(configuration.rate, space)], check=True)
         try:
-            command = [
-                sys.executable,
-                __file__,
-                "--inside",
-                configuration.name,
-                "--json",
-                str(path),
-                *(["--realtime"] if configuration.realtime else []),
-            ]
+            command = [sys.executable, __file__, "--inside", configuration.name, "--json", str(path)]
             subprocess.run(["ip", "netns", "exec", space, *command, "--seconds", str(seconds), "--rounds", str(rounds)], check=True)
         finally:
             subprocess.run(["ip", "netns", "del", space], check=True)
@@ -355,11 +337,6 @@ def main() -> int:
     parser.add_argument("--calibrate", action="store_true", help="only measure what messages over loopback cost")
     parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="how long to measure a rank by itself (default: 1)")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help=f"runs of {BATCHES} batches (default: 2)")
-    parser.add_argument(
-        "--realtime",
-        action="store_true",
-        help="schedule workers before all else (SCHED_RR, root); leaves out quotas, which then do not count",
-    )
     parser.add_argument("--plans", action="store_true", help="run every plan of a small model instead (truth_plans.py)")
     parser.add_argument("--inside", metavar="NAME", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -368,14 +345,14 @@ def main() -> int:
     if arguments.plans:
         from truth_plans import time_plans
 
-        return time_plans(arguments.json, arguments.rounds)
+        return time_plans(arguments.json)
     unknown = set(arguments.only) - {c.name for c in CONFIGURATIONS}
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     report = load(arguments.json)
     if "host" not in report["known"]:
         with tempfile.TemporaryDirectory(prefix="truth-") as folder:
-            report["known"]["host"] = calibrate(Path(folder), arguments.realtime)
+            report["known"]["host"] = calibrate(Path(folder))
         save(arguments.json, report)
     costs = report["known"]["host"]
     print(
@@ -385,8 +362,9 @@ def main() -> int:
     )
     if arguments.calibrate:
         return 0
-    every = [replace(c, realtime=True) for c in CONFIGURATIONS if not c.quotas] if arguments.realtime else CONFIGURATIONS
-    wanted = [c for c in every if (c.name == arguments.inside if arguments.inside else not arguments.only or c.name in arguments.only)]
+    wanted = [
+        c for c in CONFIGURATIONS if (c.name == arguments.inside if arguments.inside else not arguments.only or c.name in arguments.only)
+    ]
     begin = time.perf_counter()
     for configuration in wanted:
         if any(row["name"] == configuration.name for row in report["rows"]):

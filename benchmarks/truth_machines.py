@@ -16,8 +16,7 @@ PERIOD = 10_000  # microseconds of a quota: short, so that a rank that waits now
 
 @dataclass(frozen=True)
 class Configuration:
-    """`quotas` are shares of a core, `threads` numbers of threads, rank by rank; `rate` bytes per second of the loopback device. `realtime` is how workers are
-    scheduled, not what is run, and not in the name."""
+    """`quotas` are shares of a core, `threads` numbers of threads, rank by rank; `rate` bytes per second of the loopback device."""
 
     model: str
     stages: int
@@ -29,7 +28,6 @@ class Configuration:
     latency: float = 0.0
     rate: float = 0.0
     one_core: bool = False
-    realtime: bool = False
 
     @property
     def name(self) -> str:
@@ -86,10 +84,7 @@ def prefixes(configuration: Configuration, groups: Mapping[int, Path]) -> dict[i
         if rank in groups:
             found[rank] = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(groups[rank])]
         else:
-            found[rank] = [
-                *(["taskset", "-c", "0"] if configuration.one_core else []),
-                *(["chrt", "-r", "1"] if configuration.realtime else []),
-            ]
+            found[rank] = ["taskset", "-c", "0"] if configuration.one_core else []
     return found
 
 
@@ -100,9 +95,6 @@ def place_workers(configuration: Configuration, processes: Sequence[int], groups
         if configuration.one_core:
             for task in Path(f"/proc/{process}/task").iterdir():
                 os.sched_setaffinity(int(task.name), {0})
-        if configuration.realtime:
-            for task in Path(f"/proc/{process}/task").iterdir():
-                os.sched_setscheduler(int(task.name), os.SCHED_RR, os.sched_param(1))
 
 
 def missing(configuration: Configuration) -> str:

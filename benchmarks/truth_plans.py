@@ -3,9 +3,9 @@
     python benchmarks/truth.py --plans --json plans.json         goes on from the file if it is there
 
 A chain of eight equal products trains on two devices of this host, the second with half a core (a control group; root). The plans are those of one device,
-and those of two in both orders, cut before each of the products, under 1f1b and under 2bw: 30 plans. Two more for each schedule are chosen, for a cluster that says what
-the devices are: by `ps.plan`, which takes devices in their order but may cut anywhere, and by the planner (`penstock plan --batch`), which chooses all the rest, too. Each plan trains for some steps in worker processes, in turns: a round of
-all plans, then another one of the best and the chosen ones. The time of a plan is the median of its steps.
+and those of two in both orders, cut before each of the products, under 1f1b and under 2bw: 30 plans. Two more for each schedule are chosen, for a cluster that `penstock doctor`
+measured here, the slow device with half of every rate: by `ps.plan`, which takes devices in their order but may cut anywhere, and by the planner (`penstock plan --batch`), which chooses all the rest, too. Each plan trains for some steps in
+worker processes, in turns: a round of all plans, then two more of the best and the chosen ones. The time of a plan is the median of its steps; predicted is what `penstock plan` says of it.
 
 Goal: the planner's plan is at most 5 % slower than the best one that was run under the same schedule; exit code 1 otherwise.
 """
@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,20 @@ from truth import batches, load, run, save
 from truth_machines import Configuration, quota_groups
 
 import penstock as ps
+from penstock.arguing import predict
 from penstock.backends.bundle import open_bundle
-from penstock.ir.cluster import Cluster, Device
+from penstock.ir.cluster import Cluster
 from penstock.models import write_mlp
 from penstock.planning import plan_best
 from penstock.runtime.control import DataSpec
+from penstock.runtime.doctor import examine
 
-PRODUCTS, WIDTH, ROWS, MICROBATCHES = 8, 768, 384, 4
+PRODUCTS, WIDTH, ROWS, MICROBATCHES = 8, 1024, 512, 4
 SLOW = 0.5
 SCHEDULES = ("1f1b", "2bw")
 CUT, PLANNED = "cut by ps.plan", "planner's"
 GOAL = 1.05
-FAST_DEVICE = Device("fast", flops=5e10, bandwidth=1e10)
-SLOW_DEVICE = Device("slow", flops=5e10 * SLOW, bandwidth=1e10 * SLOW)
+TURNS = 3
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,27 @@ class Candidate:
     def name(self) -> str:
         return f"{self.schedule} {'>'.join(self.order)} {self.cut}"
 
-    @property
-    def cluster(self) -> Cluster:
-        return Cluster(tuple(SLOW_DEVICE if name == "slow" else FAST_DEVICE for name in self.order))
+
+def measured_here() -> Cluster:
+    """The two devices, with the rates that doctor finds when two of one thread compute at once."""
+    report = examine((1, 1), say=lambda text: print(text, file=sys.stderr, flush=True))
+    assert report is not None
+    print(*report.problems, sep="\n", file=sys.stderr, flush=True)
+    fast = replace(report.cluster.devices[0], name="fast", spaces=())
+    slow = replace(
+        fast, name="slow", flops=fast.flops * SLOW, bandwidth=fast.bandwidth * SLOW, cache_bandwidth=fast.cache_bandwidth * SLOW,
+        overhead=fast.overhead / SLOW, call_overhead=fast.call_overhead / SLOW, message_overhead=fast.message_overhead / SLOW,
+        socket_bandwidth=fast.socket_bandwidth * SLOW,
+    )  # fmt: skip
+    return Cluster((fast, slow), classes=report.cluster.classes)
+
+
+def told_cluster(cluster: Cluster) -> str:
+    fast = cluster.device("fast")
+    return (
+        f"a core: {fast.flops / 1e9:.0f} GFLOP/s, {fast.bandwidth / 1e9:.1f} GB/s, {fast.message_overhead * 1e6:.0f} us and "
+        f"{1e9 / fast.socket_bandwidth:.2f} ns per byte for an end of a message"
+    )
 
 
 def candidates(model: ps.Model) -> Iterator[Candidate]:
@@ -68,14 +87,15 @@ def candidates(model: ps.Model) -> Iterator[Candidate]:
         yield Candidate(schedule, ("fast", "slow"), PLANNED)
 
 
-def time_plan(candidate: Candidate, model: ps.Model, rounds: int) -> dict[str, Any]:
+def time_plan(candidate: Candidate, model: ps.Model, whole: Cluster) -> dict[str, Any]:
+    cluster = replace(whole, devices=tuple(whole.device(name) for name in candidate.order))
     training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=1e-3), microbatches=MICROBATCHES)
     if candidate.cut == PLANNED:
         batch = ROWS * MICROBATCHES
-        plan = plan_best(lambda size: model, candidate.cluster, training, batch=batch, schedules=(candidate.schedule,), recompute="none")
+        plan = plan_best(lambda size: model, cluster, training, batch=batch, schedules=(candidate.schedule,), recompute="none")
     else:
         split_at = [] if candidate.cut in (CUT, "alone") else [candidate.cut]
-        plan = ps.plan(model, candidate.cluster, training, schedule=candidate.schedule, split_at=split_at)
+        plan = ps.plan(model, cluster, training, schedule=candidate.schedule, split_at=split_at)
     order = plan.module.rank_devices()
     made = Configuration("mlp", len(order), candidate.schedule, quotas=tuple(SLOW if name == "slow" else 1.0 for name in order))
     with tempfile.TemporaryDirectory(prefix="truth-") as folder, quota_groups(made) as groups:
@@ -83,29 +103,44 @@ def time_plan(candidate: Candidate, model: ps.Model, rounds: int) -> dict[str, A
         # From a file: making random numbers would be work of the first stage that no plan knows of.
         file = Path(folder) / "data.npz"
         np.savez(file, **next(batches(bundle, 1)))
-        found = run(made, bundle, groups, rounds, DataSpec(str(file)))
+        found = run(made, bundle, groups, DataSpec(str(file)))
     starts = [note.text.rpartition(" ")[2] for note in plan.module.notes if note.origin == "partition" and " starts at " in note.text]
     told = f"{'>'.join(order)}{' from ' + ', '.join(starts[1:]) if starts[1:] else ''}"
-    return {"name": candidate.name, "schedule": candidate.schedule, "cut": candidate.cut, "told": told, "steps": found["steps"]}
+    expected = predict(plan.module, plain=True).step
+    return {
+        "name": candidate.name,
+        "schedule": candidate.schedule,
+        "cut": candidate.cut,
+        "told": told,
+        "steps": found["steps"],
+        "predicted": expected,
+    }
 
 
-def time_plans(path: Path | None, rounds: int) -> int:
+def time_plans(path: Path | None) -> int:
     report: dict[str, Any] = load(path)
     rows: dict[str, dict[str, Any]] = {row["name"]: row for row in report["rows"]}
     with tempfile.TemporaryDirectory(prefix="truth-") as folder:
         model = ps.from_onnx(write_mlp(Path(folder) / "model.onnx", [WIDTH] * (PRODUCTS + 1), batch=ROWS))
         listed = list(candidates(model))
-        again = []
-        for turn in (0, 1):
+        if "cluster" not in report["known"]:
+            report["known"]["cluster"] = measured_here().to_toml()
+            save(path, report)
+        (Path(folder) / "cluster.toml").write_text(report["known"]["cluster"], encoding="utf-8")
+        cluster = Cluster.load(Path(folder) / "cluster.toml")
+        print(told_cluster(cluster), file=sys.stderr, flush=True)
+        again: list[Candidate] = []
+        for turn in range(TURNS):
             for candidate in listed if turn == 0 else again:
                 row = rows.get(candidate.name)
                 if row is not None and row["turns"] > turn:
                     continue
-                found = time_plan(candidate, model, rounds)
+                found = time_plan(candidate, model, cluster)
                 steps = [*(row["steps"] if row else []), *found["steps"]]
                 rows[candidate.name] = found | {"steps": steps, "turns": turn + 1, "seconds": statistics.median(steps)}
-                save(path, {"rows": list(rows.values()), "known": {}})
+                save(path, report | {"rows": list(rows.values())})
                 print(f"{candidate.name}: {rows[candidate.name]['seconds'] * 1e3:.1f} ms per step", file=sys.stderr, flush=True)
+            again = []
             for schedule in SCHEDULES:
                 own = sorted((c for c in listed if c.schedule == schedule), key=lambda c: float(rows[c.name]["seconds"]))
                 again += [c for c in own if c in own[:3] or c.cut in (CUT, PLANNED)]
@@ -124,7 +159,7 @@ def landings(rows: Any) -> dict[str, float]:
 
 
 def table(rows: Any) -> str:
-    lines = ["| schedule | plan | place | ms per step | of the best |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| schedule | plan | place | ms per step | of the best | predicted ms |", "| --- | --- | --- | --- | --- | --- |"]
     for schedule in SCHEDULES:
         own: list[Mapping[str, Any]] = sorted((row for row in rows if row["schedule"] == schedule), key=lambda row: float(row["seconds"]))
         for place, row in enumerate(own):
@@ -137,6 +172,7 @@ def table(rows: Any) -> str:
                     f"{place + 1} of {len(own)}",
                     f"{row['seconds'] * 1e3:.1f}",
                     f"{row['seconds'] / own[0]['seconds']:.3f}",
+                    f"{row['predicted'] * 1e3:.1f}",
                 )
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -33,6 +33,8 @@ SAME_HOST, OTHER_HOST, HOST_TO_DEVICE = "same-host", "other-host", "host-to-devi
 CLASSES = {SAME_HOST: (2e9, 5e-5), OTHER_HOST: (1e9, 2e-4), HOST_TO_DEVICE: (1e10, 5e-5)}
 # Seconds of a kernel's launch, and of a call of a stage, where nothing was measured.
 KERNEL_OVERHEAD, CALL_OVERHEAD = 1e-6, 5e-5
+# Seconds of a rank for one end of a message, and bytes per second that a core moves into or out of a socket: gloo on one host (benchmarks/truth.py --calibrate).
+MESSAGE_OVERHEAD, SOCKET_BANDWIDTH = 6e-5, 2.2e9
 EFFICIENCY_PREFIX = "efficiency."
 
 
@@ -41,7 +43,7 @@ class Device:
     """`spaces` are (name, bytes) pairs; the first one holds tensors. `flops` (of a large float32 product) and `bandwidth` are rates of one device,
     all threads. What fits into `cache` bytes moves at `cache_bandwidth` (0: nothing does). `efficiency` are shares of the rates that families of
     work reach (passes/cost.py), by name. `overhead` are seconds that a kernel takes beside its work, `call_overhead` those that a call of a
-    stage takes beside its kernels."""
+    stage takes beside its kernels. An end of a message takes `message_overhead`, and on a CPU its bytes take processor time at `socket_bandwidth`."""
 
     name: str
     kind: str = "cpu"
@@ -56,13 +58,14 @@ class Device:
     overhead: float = KERNEL_OVERHEAD
     call_overhead: float = CALL_OVERHEAD
     efficiency: tuple[tuple[str, float], ...] = ()
+    message_overhead: float = MESSAGE_OVERHEAD
+    socket_bandwidth: float = SOCKET_BANDWIDTH
 
     def fields(self) -> dict[str, Scalar]:
         """What text says of a device; of what few devices have, only what is not usual."""
         always = ("kind", "host", "target", "threads", "flops", "bandwidth")
-        usual = {f.name: f.default for f in fields(Device)}
         found = {key: getattr(self, key) for key in always}
-        found |= {k: getattr(self, k) for k in ("cache", "cache_bandwidth", "overhead", "call_overhead") if getattr(self, k) != usual[k]}
+        found |= {key: getattr(self, key) for key in SELDOM if getattr(self, key) != _USUAL[key]}
         return found | {f"{EFFICIENCY_PREFIX}{key}": share for key, share in self.efficiency}
 
     @staticmethod
@@ -76,6 +79,11 @@ class Device:
     def memory(self) -> int | None:
         """Bytes of the space that holds tensors; None when unlimited."""
         return self.spaces[0][1] if self.spaces else None
+
+
+# What is written only where it is not usual.
+SELDOM = ("cache", "cache_bandwidth", "overhead", "call_overhead", "message_overhead", "socket_bandwidth")
+_USUAL = {f.name: f.default for f in fields(Device)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every k
 
 Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Further keys of a device: `spaces`, a table of
 several memory spaces in place of `memory`, the first holding tensors; `cache` and `cache_bandwidth`; and what `penstock doctor` measures: `overhead`,
-`call_overhead` (seconds), and the table `efficiency`. A device of kind cuda (or gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the
+`call_overhead`, `message_overhead` (seconds), `socket_bandwidth`, and the table `efficiency`. A device of kind cuda (or gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the
 architecture; its rates are by default those of the usual card of that architecture. Without `flops` a CPU has 50 GFLOP/s for each thread.
 A file with [[host]] tables names the host of every device among them, if there are several.
 
@@ -43,7 +43,7 @@ from typing import Any
 
 import yaml
 
-from .cluster import CLASSES, KINDS, THREAD_FLOPS, Cluster, Device, Host, Link, LinkClass, cuda_rates, is_architecture
+from .cluster import CLASSES, KINDS, SELDOM, THREAD_FLOPS, Cluster, Device, Host, Link, LinkClass, cuda_rates, is_architecture
 from .errors import UsageError
 from .graph import Scalar
 
@@ -66,7 +66,7 @@ _EXAMPLES = {"bytes": "8 GiB", "bytes per second": "2 GB/s", "seconds": "50 us",
 _DEVICE = {
     "name": "name", "kind": "word", "host": "name", "target": "name", "arch": "name", "threads": "count", "memory": "bytes", "spaces": "table",
     "flops": "operations per second", "bandwidth": "bytes per second", "cache": "bytes?", "cache_bandwidth": "bytes per second?",
-    "overhead": "seconds?", "call_overhead": "seconds?", "efficiency": "table",
+    "overhead": "seconds?", "call_overhead": "seconds?", "message_overhead": "seconds?", "socket_bandwidth": "bytes per second", "efficiency": "table",
 }  # fmt: skip
 _LINK = {"a": "name", "b": "name", "bandwidth": "bytes per second", "latency": "seconds?", "nic": "name?"}
 _CLASS = {"bandwidth": "bytes per second", "latency": "seconds?"}
@@ -353,7 +353,7 @@ def _plain_device(device: Device) -> dict[str, Any]:
     table: dict[str, Any] = {"name": device.name}
     for key in ("kind", "host", "target", "threads", "flops", "bandwidth"):
         table[key] = getattr(device, key)
-    for key in ("cache", "cache_bandwidth", "overhead", "call_overhead"):
+    for key in SELDOM:
         if getattr(device, key) != usual[key]:
             table[key] = getattr(device, key)
     if len(device.spaces) == 1 and device.spaces[0][0] == KINDS[device.kind]:

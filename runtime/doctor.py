@@ -4,7 +4,7 @@ In: how many devices, or the threads of each; started on several hosts (RANK, WO
 the group. Out: a `Report`: versions, facts of every host, the cluster with measured rates, and problems in plain words.
 
     devices    each in a process of its own with its threads, all at once: they compute at once in a pipeline, too (yardsticks.py)
-    links      gloo between two processes of this machine; of several hosts, every pair (wires.py): the median is their class, a pair that
+    links      gloo between two processes of this machine, and what its ends take of them; of several hosts, every pair (wires.py): the median is their class, a pair that
                is more than a fifth off gets links of its own, and a host's network card has the rate of its fastest pair
     GPUs       by nvidia-ml-py, with the rates of their data sheets; copies to and from them by torch, where it can
 
@@ -34,7 +34,7 @@ from ..ir.errors import PenstockError, UsageError
 from .children import failure, outputs
 from .hosts import in_group, place_of
 from .launch import thread_environment
-from .wires import Wire, fit, measure_loopback, measure_pairs
+from .wires import Loopback, Wire, fit, measure_loopback, measure_pairs
 from .yardsticks import Rates, compile_yardsticks
 
 Say = Callable[[str], None]
@@ -63,8 +63,9 @@ class HostFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loopback: tuple[float, float] | None
     copies: tuple[float, float] | None
     problems: list[str]
-    # Seconds of messages by size, one way.
+    # Seconds of messages by size, one way, and seconds of a rank for one end.
     loopback_times: list[tuple[int, float]] = []
+    end_times: list[tuple[int, float]] = []
 
 
 @dataclass(frozen=True)
@@ -139,11 +140,14 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         problems.append(f"GPUs: {why}")
     devices += [device_of_gpu(gpu) for gpu in gpus]
     say("messages between two processes of this machine")
-    times: list[tuple[int, float]] = []
+    found = Loopback([], [])
     try:
-        times = measure_loopback(timeout)
+        found = measure_loopback(timeout)
     except (PenstockError, OSError) as error:
         problems.append(str(error))
+    if found.ends:
+        socket_bandwidth, overhead = _rounded(fit(found.ends))
+        devices = [replace(d, message_overhead=overhead, socket_bandwidth=socket_bandwidth) for d in devices]
     return HostFacts(
         socket.gethostname(),
         os.environ.get("PENSTOCK_ADDRESS", ""),
@@ -155,10 +159,11 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         machine.usable_memory(),
         machine.free_memory(),
         [_plain(device) for device in devices],
-        tuple(_rounded(fit(times))) if times else None,  # type: ignore[arg-type]
+        tuple(_rounded(fit(found.times))) if found.times else None,  # type: ignore[arg-type]
         _measured_copies(problems) if gpus else None,
         problems,
-        times,
+        found.times,
+        found.ends,
     )
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from ..ir.cluster import Cluster
 from ..ir.memory import LOOK_AHEAD, POSTED
 
-# What gloo on one host took where it was measured (benchmarks/truth.py --calibrate): seconds of a rank for each end of a message, seconds of a core to
-# write or read a byte, and how much a send writes before it returns.
-MESSAGE_SECONDS, SOCKET_SECONDS, SOCKET_BUFFER = 6e-5, 4.5e-10, 4e6
+# How many bytes a send of gloo writes before it returns, where it was measured (benchmarks/truth.py --calibrate).
+SOCKET_BUFFER = 4e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +56,9 @@ class Machine:
     transport: Transport = Transport()
 
 
-def sockets(seat: Seat) -> Seat:
-    """The seat of a rank whose messages go through sockets."""
-    return replace(seat, writing=SOCKET_SECONDS, buffer=SOCKET_BUFFER, reading=SOCKET_SECONDS)
+def sockets(seat: Seat, bandwidth: float) -> Seat:
+    """The seat of a rank whose messages go through sockets, which a core fills and empties at so many bytes per second."""
+    return replace(seat, writing=1 / bandwidth, buffer=SOCKET_BUFFER, reading=1 / bandwidth)
 
 
 # Messages take no time, and every rank has its device to itself.

@@ -2,7 +2,7 @@
 
     python -m penstock.runtime.rehearse BUNDLE --rank R --threads N --batches N [--seconds S]
 
-In: a bundle. Out: for each kind of action the median seconds, from the end of the action before it to its own, so that what the worker's loop does in
+In: a bundle. Out: for each kind of action the usual seconds, from the end of the action before it to its own, so that what the worker's loop does in
 between is in it. A rank runs its program with the worker's own code, stage, store and data, in a process of its own with the threads of its device;
 only its messages are not there: sends go nowhere, and receives give random values that were made before. It is run again and again until `seconds`
 have passed; the first run does not count.
@@ -104,7 +104,7 @@ def _refuse(wait: bool) -> NoReturn:
 
 
 def rehearse_here(bundle: Bundle, rank: int, batches: int, seconds: float, warm: Callable[[], None]) -> dict[str, float]:
-    """In this process, which must have the threads of the device. Median seconds by kind of action. `warm` is called before what counts."""
+    """In this process, which must have the threads of the device. Usual seconds by kind of action. `warm` is called before what counts."""
     traces: list[Trace] = []
 
     def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
@@ -130,7 +130,12 @@ def rehearse_here(bundle: Bundle, rank: int, batches: int, seconds: float, warm:
         traces.clear()
         first += batches
     board.close()
-    return {kind: statistics.median(found) for kind, found in times.items()}
+    return {kind: usual(found) for kind, found in times.items()}
+
+
+def usual(times: Sequence[float]) -> float:
+    """The mean without the slowest tenth: a batch is the sum of many actions, but not of what other programs did meanwhile."""
+    return statistics.mean(sorted(times)[: max(1, len(times) - len(times) // 10)])
 
 
 def rehearse(

@@ -1,15 +1,12 @@
-"""What simulated work shares: links, NICs and the cores of hosts. In: tasks, each with work to do and the resources it uses meanwhile.
-Out: when each is done, as events on the simulation's heap.
+"""What simulated messages share: links and NICs. In: tasks, each with work to do and the resources it uses meanwhile. Out: when each is done, as events
+on the simulation's heap.
 
 A task goes on at a rate of at most `cap` per second, and takes `demand` of every resource it uses for each unit of its rate. Resources are divided
-by max-min fairness: the rates of all tasks rise together (each `weight` times the common level) until a resource is used up or a task is at its cap,
-which then stay as they are, and so on. For messages the rate is bytes per second, and demand and weight are 1. For computations it is how
-fast they go compared with being alone, cap 1, and the demand is that for cores.
+by max-min fairness: the rates of all tasks rise together until a resource is used up or a task is at its cap,
+which then stay as they are, and so on. The rate is bytes per second; a ring demands a link for each time that it goes through it.
 
 Rates change only when a task begins or ends, and only among tasks that are connected through resources that they share; those alone are computed
 anew, once for all that happens at one moment. Cost: the number of uses of resources in the connected part, times a logarithm.
-
-`speeds` is for cores: the speed of each of 1, 2, ... busy threads compared with one alone, where they slow each other down though each has a core.
 """
 
 from __future__ import annotations
@@ -27,21 +24,10 @@ class Resource:
 
     name: str
     capacity: float
-    speeds: tuple[float, ...] = ()
     tasks: dict[int, Task] = field(default_factory=dict)
     busy: float = 0.0
     moved: float = 0.0
     since: float = 0.0
-
-    def slowed(self, busy: float) -> float:
-        """The factor on all speeds while so many threads are busy."""
-        if not self.speeds or busy <= 1:
-            return 1.0
-        last = len(self.speeds)
-        if busy >= last:
-            return self.speeds[-1]
-        below = int(busy)
-        return self.speeds[below - 1] + (busy - below) * (self.speeds[below] - self.speeds[below - 1])
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +37,6 @@ class Task:
     number: int
     left: float
     cap: float
-    weight: float
     demands: Sequence[tuple[Resource, float]]
     done: Callable[[float], None]
     rate: float = 0.0
@@ -81,11 +66,10 @@ class Sharing:
         done: Callable[[float], None],
         *,
         cap: float,
-        weight: float = 1.0,
     ) -> None:
         """Start a task with `work` > 0 units to do."""
         self._number += 1
-        task = Task(self._number, work, cap, weight, demands, done, at=now)
+        task = Task(self._number, work, cap, demands, done, at=now)
         for resource, demand in demands:
             if not resource.tasks:
                 resource.since = now
@@ -146,27 +130,27 @@ def fair_rates(tasks: Iterable[Task]) -> dict[int, float]:
     for task in listed:
         for resource, demand in task.demands:
             filling = state.setdefault(resource, _Filling(resource.capacity))
-            filling.pull += demand * task.weight
+            filling.pull += demand
             filling.growing += 1
     order = {resource: number for number, resource in enumerate(state)}
     heap = [(filling.free / filling.pull, order[resource], resource) for resource, filling in state.items()]
     heapify(heap)
-    capped = sorted(listed, key=lambda task: (task.cap / task.weight, task.number), reverse=True)
+    capped = sorted(listed, key=lambda task: (task.cap, task.number), reverse=True)
     rates: dict[int, float] = {}
     level = 0.0
 
     def stop(task: Task) -> None:
-        rates[task.number] = level * task.weight
+        rates[task.number] = level
         for resource, demand in task.demands:
             filling = state[resource]
             filling.growing -= 1
             filling.free = max(0.0, filling.free - demand * rates[task.number])
-            filling.pull -= demand * task.weight
+            filling.pull -= demand
 
     while len(rates) < len(listed):
         while capped and capped[-1].number in rates:
             capped.pop()
-        first = capped[-1].cap / capped[-1].weight
+        first = capped[-1].cap
         if heap and heap[0][0] < first:
             _, number, resource = heappop(heap)
             filling = state[resource]
@@ -183,20 +167,4 @@ def fair_rates(tasks: Iterable[Task]) -> dict[int, float]:
         else:
             level = max(level, first)
             stop(capped.pop())
-    return _slowed(listed, rates)
-
-
-def _slowed(tasks: Sequence[Task], rates: dict[int, float]) -> dict[int, float]:
-    """Rates where busy threads slow each other down. A task with several threads of its own is slowed by them when it is alone, too."""
-    busy: dict[Resource, float] = {}
-    for task in tasks:
-        for resource, demand in task.demands:
-            if resource.speeds:
-                busy[resource] = busy.get(resource, 0.0) + demand * task.cap
-    if not busy:
-        return rates
-
-    def factor(task: Task) -> float:
-        return min((r.slowed(busy[r]) / r.slowed(demand * task.cap) for r, demand in task.demands if r in busy), default=1.0)
-
-    return {task.number: rates[task.number] * factor(task) for task in tasks}
+    return rates

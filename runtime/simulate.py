@@ -11,8 +11,8 @@ earlier. What the runtime does is modelled as it does it:
   after its last byte has left. With `late`, the start of each is put off that long, any number at once: what Job(latency=) does for measurements.
 * AR starts when all ranks of the stage are there: a ring, in which every rank sends and receives 2(n-1)/n of the bytes over its link to the next one,
   2(n-1) latencies long. The ranks go on meanwhile; the first U, P or N of that batch waits for it.
-* Ranks that share a host share its cores: threads have equal parts, none more than one core, and a rank with a quota no more than that. Moving a byte
-  may cost processor time (`Seat`): of the rank that sends it, while the message moves already, and in competition with what the receiver computes.
+* Ranks that share a host share its cores, as Linux deals them out (cores.py), and a rank with a quota has no more than that. Moving a byte may cost
+  processor time (`Seat`): of the rank that sends it, while the message moves already, and in competition with what the receiver computes.
 
 Times are those of the period: an action takes the same in every batch. Known limits: a link has one path; no routing, no loss of packets, no jitter;
 a computation slowed by its neighbours is slowed by their number, not by what they do.
@@ -30,6 +30,7 @@ from itertools import pairwise
 
 from ..ir.errors import UsageError, VerifyError
 from ..ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, Action, Program, Routes, Schedule
+from .cores import Burst, Core, Cores
 from .machine import FREE, Machine, Route, Seat, Transport, machine_of
 from .sharing import Resource, Sharing
 from .simulated import Line, LinkUse, Message, Simulated, Step
@@ -88,7 +89,7 @@ _CODES = {
     "AR": _REDUCE,
     "D": _OTHER,
 }
-_WAKE, _READY, _END, _REDUCED = range(4)
+_WAKE, _READY, _END, _REDUCED, _COMPUTED = range(5)
 # The first number of the key of a ring, whose ranks follow; that of a pair is its source.
 _RING = -1
 
@@ -244,14 +245,16 @@ class _Simulation:
             if (other.cores, other.speeds) != (seat.cores, seat.speeds):
                 raise UsageError(f"two seats of host {seat.host} say different things of its cores", where="simulate")
             wanted[seat.host] = wanted.get(seat.host, 0.0) + seat.threads * seat.quota + (1.0 if seat.reading else 0.0)
-        crowded = {
-            host: Resource(f"cores of {host}", seat.cores, seat.speeds)
+        self.crowded = {
+            host: Cores(int(seat.cores), seat.speeds, lambda time, what, stamp: self.push(time, _COMPUTED, what, stamp))
             for host, seat in seats.items()
             if wanted[host] > seat.cores or any(speed != 1 for speed in seat.speeds)
         }
         self.writing = {rank: seat for rank, seat in self.machine.seats.items() if seat.writing > 0}
         self.cores = {
-            rank: (crowded[seat.host], seat) for rank, seat in self.machine.seats.items() if seat.host in crowded and rank in self.lines
+            rank: (self.crowded[seat.host], seat)
+            for rank, seat in self.machine.seats.items()
+            if seat.host in self.crowded and rank in self.lines
         }
 
     # -------------------------------------------------------------------------------------------- the loop
@@ -264,10 +267,16 @@ class _Simulation:
         for rank in self.lines:
             self._advance(rank, 0.0)
         heap, now = self.heap, 0.0
-        while heap or self.sharing.unsettled:
-            if self.sharing.unsettled and (not heap or heap[0][0] > now):
-                self.sharing.settle(now)
-                continue
+        crowded = list(self.crowded.values())
+        while True:
+            if not heap or heap[0][0] > now:
+                if self.sharing.unsettled:
+                    self.sharing.settle(now)
+                for cores in crowded:
+                    if cores.unsettled:
+                        cores.settle(now)
+                if not heap:
+                    break
             now, _, code, what, extra = heappop(heap)
             if code == _WAKE:
                 self._advance(what, now, extra)  # type: ignore[arg-type]
@@ -275,6 +284,9 @@ class _Simulation:
                 self._ready(what, extra, now)  # type: ignore[arg-type]
             elif code == _END:
                 self.sharing.end(now, what, extra)  # type: ignore[arg-type]
+            elif code == _COMPUTED:
+                assert isinstance(what, Burst | Core)
+                what.owner.event(now, what, extra)
             else:
                 self._reduced(what, now)  # type: ignore[arg-type]
         stuck = [rank for rank, line in self.lines.items() if self.at[rank] < len(line.steps)]
@@ -314,10 +326,9 @@ class _Simulation:
                     lasts += seat.writing * min(step.channel.nbytes, seat.buffer)  # type: ignore[attr-defined]
                     self._send(step.channel, mb, now, position)  # type: ignore[arg-type]
                 if lasts > 0:
-                    if rank in self.cores and code in (_COMPUTE, _TAKE):
-                        resource, seat = self.cores[rank]
-                        demands = ((resource, seat.threads * seat.quota),)
-                        self.sharing.begin(now, lasts, demands, lambda time: self._advance(rank, time, 1), cap=1.0, weight=1 / seat.quota)
+                    if rank in self.cores:
+                        cores, seat = self.cores[rank]
+                        cores.begin(now, rank, lasts, lambda time: self._advance(rank, time, 1), seat.threads, seat.quota)
                     else:
                         self.push(now + lasts, _WAKE, rank, 1)
                     break
@@ -381,10 +392,10 @@ class _Simulation:
                 channel.awaited = -1
                 self.push(end, _WAKE, channel.target)
 
-        self._move(channel.pair, size, now, arrive, reader if reader and reader[1].reading > 0 else None)
+        self._move(channel.pair, size, now, arrive, (channel.target, *reader) if reader and reader[1].reading > 0 else None)
 
     def _move(
-        self, pair: _Pair, size: float, now: float, arrive: Callable[[float, float], None], reader: tuple[Resource, Seat] | None = None
+        self, pair: _Pair, size: float, now: float, arrive: Callable[[float, float], None], reader: tuple[int, Cores, Seat] | None = None
     ) -> None:
         """Let bytes go through a pair when it is free; `arrive` is told when they began to move and when they are there."""
         if not pair.demands and reader is None:
@@ -414,7 +425,8 @@ class _Simulation:
                     use.busy += size / pair.cap
             pair.moving = True
             if reader is not None and size > 0:
-                self.sharing.begin(time, size * reader[1].reading, ((reader[0], 1.0),), finish, cap=1.0)
+                target, cores, seat = reader
+                cores.begin(time, target, size * seat.reading, finish, 1, seat.quota, alone=1.0)
             else:
                 finish(time)
             if size > 0 and (pair.demands or pair.cap < math.inf):

@@ -5,6 +5,9 @@ through them:
 
     seconds = latency + bytes / bandwidth, with the least squares of relative errors
 
+Of a pair on this machine also the seconds of a rank for one end of a message, by size, when it goes through the runtime's own Transport: posted ahead,
+and held by a thread. The line through these is `message_overhead` and `socket_bandwidth` of a device (ir/cluster.py).
+
     python -m penstock.runtime.wires --rank R --port P     one end of a pair on this machine; rank 0 prints the times as JSON
 
 Known limits: one message at a time in one direction; both ends do nothing else meanwhile.
@@ -18,19 +21,25 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..ir.errors import PeerLost
+from ..ir.graph import Edge, Value
+from ..ir.schedule import Action
+from ..ir.types import TensorType
 from .children import failure, outputs
 from .launch import loopback_name, thread_environment
-from .transport import Group, host_store, join_store
+from .transport import Group, Transport, host_store, join_store
 
 SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 _TURNS, _SECONDS = 5, 0.25
+# Messages of one size whose ends are timed, what a send writes before it returns, and the bytes that a rank works on between them.
+_MESSAGES, _WHOLE, _OTHERS = 60, 4 << 20, 8 << 20
 _TAG = 2
 
 
@@ -82,6 +91,44 @@ def ping(peer: int, first: bool) -> list[tuple[int, float]]:
     return found
 
 
+def ends(rank: int, timeout: float) -> list[tuple[int, float]]:
+    """Messages from rank 0 to rank 1 and back, as stages send them. Gives (bytes, seconds of one end) of this side, in the middle of sending and
+    receiving: to post a receive takes time, and its bytes are taken to cost what it takes to send them."""
+    out, back = ("F", "B") if rank == 0 else ("B", "F")
+    posting, sending = {}, {}
+    others = torch.zeros(_OTHERS, dtype=torch.uint8)
+    for size in SIZES:
+        if size > _WHOLE:
+            break
+        values = (Value("x", TensorType("u8", (size,))),)
+        transport = Transport(rank, [Edge(0, 1, "F", values), Edge(1, 0, "B", values)], [0, 1], timeout)
+        tensors = {"x": torch.zeros(size, dtype=torch.uint8)}
+        times: tuple[list[float], list[float]] = ([], [])
+
+        def timed(which: int, call: Callable[[], object], times: tuple[list[float], list[float]] = times) -> None:
+            begin = time.perf_counter()
+            call()
+            times[which].append(time.perf_counter() - begin)
+
+        receives, sends = ([Action(kind, rank, mb, peer=1 - rank) for mb in range(_MESSAGES)] for kind in (f"R{back}", f"S{out}"))
+        transport.post(receives[0])
+        for receive, later, send in zip(receives, [*receives[1:], None], sends, strict=True):
+            # As in a pipeline, a receive is there before its message is sent, which is then written at once, and caches are full of other things.
+            if later is not None:
+                timed(0, partial(transport.post, later))
+            if rank == 1:
+                transport.receive(receive)
+            others.add_(1)
+            tensors["x"].fill_(send.mb)
+            timed(1, partial(transport.send, send, tensors))
+            if rank == 0:
+                transport.receive(receive)
+        transport.flush()
+        posting[size], sending[size] = (sorted(found)[len(found) // 4] for found in times)
+    small = min(sending)
+    return [(size, sending[size] + (posting[small] - sending[small]) / 2) for size in sending]
+
+
 def measure_pairs(group: Group) -> dict[tuple[int, int], list[tuple[int, float]]]:
     """Every pair of ranks of the group, one after the other; everybody gets all of it."""
     own: dict[str, list[tuple[int, float]]] = {}
@@ -98,7 +145,14 @@ def measure_pairs(group: Group) -> dict[tuple[int, int], list[tuple[int, float]]
     return found
 
 
-def measure_loopback(timeout: float = 60.0) -> list[tuple[int, float]]:
+class Loopback(NamedTuple):
+    """Seconds of a message one way, and seconds of a rank for one of its ends, by its size."""
+
+    times: list[tuple[int, float]]
+    ends: list[tuple[int, float]]
+
+
+def measure_loopback(timeout: float = 60.0) -> Loopback:
     """Two processes on this machine, over the interface that the runtime takes for local runs."""
     store = host_store(2, timeout)
     environment = os.environ | thread_environment(1) | {"GLOO_SOCKET_IFNAME": loopback_name()}
@@ -114,7 +168,7 @@ def measure_loopback(timeout: float = 60.0) -> list[tuple[int, float]]:
         raise PeerLost(f"two processes on this machine did not finish exchanging messages within {timeout:g} s", where="doctor")
     if (problem := failure(running, told)) is not None:
         raise PeerLost(f"two processes on this machine cannot talk over gloo:\n{problem}", where="doctor")
-    return [(n, t) for n, t in json.loads(told[0][0])]
+    return Loopback(*([(n, t) for n, t in part] for part in json.loads(told[0][0])))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -126,8 +180,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     group = Group(join_store(arguments.port, 2, arguments.timeout), arguments.rank, 2, arguments.timeout)
     group.connect()
     times = ping(1 - arguments.rank, arguments.rank == 0)
+    spent = ends(arguments.rank, arguments.timeout)
     if arguments.rank == 0:
-        print(json.dumps(times))
+        print(json.dumps([times, spent]))
     group.leave()
 
 

@@ -216,7 +216,7 @@ def beside_work(bundle):
 def simulated(bundle, factor):
     """The step if work took so many times what was estimated, and links and calls what they do."""
     plain, beside = rank_seconds(bundle.module), beside_work(bundle)
-    return forecast(bundle.module, seconds_of({k: beside[k] + factor * (s - beside[k]) for k, s in plain.items()}), 4).step
+    return forecast(bundle.module, seconds_of(bundle.module, {k: beside[k] + factor * (s - beside[k]) for k, s in plain.items()}), 4).step
 
 
 def metrics(path, seconds):

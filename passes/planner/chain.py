@@ -120,15 +120,13 @@ class TimeTable:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Seconds that a stage takes whatever its layers are: for the graphs of a microbatch, for an update, and for an end of a message, of which a
-    microbatch has two at every boundary of the stage."""
+    """Seconds that a stage takes whatever its layers are: for the graphs of a microbatch, for an update, and for an end of a message and each of its
+    bytes."""
 
     microbatch: float = 0.0
     update: float = 0.0
     message: float = 0.0
-
-    def of_stage(self, boundaries: int) -> float:
-        return self.microbatch + 2 * boundaries * self.message
+    byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -171,10 +169,11 @@ class Table:
     def _sums(self, values: list[int]) -> Ints:
         return np.concatenate([[0], np.cumsum(np.array(values, np.int64))])
 
-    def boundaries(self) -> Ints:
-        """How many neighbours a stage of layers i .. j-1 has."""
-        first, last = np.indices((self.count + 1, self.count + 1))
-        return np.asarray((first > 0).astype(np.int64) + (last < self.count), np.int64)
+    def boundaries(self, calls: Calls) -> Floats:
+        """Entry i: what the messages of a microbatch that cross position i take of each of the two devices there."""
+        moved = self.out + self.back
+        ends = (self.out > 0).astype(np.int64) + (self.back > 0)
+        return np.asarray(ends * calls.message + moved * calls.byte, np.float64)
 
     def data(self, first: int, last: int, device: Device, batch: int) -> int:
         """Batches that wait in the memory of a host, until a stage takes them."""

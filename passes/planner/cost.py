@@ -1,7 +1,7 @@
 """The cost model: seconds per batch and bytes per device of a plan. Every planner here minimises what this file says.
 
 Notation: m microbatches per batch, of b samples. Stage s lies on r_s replicas; replica j runs n_j of the m. t_j = forward + backward (+ forward again)
-+ calls of graphs + ends of messages, the seconds of a microbatch there, U_j those of an update. E_s devices run earlier stages. c_s is the round trip of a message over the boundary behind stage s: latency
++ calls of graphs + ends of messages (their bytes, too, on a CPU), the seconds of a microbatch there, U_j those of an update. E_s devices run earlier stages. c_s is the round trip of a message over the boundary behind stage s: latency
 + bytes / bandwidth, forward and back, on the slowest path between the two stages. Stages with equally many, equal replicas send from the j-th to the j-th, others
 from each to each; those that go through one NIC at once share it. A_s is the all-reduce of the stage's gradients, a ring over its replicas in the plan's order:
 2(r-1) steps of latency + part / bandwidth of the slowest link, where a NIC is shared by the steps that use it.
@@ -240,7 +240,7 @@ def stage_times(table: Table, fleet: Fleet, kinds: Sequence[int], plan: Plan, st
         out, back = float(table.out[part.last]), float(table.back[part.last])
         trip, load = hop.round_trip(out, back), hop.load(out, back)
     calls = [table.chain.calls(fleet.devices[i]) for i in part.devices]
-    own = [x.of_stage((stage > 0) + (stage + 1 < len(plan.stages))) for x in calls]
+    own = [x.microbatch + float(table.boundaries(x)[[part.first, part.last]].sum()) for x in calls]
     return StageTimes(
         tuple(
             x + forward + backward + (again if part.recompute else 0.0)

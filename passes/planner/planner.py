@@ -12,7 +12,7 @@ in spite of an exhaustive search; `proven` is said only of one that is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -132,6 +132,17 @@ class Planner:
                         if other.plan is not None and other.judged is not None and other.step <= best.step * within:
                             found.setdefault(other.plan, Outcome(other.plan, other.judged, best.bound, layout))
         return sorted(found.values(), key=lambda outcome: outcome.step)
+
+    def in_order(self, schedule: str, b: int, order: Sequence[int]) -> Plan | None:
+        """The best plan whose stages take these devices in this order, one each."""
+        # Layouts are made from the last stage on.
+        layout = in_a_row(self.fleet, self.kinds, order[::-1], (1,), "in order", len(self.chain.layers))
+        floor, best, step = self.floor(schedule, b, layout), None, np.inf
+        for search in self._searches(schedule, b, layout, frozenset(order).__eq__):
+            found = search.best(step, floor, self.wanted.tolerance)
+            if found.plan is not None and found.step < step:
+                best, step = found.plan, found.step
+        return best
 
     def fits(self, schedule: str) -> Outcome | None:
         """Any plan of the schedule that fits into memory."""

@@ -6,7 +6,8 @@ from. Out: a Chain whose layers are runs of operations, and what each of them co
                 per stage; `largest` is what part of the whole the longest run is
     seconds     of passes/cost.py, for the kernels that `fuse` would choose; operations of the backward graph count for the layer of the operation they
                 belong to. Those that only gradients of weights need are its `weight` part
-    calls       a graph of a stage is called once per microbatch, forward and backward, and once for an update; ends of messages take `message`
+    calls       a graph of a stage is called once per microbatch, forward and backward, and once for an update; a message takes time of the device at
+                both ends, and its bytes do on a CPU
     bytes       a value that the backward needs counts where it is made, or where it is needed if that is one other layer; a parameter counts for every
                 layer that reads it, with its gradient and its optimiser state
 
@@ -44,10 +45,8 @@ class Profile:
     largest: float
 
 
-def profile_chain(
-    modules: Mapping[int, Module], device: Device, prices: Prices = ROOFLINE, most: int = MOST_LAYERS, message: float = 0.0
-) -> Profile:
-    """`modules` by samples per microbatch; layers are of about the same time on `device`. `message` are a worker's seconds for an end of a message."""
+def profile_chain(modules: Mapping[int, Module], device: Device, prices: Prices = ROOFLINE, most: int = MOST_LAYERS) -> Profile:
+    """`modules` by samples per microbatch; layers are of about the same time on `device`."""
     parts = {b: _Sized(module, prices) for b, module in sorted(modules.items())}
     last = parts[max(parts)]
     alike = {b: part for b, part in parts.items() if part.names == last.names}
@@ -74,7 +73,10 @@ def profile_chain(
         return known[key]
 
     def calls(on: Device) -> Calls:
-        return Calls((2 if last.backward is not None else 1) * on.call_overhead, on.call_overhead, message)
+        graphs = 2 if last.backward is not None else 1
+        return Calls(
+            graphs * on.call_overhead, on.call_overhead, on.message_overhead, 0.0 if on.kind == "cuda" else 1 / on.socket_bandwidth
+        )
 
     chain = Chain(tuple(layers), timer, _amount(low, entry[low], high, entry[high]), calls)
     return Profile(chain, tuple(last.names[i] for i in cuts), len(work), max(sums) / max(sum(sums), 1e-300))

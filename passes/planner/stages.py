@@ -149,7 +149,8 @@ class Stages:
         if (kind, recompute) not in self._seconds:
             forward, backward, weight, again, update = self.table.times(self.fleet.devices[kind])
             calls = self.table.chain.calls(self.fleet.devices[kind])
-            each = _ranges(forward) + _ranges(backward) + calls.microbatch + 2 * calls.message * self.table.boundaries()
+            ends = self.table.boundaries(calls)
+            each = _ranges(forward) + _ranges(backward) + calls.microbatch + ends[:, None] + ends[None, :]
             self._seconds[kind, recompute] = (each + _ranges(again) if recompute else each, _ranges(weight), _ranges(update) + calls.update)
         return self._seconds[kind, recompute]
 

@@ -47,7 +47,7 @@ def predict(module: Module, plain: bool = False) -> Predicted:
     else:
         times, estimated = stage_times(module, Measured(store=known_times()), best_prices())
         correction = corrected() if estimated else None
-    seconds = seconds_of(times)
+    seconds = seconds_of(module, times)
     made = forecast(module, seconds, BATCHES)
     assert module.schedule is not None
     busy = {rank: sum(seconds(rank, a) for a in program.batch) for rank, program in module.schedule.ranks.items()}
@@ -126,6 +126,8 @@ def argument(search: Search) -> Iterator[str]:
     )
     yield f"planner: {counted(plan.size, 'sample')} per microbatch, {counted(plan.count, 'microbatch')}; chosen over {counted(len(profile.starts), 'layer')}{grain}"
     yield f"planner: {shown_seconds(chosen.step)} per batch by its formulas, limited by {chosen.judged.binding}; {_bound(search)}"
+    if (found := search.refined.get(plan.schedule)) is not None and found.outcome.plan == plan:
+        yield f"planner: the fastest of {counted(found.tried, 'plan')} simulated: {shown_seconds(found.step)} per batch"
     for schedule, reason in search.refused.items():
         what = f"the fastest plan of {schedule}" if schedule == plan.schedule else schedule
         yield f"planner: {what} would take {shown_seconds(result.outcomes[schedule].step)}, but it was refused: {first_reason(reason)}"

@@ -142,7 +142,7 @@ def _from_step(bundle: Bundle, measured: float) -> float | None:
 
     def step(factor: float) -> float:
         times = {key: beside[key] + factor * (seconds - beside[key]) for key, seconds in plain.items()}
-        return forecast(bundle.module, seconds_of(times), BATCHES).step
+        return forecast(bundle.module, seconds_of(bundle.module, times), BATCHES).step
 
     rest, promised = step(0.0), step(1.0)
     if not _says_enough(rest, promised, measured):

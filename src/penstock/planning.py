@@ -3,14 +3,14 @@
 In: a way to load the model at any size of a microbatch, a cluster, training settings, samples per batch. Out: a Plan as `ps.plan` makes it, with the
 `Search` that led to it: what every schedule could do at best, and why one was not taken.
 
-The planner works on a chain of layers with estimates (passes/planner); what it chooses then goes through all passes, which check order, versions and
-memory exactly. A choice that they refuse is not lost in silence: the next best schedule is taken, and the reason is told.
+The planner works on a chain of layers with formulas (passes/planner); what is best by these, and what is near it, is simulated (refining.py), and the
+fastest then goes through all passes, which check order, versions and memory exactly. A choice that they refuse is not lost in silence: the next best schedule is taken, and the reason is told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock import api
@@ -23,7 +23,7 @@ from penstock.passes.planner.plan import SCHEDULES, Wanted
 from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.planner.profile import Profile, profile_chain
 from penstock.passes.planner.sparing import without_little_help
-from penstock.runtime.machine import MESSAGE_SECONDS
+from penstock.refining import Refined, refine
 
 if TYPE_CHECKING:
     from penstock.frontends.training import Training
@@ -43,14 +43,15 @@ Load = Callable[[int | None], api.Model]
 @dataclass(frozen=True)
 class Search:
     """What led to a plan. `result` has the best plan of every schedule, `chosen` is the one that was carried out; `refused` are those that the passes
-    refused, with the reason; `little` says of devices that they help too little to be used. `in_bf16` makes the profile of the model in bfloat16,
-    where the plan is in float32."""
+    refused, with the reason; `little` says of devices that they help too little to be used. `refined` is what the simulator said of the best plans near the
+    planner's, by schedule. `in_bf16` makes the profile of the model in bfloat16, where the plan is in float32."""
 
     profile: Profile
     result: Result
     chosen: Outcome
     refused: Mapping[str, str]
     little: Sequence[str] = ()
+    refined: Mapping[str, Refined] = field(default_factory=dict)
     in_bf16: Callable[[], Profile] | None = None
 
     @property
@@ -111,17 +112,21 @@ def plan_best(
             size: api.before_partition(model, cluster, alone, precision=precision, progress=progress, **library)
             for size, model in models.items()
         }
-        return profile_chain(
-            modules, max(cluster.devices, key=lambda device: device.flops), prices or best_prices(), message=MESSAGE_SECONDS
-        )
+        return profile_chain(modules, max(cluster.devices, key=lambda device: device.flops), prices or best_prices())
 
     profile = profile_in(precision)
     wanted = Wanted(batch, tuple(schedules), recompute, tuple(sorted(models)), replicas=replicas)
     result = plan_chain(profile.chain, cluster, wanted)
     refused: dict[str, str] = {}
     illegal = False
-    for schedule, outcome in _tries(profile, result):
-        outcome, little = without_little_help(profile.chain, result.fleet, wanted, outcome)
+    spared = {kind: without_little_help(profile.chain, result.fleet, wanted, outcome) for kind, outcome in result.outcomes.items()}
+    refined = {}
+    for kind, (outcome, little) in spared.items():
+        # What was just left out for helping too little does not come back.
+        usable = outcome.plan.devices if little else range(len(result.fleet))
+        if (near := refine(result.planner, cluster, outcome, usable)) is not None:
+            refined[kind] = near
+    for schedule, outcome, little in _tries(profile, result, spared, refined):
         try:
             made = _carried_out(models[outcome.plan.size], cluster, training, outcome, profile, recompute, precision, progress, options)
         except (VerifyError, DoesNotFit) as error:
@@ -129,7 +134,9 @@ def plan_best(
             illegal = illegal or isinstance(error, VerifyError)
             continue
         whole = (precision or training.precision) == "f32"
-        return replace(made, search=Search(profile, result, outcome, refused, little, (lambda: profile_in("bf16")) if whole else None))
+        return replace(
+            made, search=Search(profile, result, outcome, refused, little, refined, (lambda: profile_in("bf16")) if whole else None)
+        )
     problems = "".join(f"\n  - {kind}: {first_reason(reason)}" for kind, reason in refused.items())
     what = f"what the planner chose was refused by the passes:{problems}"
     if illegal:
@@ -137,17 +144,23 @@ def plan_best(
     raise DoesNotFit(what, hint="more devices, or smaller microbatches or batches, need less")
 
 
-def _tries(profile: Profile, result: Result) -> Iterator[tuple[str, Outcome]]:
-    """Plans to be carried out, until the passes accept one: of every schedule the best, and those for somewhat less memory than there is, since what
-    the planner counts are estimates."""
+def _tries(
+    profile: Profile, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]], refined: Mapping[str, Refined]
+) -> Iterator[tuple[str, Outcome, list[str]]]:
+    """Plans to be carried out, until the passes accept one: of every schedule the best by simulation, where there is one, that of the formulas, and those for
+    somewhat less memory than there is, since what the planner counts are estimates. The fastest schedule comes first."""
     limited = any(device.memory for device in result.fleet.devices)
-    for schedule, outcome in result.outcomes.items():
-        yield schedule, outcome
+    every = len(refined) == len(spared)
+    for schedule in sorted(spared, key=lambda kind: refined[kind].step if every else spared[kind][0].step):
+        outcome, little = spared[schedule]
+        if schedule in refined and refined[schedule].outcome.plan != outcome.plan:
+            yield schedule, refined[schedule].outcome, little
+        yield schedule, outcome, little
         for part in LESS_MEMORY if limited else ():
             less = [replace(d, spaces=tuple((name, int(size * part)) for name, size in d.spaces)) for d in result.fleet.devices]
             found = Planner(profile.chain, result.fleet.but(less), result.wanted).best(schedule)
             if found is not None and found.plan != outcome.plan:
-                yield schedule, found
+                yield schedule, *without_little_help(profile.chain, result.fleet, result.wanted, found)
 
 
 def first_reason(error: str) -> str:

@@ -22,7 +22,7 @@ from penstock.ir.schedule import RECEIVES, SENDS
 from penstock.ir.words import counted
 from penstock.looking import load_module
 from penstock.passes.cost import rank_seconds, shown_seconds
-from penstock.runtime.machine import MESSAGE_SECONDS, Route, Seat, machine_of, sockets
+from penstock.runtime.machine import Route, Seat, machine_of, sockets
 from penstock.runtime.simulate import Seconds, simulate
 from penstock.runtime.simulated import Simulated
 from penstock.terminal import say, size, table
@@ -97,18 +97,20 @@ def seat_of(cluster: Cluster, name: str) -> Seat | None:
     device = cluster.device(name)
     if device.kind != "cpu":
         return None
-    return sockets(Seat(device.host, usable_cores() if device.host == LOCAL else math.inf, device.threads))
+    return sockets(Seat(device.host, usable_cores() if device.host == LOCAL else math.inf, device.threads), device.socket_bandwidth)
 
 
 def times_of(module: Module, source: Path, costs: str) -> Seconds:
     """How long actions take: `analytic`, passes/cost.py with the rates of the cluster; `table`, what was measured on this machine before, where it was;
-    `measured`, every rank of a bundle now, one after another, which also goes into the table. Ends of messages take what they took where it was measured."""
-    return seconds_of(_computations(module, source, costs))
+    `measured`, every rank of a bundle now, one after another, which also goes into the table."""
+    return seconds_of(module, _computations(module, source, costs))
 
 
-def seconds_of(computations: Mapping[tuple[int, str], float]) -> Seconds:
-    """Times of all actions, from those of computations by rank and kind."""
-    return lambda rank, action: computations.get((rank, action.kind), MESSAGE_SECONDS if action.kind in (*SENDS, *RECEIVES) else 0.0)
+def seconds_of(module: Module, computations: Mapping[tuple[int, str], float]) -> Seconds:
+    """Times of all actions, from those of computations by rank and kind; ends of messages take what the devices of the ranks say."""
+    cluster = module.cluster
+    ends = [0.0 if cluster is None else cluster.device(name).message_overhead for name in module.rank_devices()]
+    return lambda rank, action: computations.get((rank, action.kind), ends[rank] if action.kind in (*SENDS, *RECEIVES) else 0.0)
 
 
 def _computations(module: Module, source: Path, costs: str) -> dict[tuple[int, str], float]:

@@ -19,7 +19,7 @@ from penstock.ir.cluster import Cluster, Device
 from penstock.ir.ops import cost_of
 from penstock.runtime import doctor
 from penstock.runtime.doctor import HostFacts, cluster_of, examine
-from penstock.runtime.wires import SIZES, Wire, fit
+from penstock.runtime.wires import SIZES, Loopback, Wire, fit
 from penstock.runtime.yardsticks import Rates, rates_of, yardsticks
 
 RATES = Rates(
@@ -164,7 +164,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled, and nothing but the pretended machine is measured."""
     monkeypatch.setattr(doctor, "compile_yardsticks", lambda folder: None)
     monkeypatch.setattr(doctor, "_run_yardsticks", lambda folder, threads: [rates_of(seconds_of(RATES), n) for n in threads])
-    monkeypatch.setattr(doctor, "measure_loopback", lambda timeout: [(n, 5e-5 + n / 2e9) for n in SIZES])
+    loopback = Loopback([(n, 5e-5 + n / 2e9) for n in SIZES], [(n, 4e-5 + n / 3e9) for n in SIZES])
+    monkeypatch.setattr(doctor, "measure_loopback", lambda timeout: loopback)
     monkeypatch.setattr(machine, "gpus", lambda: ([], "nvidia-ml-py is not installed"))
     monkeypatch.delenv("RANK", raising=False)
 
@@ -177,6 +178,7 @@ def test_the_command_writes_a_file_that_plans_take(quick: None, tmp_path: Path, 
         assert [d.threads for d in cluster.devices] == [1, 2]
         assert all((d.flops, d.bandwidth, dict(d.efficiency)) == (RATES.flops, RATES.bandwidth, RATES.efficiency) for d in cluster.devices)
         assert cluster.link_class("same-host") == pytest.approx((2e9, 5e-5), rel=1e-3)
+        assert all((d.message_overhead, d.socket_bandwidth) == pytest.approx((4e-5, 3e9), rel=1e-3) for d in cluster.devices)
         assert told["cluster"]["devices"][1]["threads"] == 2
         assert told["hosts"][0]["cores"] == machine.usable_cores()
     assert main(["doctor", "--devices", "2"]) == 0
@@ -285,6 +287,9 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert device.efficiency
     assert 1e7 < report.cluster.link_class("same-host")[0] < 1e12
     assert report.hosts[0].loopback_times[0][1] < report.hosts[0].loopback_times[-1][1]
+    assert report.hosts[0].end_times[0][1] < report.hosts[0].end_times[-1][1]
+    assert 1e-6 < device.message_overhead < 1e-2
+    assert 1e7 < device.socket_bandwidth < 1e12
 
 
 @pytest.mark.slow

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.ir.cluster import Cluster, Device, Link
@@ -17,12 +19,15 @@ from penstock.ir.simulate import simulate as on_paper
 from penstock.passes.communicate import communicate
 from penstock.passes.late_updates import sum_late
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, build_schedule, schedule
+from penstock.runtime.cores import TURN, Core, Cores
 from penstock.runtime.sharing import Resource, Task, fair_rates
 from penstock.runtime.simulate import Machine, Route, Seat, Transport, machine_of, simulate, wire_chain
 
 LAW = settings(max_examples=40, deadline=None, derandomize=True)
 TRAINING = [kind for kind in SCHEDULES if kind != "forward"]
 EAGER = Transport(posted=None)
+# Twentieths of a turn that are no ticks.
+OFF_TICKS = [n for n in range(60) if n % 20]
 
 
 def written(microbatches, **ranks):
@@ -271,24 +276,39 @@ def test_a_ring_is_as_fast_as_its_slowest_link():
     assert when(simulate(program, 1, nothing, nothing, crossing, reduced=lambda stage: 9.0), 2)["0U0"][0] == 36
 
 
-def test_ranks_share_the_cores_of_their_host():
-    alone = written(1, r0="0F1", r1="1F1", r2="2F1")
-    seats = {rank: Seat("h", 2) for rank in range(3)}
-    found = simulate(alone, 1, lasting(F=2), nothing, Machine(seats=seats))
-    # Three threads on two cores, two thirds of a core each.
-    assert [when(found, r)[f"{r}F0"][1] for r in range(3)] == pytest.approx([3, 3, 3])
-    times = {0: 1.0, 1: 2.0, 2: 2.0}
+def ended(ranks, times, seats):
+    """When each rank's only computation is done."""
+    alone = written(1, **{f"r{rank}": f"{rank}F1" for rank in range(ranks)})
     found = simulate(alone, 1, lambda rank, a: times[rank], nothing, Machine(seats=seats))
-    # Two thirds of the speed until the first is done at 1.5, then all of it for the second left of the others.
-    assert [when(found, r)[f"{r}F0"][1] for r in range(3)] == pytest.approx([1.5, 2.5, 2.5])
-    # A quota of half a core leaves the others three quarters each; it is not slowed itself.
-    seats[0] = replace(seats[0], quota=0.5)
-    found = simulate(alone, 1, lambda rank, a: {0: 2.0, 1: 1.5, 2: 1.5}[rank], nothing, Machine(seats=seats))
-    assert [when(found, r)[f"{r}F0"][1] for r in range(3)] == pytest.approx([2, 2, 2])
-    # A rank with two threads beside one with one: equal parts for all three threads.
+    return [when(found, rank)[f"{rank}F0"][1] for rank in range(ranks)]
+
+
+def test_ranks_take_turns_on_the_cores_of_their_host():
+    """Three threads on two cores: two share one, in turns; when another core falls idle, the one that waits goes there."""
+    seats = {rank: Seat("h", 2) for rank in range(3)}
+    # Ranks 0 and 2 on one core: at 2 rank 1 is done, and they have done 1 each. One core for each of them from then on.
+    assert ended(3, [2.0, 2.0, 2.0], seats) == pytest.approx([3, 2, 3], abs=2 * TURN)
+    # Not equal parts for all: the control, which would have all three end at 3.
+    assert ended(3, [2.0, 2.0, 2.0], seats) != pytest.approx([3, 3, 3], abs=0.5)
+    # Rank 0 is through after its own 2 turns of half a core each, and rank 2 has the core alone.
+    assert ended(3, [1.0, 4.0, 3.0], seats) == pytest.approx([2, 4, 4], abs=2 * TURN)
+    # Who begins while another one runs waits for its turn.
+    one = {rank: Seat("h", 1) for rank in range(2)}
+    assert ended(2, [1.5 * TURN, TURN], one) == pytest.approx([2.5 * TURN, 2 * TURN])
+
+
+def test_a_quota_is_no_share_of_turns():
+    """A quota of half a core leaves the rest of it to who is there: three quarters of a core for each of the others would be fair, but they stay where they are."""
+    seats = {0: Seat("h", 2, quota=0.5), 1: Seat("h", 2), 2: Seat("h", 2)}
+    # Rank 2 beside rank 0: half a core each; rank 0 is not slowed by that. At 2, when rank 1 is done, rank 2 takes its core.
+    assert ended(3, [4.0, 2.0, 2.0], seats) == pytest.approx([4, 2, 3], abs=2 * TURN)
+    assert ended(1, [4.0], seats) == [4]
+
+
+def test_a_parallel_computation_goes_as_its_slowest_thread():
     pair = {0: Seat("h", 2, threads=2), 1: Seat("h", 2)}
-    found = simulate(written(1, r0="0F1", r1="1F1"), 1, lasting(F=2), nothing, Machine(seats=pair))
-    assert [when(found, r)[f"{r}F0"][1] for r in range(2)] == pytest.approx([3, 3])
+    # Rank 1 takes half of one of the cores until it is done at 4; rank 0 waits for what it computes there.
+    assert ended(2, [3.0, 2.0], pair) == pytest.approx([5, 4], abs=2 * TURN)
 
 
 def test_busy_neighbours_slow_each_other():
@@ -296,22 +316,22 @@ def test_busy_neighbours_slow_each_other():
     found = simulate(written(1, r0="0F1", r1="1F1"), 1, lambda rank, a: 4.0 if rank else 8.0, nothing, Machine(seats=seats))
     # Both at 0.8 until the first is done at 5; the other has 8 - 4 left.
     assert [when(found, r)[f"{r}F0"][1] for r in range(2)] == pytest.approx([9, 5])
-    # Three on two cores take turns: two thirds of a core each, which does three quarters of what it would for one thread alone.
+    # Three on two cores: three quarters of the speed until one is done at 4 / 0.75, the others half-way by then, at 0.8 from there on.
     turns = {rank: Seat("h", 2, speeds=(1.0, 0.8, 0.75)) for rank in range(3)}
-    found = simulate(written(1, r0="0F1", r1="1F1", r2="2F1"), 1, lasting(F=4), nothing, Machine(seats=turns))
-    assert [when(found, r)[f"{r}F0"][1] for r in range(3)] == pytest.approx([8, 8, 8])
+    assert ended(3, [4.0] * 3, turns) == pytest.approx([4 / 0.75 + 2 / 0.8, 4 / 0.75, 4 / 0.75 + 2 / 0.8], abs=3 * TURN)
     # Two threads of one rank slow each other in the time that it takes alone.
     alone = {0: Seat("h", 2, threads=2, speeds=(1.0, 0.8))}
     assert when(simulate(written(1, r0="0F1"), 1, lasting(F=4), nothing, Machine(seats=alone)), 0)["0F0"][1] == pytest.approx(4)
 
 
 def test_reading_takes_processor_time():
-    """One core for both ranks: while 4 bytes are read, at a second each, what the receiver computes goes at half its speed."""
+    """One core for both ranks: while 4 bytes are read, at a second each, what the receiver computes has every other turn."""
     program = written(1, r0="0SF1>1", r1="1B1 1RF1<0 1F1")
     machine = Machine(seats={rank: Seat("h", 1, reading=1.0) for rank in range(2)})
     found = simulate(program, 1, lasting(B=6), lambda *_: 4.0, machine)
-    assert when(found, 1)["1B0"] == (0, 10)
-    assert (when(found, 1)["1RF0<0"], found.messages) == ((10, 10), {})
+    assert when(found, 1)["1B0"] == (0, pytest.approx(10, abs=2 * TURN))
+    assert when(found, 1)["1RF0<0"][1] == pytest.approx(10, abs=2 * TURN)
+    assert found.messages == {}
     free = simulate(program, 1, lasting(B=6), lambda *_: 4.0, Machine(seats={rank: Seat("h", 1) for rank in range(2)}))
     assert when(free, 1)["1B0"] == (0, 6)
 
@@ -331,13 +351,13 @@ def test_a_send_writes_what_fits_into_the_buffer():
 @LAW
 @given(data=st.data())
 def test_fair_rates_are_max_min_fair(data):
-    """Every task is at its cap or has a resource that is used up, of which nobody gets more for its weight."""
+    """Every task is at its cap or has a resource that is used up, of which nobody gets more."""
     resources = [Resource(str(i), data.draw(st.integers(1, 9))) for i in range(data.draw(st.integers(1, 4)))]
     tasks = []
     for number in range(data.draw(st.integers(1, 6))):
         used = data.draw(st.sets(st.sampled_from(range(len(resources))), max_size=len(resources)))
         demands = [(resources[i], float(data.draw(st.integers(1, 3)))) for i in sorted(used)]
-        tasks.append(Task(number, 1.0, float(data.draw(st.integers(1, 9))), float(data.draw(st.integers(1, 3))), demands, lambda t: None))
+        tasks.append(Task(number, 1.0, float(data.draw(st.integers(1, 9))), demands, lambda t: None))
         for resource, _ in demands:
             resource.tasks[number] = tasks[-1]
     rates = fair_rates(tasks)
@@ -345,11 +365,61 @@ def test_fair_rates_are_max_min_fair(data):
     for resource in resources:
         assert used[resource.name] <= resource.capacity * (1 + 1e-9)
     for task in tasks:
-        level = rates[task.number] / task.weight
+        level = rates[task.number]
         assert rates[task.number] <= task.cap * (1 + 1e-12)
         full = [r for r, _ in task.demands if used[r.name] >= r.capacity * (1 - 1e-9)]
-        most = [all(rates[n] / t.weight <= level * (1 + 1e-9) for n, t in r.tasks.items()) for r in full]
+        most = [all(rates[n] <= level * (1 + 1e-9) for n in r.tasks) for r in full]
         assert rates[task.number] >= task.cap * (1 - 1e-12) or any(most)
+
+
+@LAW
+@given(cores=st.integers(1, 3), work=st.lists(st.tuples(st.sampled_from(OFF_TICKS), st.integers(1, 60)), min_size=1, max_size=7))
+def test_cores_do_as_a_clock_that_ticks_says(cores, work):
+    """Against a walk over time in twentieths of a turn. Ends come before what begins at the same time, and that before a tick."""
+    expected = ticked(cores, work)
+    assume(len({*expected.values()}) == len(work))
+    step, heap, ends, count = TURN / 20, [], {}, itertools.count()
+
+    def push(time, what, stamp):
+        heapq.heappush(heap, (round(time / step, 6), isinstance(what, Core), next(count), time, what, stamp))
+
+    host, now, begins = Cores(cores, (), push), 0.0, sorted(range(len(work)), key=lambda i: work[i][0])
+    while begins or heap or host.unsettled:
+        first = work[begins[0]][0] if begins else math.inf
+        following = min((first, 0.5), heap[0][:2] if heap else (math.inf, 1))
+        if host.unsettled and following[0] * step > now:
+            host.settle(now)
+        elif following == (first, 0.5):
+            i, now = begins.pop(0), first * step
+            host.begin(now, i, work[i][1] * step, lambda time, i=i: ends.__setitem__(i, time / step), 1, 1.0)
+        else:
+            *_, now, what, stamp = heapq.heappop(heap)
+            host.event(now, what, stamp)
+    assert ends == pytest.approx(expected, abs=1e-6)
+
+
+def ticked(cores, work):
+    """When each of (begin, work) is done, in twentieths of a turn: one core's first in line gets one done in each."""
+    queues, left, ends = [[] for _ in range(cores)], {}, {}
+    for now in itertools.count():
+        for queue in queues:
+            if queue and not left[queue[0]]:
+                ends[queue.pop(0)] = now
+                fullest = max(queues, key=len)
+                if not queue and len(fullest) > 1:
+                    queue.append(fullest.pop())
+        for i, (begin, lasts) in enumerate(work):
+            if begin == now:
+                left[i] = lasts
+                min(queues, key=len).append(i)
+        if len(ends) == len(work):
+            return ends
+        for queue in queues:
+            if now % 20 == 0:
+                queue[:] = queue[1:] + queue[:1]
+            if queue:
+                left[queue[0]] -= 1
+    raise AssertionError("time ends")
 
 
 @pytest.mark.parametrize("kind", TRAINING)

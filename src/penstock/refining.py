@@ -1,0 +1,134 @@
+"""The last step of planning: the planner's plans, and others near them, judged by the simulator instead of formulas.
+
+In: a chain of layers, a cluster, and the best plan of each schedule by the formulas of passes/planner/cost.py, which are some percent off where stages are
+unequal. Out: for each schedule the plan that takes least when its program is run against the same costs by runtime/simulate.py, with what it takes there.
+Tried are all devices that may be used in every order, with the best cuts by the formulas for that order, and from the fastest of these on cuts that are moved by some layers.
+
+Limits: small plans only (`_MOST_ACTIONS`, orders of up to `_MOST_ORDERED` devices); the number of microbatches and the replicas of a stage stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from penstock.ir.cluster import Cluster
+from penstock.ir.errors import VerifyError
+from penstock.ir.schedule import RECEIVES, SENDS, Action
+from penstock.passes.late_updates import sum_late
+from penstock.passes.planner.chain import Table
+from penstock.passes.planner.cost import judge
+from penstock.passes.planner.plan import Plan
+from penstock.passes.planner.planner import Outcome, Planner
+from penstock.passes.schedules import SCHEDULES, build_schedule
+from penstock.runtime.simulate import machine_of, simulate, wire_chain
+from penstock.simulating import seat_of
+
+_MOST_ACTIONS, _MOST_ORDERED = 4000, 4
+# Of so many starts cuts are moved, by so many layers.
+_STARTS, _MOVES = 2, (1, 2, 4, 8)
+# Batches that are simulated: enough for a steady state.
+_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Refined:
+    """A plan with its seconds per batch by simulation; `tried` is how many were simulated."""
+
+    outcome: Outcome
+    step: float
+    tried: int
+
+
+def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequence[int]) -> Refined | None:
+    """The best plan near one that the planner found, on some of these devices of the fleet; None where it is too large to be simulated many times."""
+    plan = outcome.plan
+    if plan.count * len(plan.devices) > _MOST_ACTIONS or len(plan.stages) > len(planner.fleet):
+        return None
+    judge_of = _Judge(planner, cluster)
+    starts = sorted(dict.fromkeys((plan, *_orders(planner, plan, devices))), key=judge_of.step)
+    best = min((_moved(start, judge_of) for start in starts[:_STARTS]), key=judge_of.step)
+    judged = judge(planner.table(best.size), planner.fleet, best, planner.wanted.base)
+    found = replace(outcome, plan=best, judged=judged, bound=min(outcome.bound, judged.step))
+    return Refined(found, judge_of.step(best), len(judge_of.known))
+
+
+def _orders(planner: Planner, plan: Plan, devices: Sequence[int]) -> Iterator[Plan]:
+    """The best plans by the formulas with one device for every stage, in every order."""
+    if len(devices) > _MOST_ORDERED or len(plan.stages) < len(plan.devices):
+        return
+    seen = set()
+    for order in (order for count in range(1, len(devices) + 1) for order in permutations(devices, count)):
+        names = tuple((planner.kinds[i], planner.fleet.devices[i].host) for i in order)
+        if names not in seen:
+            seen.add(names)
+            found = planner.in_order(plan.schedule, plan.size, order)
+            if found is not None:
+                yield found
+
+
+def _moved(start: Plan, judge_of: _Judge) -> Plan:
+    """The best plan that moving one cut at a time leads to."""
+    best = start
+    while True:
+        found = min(_neighbours(best, judge_of.table(best)), key=judge_of.step, default=best)
+        if judge_of.step(found) >= judge_of.step(best):
+            return best
+        best = found
+
+
+def _neighbours(plan: Plan, table: Table) -> Iterator[Plan]:
+    for s, stage in enumerate(plan.stages[1:]):
+        before = plan.stages[s]
+        for move in (*_MOVES, *(-n for n in _MOVES)):
+            cut = stage.first + move
+            if before.first < cut < stage.last and table.cut[cut]:
+                changed = (replace(before, last=cut), replace(stage, first=cut))
+                yield replace(plan, stages=(*plan.stages[:s], *changed, *plan.stages[s + 2 :]))
+
+
+class _Judge:
+    """What the simulator says of plans, each of them once; infinity of those that are illegal or do not fit."""
+
+    def __init__(self, planner: Planner, cluster: Cluster) -> None:
+        self.planner, self.cluster = planner, cluster
+        self.known: dict[Plan, float] = {}
+
+    def table(self, plan: Plan) -> Table:
+        return self.planner.table(plan.size)
+
+    def step(self, plan: Plan) -> float:
+        if plan not in self.known:
+            fits = not judge(self.table(plan), self.planner.fleet, plan, self.planner.wanted.base).against
+            self.known[plan] = self._simulated(plan) if fits else float("inf")
+        return self.known[plan]
+
+    def _simulated(self, plan: Plan) -> float:
+        table, fleet = self.table(plan), self.planner.fleet
+        devices = [fleet.devices[i] for i in plan.devices]
+        names = {rank: device.name for rank, device in enumerate(devices)}
+        seats = {rank: seat for rank, name in names.items() if (seat := seat_of(self.cluster, name)) is not None}
+        try:
+            plain = build_schedule(plan.schedule, len(plan.stages), plan.count, [stage.shares for stage in plan.stages])
+        except VerifyError:
+            return float("inf")
+        program = wire_chain(sum_late(plain, SCHEDULES[plan.schedule].delay))
+        parted = plan.schedule == "zb-1f1b"
+
+        def seconds(rank: int, action: Action) -> float:
+            stage, device = plan.stages[action.stage], devices[rank]
+            if action.kind in SENDS or action.kind in RECEIVES:
+                return device.message_overhead
+            forward, backward, weight, again, update = (float(sums[stage.last] - sums[stage.first]) for sums in table.times(device))
+            back = backward + (again if stage.recompute else 0.0) - (weight if parted else 0.0)
+            found = {"F": forward, "B": back, "W": weight, "U": update}.get(action.kind)
+            return 0.0 if found is None else found + device.call_overhead
+
+        def nbytes(phase: str, source: int, target: int) -> float:
+            return float((table.out if phase == "F" else table.back)[plan.stages[max(source, target)].first])
+
+        def reduced(stage: int) -> float:
+            return float(table.grads[plan.stages[stage].last] - table.grads[plan.stages[stage].first])
+
+        return simulate(program, _BATCHES, seconds, nbytes, machine_of(self.cluster, names, seats), reduced=reduced).step_seconds
