@@ -46,7 +46,8 @@ class Setup(Record, frozen=True):
     """The first message. `resume` is one checkpoint directory; `audit` asks for the version log; `retire` is off only in tests that show
     what retirement is for: buffers then grow and are counted. `pace` (seconds by kind of computation, runtime/pace.py) and `latency` (seconds
     from a send until its message arrives) are for measuring schedules. `tables` are the elements of the tables by variable. `prefetch` is how many
-    microbatches are read ahead of what is computed; with 0, data is read when it is asked for. `offset` is the sample that microbatch 0 would begin
+    microbatches are read ahead of what is computed; with 0, data is read when it is asked for.
+    `evaluation` is what Evaluate computes the loss of. `offset` is the sample that microbatch 0 would begin
     with, and `key` is what random draws are made from beside the module's seed (runtime/resuming.py). `nan` says what a loss that is not finite does:
     `stop` ends the run, with the others it goes on."""
 
@@ -64,6 +65,7 @@ class Setup(Record, frozen=True):
     offset: int = 0
     key: int = 0
     nan: str = "warn"
+    evaluation: DataSpec | None = None
 
 
 class Join(Record, frozen=True):
@@ -106,6 +108,12 @@ class Save(Record, frozen=True):
 
     directory: str
     step: int
+
+
+class Evaluate(Record, frozen=True):
+    """Compute the loss of that many samples of the evaluation data, between two runs."""
+
+    samples: int
 
 
 class FetchParameters(Record, frozen=True):
@@ -181,6 +189,12 @@ class Audit(Record, frozen=True):
     log: tuple[LogEntry, ...]
 
 
+class Evaluated(Record, frozen=True):
+    """Losses of portions (evaluation.py) by their number, of a rank that computes losses."""
+
+    losses: dict[int, float]
+
+
 class Trace(Record, frozen=True):
     """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing."""
 
@@ -201,8 +215,8 @@ class Failed(Record, frozen=True):
 
 
 Message = (
-    Setup | Join | Run | Batch | End | Serve | Piece | Save | FetchParameters | FetchAudit | Stop
-    | Hosting | Ready | Step | Output | Done | Parameters | Audit | Trace | Wake | Failed
+    Setup | Join | Run | Batch | End | Serve | Piece | Save | Evaluate | FetchParameters | FetchAudit | Stop
+    | Hosting | Ready | Step | Output | Done | Parameters | Audit | Evaluated | Trace | Wake | Failed
 )  # fmt: skip
 
 

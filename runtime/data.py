@@ -127,11 +127,15 @@ class FileSamples:
 
     def microbatch(self, mb: int, name: str) -> np.ndarray:
         """One microbatch of an input. UsageError for a value out of range."""
+        return self.take(self._order.places(mb * self._rows + self._offset, self._rows), name)
+
+    def take(self, places: np.ndarray, name: str) -> np.ndarray:
+        """Some samples of an input."""
         dims, column = self._types[name].dims, self._columns[name]
         if not dims:
             array, places, per_sample = np.asarray(column), np.zeros(1, int), 1
         else:
-            places, per_sample = self._order.places(mb * self._rows + self._offset, self._rows), dims[0] // self._rows
+            per_sample = dims[0] // self._rows
             array = column[_rows(places, per_sample)]
         if (found := first_outside(array, self._ranges[name])) is not None:
             row, text = found

@@ -203,6 +203,10 @@ class Executor:
 
     # -------------------------------------------------------------------------------------------- parts of them
 
+    def compute(self, kind: str, action: Action) -> dict[str, torch.Tensor]:
+        """Call a graph on the values of a microbatch, and nothing else: for evaluation.py."""
+        return self._call(kind, action, [self._value(action.mb, value) for value in self.graphs[kind].ins])
+
     def _call(self, kind: str, action: Action, ins: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         graph = self.graphs[kind]
         batch = action.batch(self.schedule.microbatches)

@@ -37,6 +37,8 @@ from .control import (
     DataSpec,
     Done,
     End,
+    Evaluate,
+    Evaluated,
     FetchAudit,
     FetchParameters,
     Message,
@@ -50,12 +52,13 @@ from .control import (
 )
 from .data import check_data
 from .data_files import absolute_source
+from .evaluation import Evaluation, count_evaluation, mean_loss
 from .feeds import AHEAD
 from .inference import Inference, Inputs
 from .launch import HEARTBEAT, TIMEOUT, Workers
 from .options import data_problems, nan_problems, timeout_problems
 from .pace import pace_problems
-from .program import fed_inputs, loss_stage, share_of
+from .program import fed_inputs, loss_stage, microbatch_size, share_of
 from .resuming import start_from
 from .serving import serving_problems
 from .steps import Steps
@@ -85,6 +88,7 @@ class Job:
         lr: float | None = None,
         rate: Rate | str | None = None,
         prefetch: int = AHEAD,
+        evaluation: DataSpec | None = None,
         nan: str = "warn",
         mode: str = "throughput",
         queue: int = 64,
@@ -109,6 +113,7 @@ class Job:
         self.warnings += start.warnings
         if data is not None:
             check_data(self.module, data, bundle.renamed)
+        self._to_evaluate = None if evaluation is None else count_evaluation(self.module, evaluation, bundle.renamed)
         self.parts = Steps(self.module)
         types = {value.name: value.type for value in self.module.inputs}
         self._fed = [{name: types[name] for name in fed_inputs(self.module, entry.stage)} for entry in bundle.manifest.ranks]
@@ -133,6 +138,7 @@ class Job:
             start.offset,
             start.key,
             nan,
+            evaluation,
         )
         self.workers = Workers(bundle, setup, heartbeat)
         self.inference = None if self.trains else Inference(self.workers, bundle, self._fed, mode, queue, self._note)
@@ -199,6 +205,21 @@ class Job:
         return self.inference
 
     # -------------------------------------------------------------------------------------------- state
+
+    def evaluate(self) -> Evaluation:
+        """The mean loss over the samples that the job was opened to evaluate on, with the newest weights; nothing of the training changes."""
+        if self._to_evaluate is None:
+            raise UsageError("the job has no samples to evaluate on", hint="open it with eval_data=FILE")
+        losses: dict[int, float] = {}
+        self._begin()
+        try:
+            self.workers.send_all(Evaluate(self._to_evaluate))
+            for _, message, _ in self._until_done():
+                if isinstance(message, Evaluated):
+                    losses |= message.losses
+        finally:
+            self._busy = False
+        return Evaluation(mean_loss(self._to_evaluate, microbatch_size(self.module), losses), self._to_evaluate)
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write a checkpoint of the step reached; its path."""
@@ -378,6 +399,7 @@ def open(
     shuffle: bool = False,
     seed: int = 0,
     last: str = "wrap",
+    eval_data: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     audit: bool = False,
     pace: Mapping[str, float] | None = None,
@@ -400,6 +422,7 @@ def open(
         timeout=timeout,
         heartbeat=heartbeat,
         data=spec,
+        evaluation=None if eval_data is None else data_spec(eval_data, False, 0),
         resume=resume,
         audit=audit,
         pace=pace,

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from ..backends.bundle import Bundle, open_bundle
 from ..ir.errors import PeerLost, PenstockError, UsageError
 from ..ir.graph import Module
-from .control import Arrays, DataSpec, Message, Record, Run, Save, Setup, Step, Stop, Trace
+from .control import Arrays, DataSpec, Evaluate, Evaluated, Message, Record, Run, Save, Setup, Step, Stop, Trace
 from .data import check_data
+from .evaluation import Evaluation, count_evaluation, mean_loss
 from .hosts import Place, Present, check_hosts, choose_interface, describe_hosts, place_of, same_host
 from .meet import join_place
 from .metrics import Metrics
@@ -113,7 +114,12 @@ def run_rank(options: RunOptions) -> None:
     assert module.schedule is not None
     # The files of other inputs may lie on other hosts.
     stage = bundle.rank(rank).stage
-    count = check_data(module, options.data, bundle.renamed, fed_inputs(module, stage)) if fed_inputs(module, stage) else None
+    fed = fed_inputs(module, stage)
+    count = check_data(module, options.data, bundle.renamed, fed) if fed else None
+    to_evaluate = None
+    if options.evaluation is not None:
+        found = count_evaluation(module, options.evaluation, bundle.renamed, fed)
+        to_evaluate = found if fed else None
     start = start_from(bundle, options.data, options.resume, options.lr, options.rate)
     first, tables = start.step, start.tables
     interface = choose_interface(seat, _planned_interface(bundle, seat))
@@ -123,6 +129,7 @@ def run_rank(options: RunOptions) -> None:
     warnings = [*start.warnings, *check_hosts(bundle, present)]
     metrics = None
     events: list[tuple[str, float, float]] = []
+    losses: dict[int, float] = {}
     if rank == 0:
         print(f"{describe_hosts(present)} (interface chosen {interface.why})", file=sys.stderr, flush=True)
         for warning in warnings:
@@ -133,6 +140,8 @@ def run_rank(options: RunOptions) -> None:
     def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
         if isinstance(message, Step):
             reports.take(message)
+        elif isinstance(message, Evaluated):
+            losses.update(message.losses)
         elif isinstance(message, Trace):
             events.extend(message.events)
 
@@ -150,10 +159,12 @@ def run_rank(options: RunOptions) -> None:
         offset=start.offset,
         key=start.key,
         nan=options.nan,
+        evaluation=options.evaluation,
     )
     worker = Worker(bundle, rank, group, setup, reply, receive, Status(None, rank))
     reports = Reports(rank, module, tables, metrics)
-    _agree_on_samples(group, count)
+    _agree_on_samples(group, "samples", count)
+    evaluation = _agree_on_samples(group, "samples to evaluate on", to_evaluate)
     group.agree("step to start from", str(first))
     group.agree("learning rate", str(tables))
     if metrics is not None:
@@ -171,7 +182,14 @@ def run_rank(options: RunOptions) -> None:
                 what = f"not all ranks reported their losses within {options.timeout:g} s"
                 raise PeerLost(what, where=f"rank {rank}") from reports.failure
         done += count
-        if options.checkpoint is not None:
+        if evaluation is not None and options.evaluates_after(done, first + options.steps):
+            worker.obey(Evaluate(evaluation))
+            parts = group.gather(f"evaluation/{done}", json.dumps(losses).encode())
+            losses.clear()
+            if metrics is not None:
+                together = {int(i): loss for part in parts for i, loss in json.loads(part).items()}
+                metrics.evaluated(done, Evaluation(mean_loss(evaluation, microbatch_size(module), together), evaluation))
+        if options.checkpoint is not None and options.saves_after(done, first + options.steps):
             worker.obey(Save(options.checkpoint, done))
     if options.trace is not None:
         parts = group.gather("trace", json.dumps(events).encode())
@@ -191,12 +209,13 @@ def _planned_interface(bundle: Bundle, place: Place) -> str:
     return own[0] if own and same_host(name, place.host) else ""
 
 
-def _agree_on_samples(group: Group, count: int | None) -> None:
-    """Refuse files of different lengths; ranks that read none have no say."""
-    found = {rank: int(text) for rank, text in enumerate(group.gather("samples", str(count or "").encode())) if text}
+def _agree_on_samples(group: Group, what: str, count: int | None) -> int | None:
+    """How many there are; files of different lengths are refused. Ranks that read none have no say."""
+    found = {rank: int(text) for rank, text in enumerate(group.gather(what, str(count or "").encode())) if text}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"rank {rank} has {number}" for rank, number in found.items())
-        raise UsageError(f"numbers of samples differ: {listed}", where=f"rank {group.rank}")
+        raise UsageError(f"numbers of {what} differ: {listed}", where=f"rank {group.rank}")
+    return next(iter(found.values()), None)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,6 +2,10 @@
 
     {"step": 0, "loss": 4.1, "lr": 0.01, "samples": 16, "step_s": 0.02, "samples_per_s": 800.0, "grad_norm": null}
 
+An evaluation (evaluation.py) has a row of its own, behind that of the step it follows:
+
+    {"step": 99, "eval_loss": 3.9, "eval_samples": 1000, "eval_s": 0.5}
+
 `step_s` is the time since the step before (since the start of the run for the first one); `grad_norm`, that of the whole gradient before it is
 clipped, is null where training does not ask for it (`clip`, `skip_nonfinite`, f16), and an update by one that is not finite was skipped. A
 number that is not finite is written as the string "nan" or "inf", because JSON has no such numbers, and the first loss that is not is warned of. A
@@ -15,12 +19,14 @@ import json
 import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
 from ..ir.errors import PenstockError
 from ..terminal import StatusLine
 from .control import Step
+from .evaluation import Evaluation
 
 # Seconds between two forms of the progress line on a terminal.
 _TERMINAL_EVERY = 0.1
@@ -67,11 +73,7 @@ class Metrics:
                 "samples_per_s": round(self._samples / seconds, 3),
                 "grad_norm": _number(step.grad_norm),
             }
-            try:
-                self._file.write(json.dumps(record) + "\n")
-                self._file.flush()
-            except OSError as error:
-                raise self._unwritable(error) from error
+            self._write(record)
         if not math.isfinite(step.loss) and not self._warned:
             self._warned = True
             skipped = step.grad_norm is not None and not math.isfinite(step.grad_norm)
@@ -79,6 +81,23 @@ class Metrics:
                 f"warning: the loss of step {step.step} is {step.loss}; {'its update is skipped' if skipped else 'the run goes on'}"
             )
         self._show(step, last=step.step + 1 == self._total)
+
+    def evaluated(self, done: int, found: Evaluation) -> None:
+        """An evaluation after `done` steps, in a row of its own. Its time is no step's."""
+        seconds, self._last = time.monotonic() - self._last, time.monotonic()
+        self._started += seconds
+        row = {"step": done - 1, "eval_loss": _number(found.loss), "eval_samples": found.samples, "eval_s": round(seconds, 6)}
+        self._write(row)
+        self._line.interrupt(f"step {done}: evaluation loss {found.loss:.4f} over {found.samples} samples")
+
+    def _write(self, row: Mapping[str, object]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def close(self) -> None:
         self._line.close()

@@ -53,6 +53,8 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     heartbeat: float = HEARTBEAT
     nan: str = "warn"
     max_restarts: int = 0
+    evaluation: DataSpec | None = None
+    evaluate_every: int | None = None
 
     def check(self) -> None:
         problems = []
@@ -63,6 +65,10 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             problems.append("--checkpoint-every needs --checkpoint DIR")
         if self.checkpoint_every is not None and not 1 <= self.checkpoint_every <= _MOST_STEPS:
             problems.append(f"--checkpoint-every must be 1 to {_MOST_STEPS}, got {self.checkpoint_every}")
+        if self.evaluate_every is not None and self.evaluation is None:
+            problems.append("--eval-every needs --eval-data FILE")
+        if self.evaluate_every is not None and not 1 <= self.evaluate_every <= _MOST_STEPS:
+            problems.append(f"--eval-every must be 1 to {_MOST_STEPS}, got {self.evaluate_every}")
         if self.nan not in NAN_POLICIES:
             problems.append(f"--nan must be {', '.join(NAN_POLICIES)}, got {self.nan!r}")
         if not 0 <= self.max_restarts <= MOST_RESTARTS:
@@ -90,13 +96,20 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return sorted(problems)
 
     def chunks(self, first: int, end: int) -> Iterator[int]:
-        """Numbers of steps between checkpoints, which fall on multiples of `checkpoint_every` and on the end."""
+        """Numbers of steps between places where something else is done: checkpoints and evaluations fall on multiples of their numbers, and on the
+        end."""
         done = first
-        every = self.checkpoint_every or self.steps
         while done < end:
-            count = min(every - done % every if self.checkpoint_every else every, end - done)
+            count = min([end - done, *(n - done % n for n in (self.checkpoint_every, self.evaluate_every) if n)])
             yield count
             done += count
+
+    def saves_after(self, done: int, end: int) -> bool:
+        """Whether there is a checkpoint of so many steps."""
+        return self.checkpoint is not None and (done == end or bool(self.checkpoint_every and done % self.checkpoint_every == 0))
+
+    def evaluates_after(self, done: int, end: int) -> bool:
+        return self.evaluation is not None and (done == end or bool(self.evaluate_every and done % self.evaluate_every == 0))
 
 
 def timeout_problems(timeout: float, heartbeat: float = HEARTBEAT) -> list[str]:

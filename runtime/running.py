@@ -60,6 +60,8 @@ def run_bundle(
     heartbeat: float = HEARTBEAT,
     nan: str = "warn",
     max_restarts: int = 0,
+    eval_data: str | os.PathLike[str] | None = None,
+    eval_every: int | None = None,
 ) -> RunSummary:
     """Train for `steps` steps. Where torchrun or srun started this process, it becomes its rank and does not come back."""
     options = RunOptions(
@@ -78,6 +80,8 @@ def run_bundle(
         heartbeat=heartbeat,
         nan=nan,
         max_restarts=max_restarts,
+        evaluation=None if eval_data is None else data_spec(eval_data, False, 0),
+        evaluate_every=eval_every,
     )
     options.check()
     if in_group():
@@ -111,6 +115,7 @@ class _LocalRun:
             open_bundle(options.bundle),
             timeout=options.timeout,
             data=options.data,
+            evaluation=options.evaluation,
             resume=resume,
             trace=options.trace is not None,
             lr=options.lr,
@@ -134,7 +139,10 @@ class _LocalRun:
                 for count in options.chunks(start, end):
                     for step in job.steps_from_data(count):
                         record.add(step)
-                    if options.checkpoint is not None:
+                    if options.evaluates_after(job.steps_done, end):
+                        record.evaluated(job.steps_done, job.evaluate())
+                    if options.saves_after(job.steps_done, end):
+                        assert options.checkpoint is not None
                         self._saved = job.save(options.checkpoint)
             finally:
                 record.close()

@@ -41,6 +41,8 @@ from .control import (
     DataSpec,
     Done,
     End,
+    Evaluate,
+    Evaluated,
     Failed,
     FetchAudit,
     FetchParameters,
@@ -57,10 +59,11 @@ from .control import (
     Stop,
     Trace,
 )
-from .data import Samples, open_data
+from .data import FileSamples, Samples, open_data
+from .evaluation import evaluate
 from .executor import Executor
 from .feeds import DataFeed, NoSamples, Prefetch
-from .program import fed_inputs, share_of
+from .program import fed_inputs, microbatch_size, share_of
 from .request_feed import Receive, RequestFeed
 from .resuming import fill_tensors, load_state
 from .status import Status
@@ -98,6 +101,9 @@ class Worker:
         names = fed_inputs(self.module, self.stage)
         if setup.data is not None and names:
             self.samples = open_data(self.module, setup.data, names, bundle.renamed, setup.offset)
+        self.evaluation: FileSamples | None = None
+        if setup.evaluation is not None and names:
+            self.evaluation = FileSamples(self.module, setup.evaluation, names, bundle.renamed)
         program = backend_of(bundle.manifest.backend).load_stage(
             self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads, self.entry.device
         )
@@ -144,6 +150,11 @@ class Worker:
                 self._finish_run()
             case Save(directory, step):
                 self._save(Path(directory), step)
+                self.reply(Done(peak_bytes(), self.base), {})
+            case Evaluate(samples):
+                losses = evaluate(self.executor, self.evaluation, samples, microbatch_size(self.module))
+                if self.executor.is_loss_stage:
+                    self.reply(Evaluated(losses), {})
                 self.reply(Done(peak_bytes(), self.base), {})
             case FetchParameters():
                 self.reply(

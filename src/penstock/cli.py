@@ -163,6 +163,8 @@ def _parser() -> argparse.ArgumentParser:
         default="wrap",
         help="where samples are no multiple of a batch: go on with the next epoch, drop the rest, or fill up from the same epoch (default: wrap)",
     )
+    run.add_argument("--eval-data", metavar="FILE", help="samples to compute the mean loss of, without training on them (docs/data.md)")
+    run.add_argument("--eval-every", type=_positive, metavar="N", help="steps between evaluations (default: one at the end)")
     run.add_argument("--lr", type=float, metavar="X", help="learning rate, in place of the one the bundle was compiled with")
     run.add_argument("--lr-schedule", metavar="R", help=_RATE_HELP + ", in place of the one the bundle was compiled with")
     run.add_argument("--metrics", metavar="FILE", help="write one JSON object per step")

@@ -287,6 +287,8 @@ def run_command(arguments: Namespace) -> None:
         shuffle=arguments.shuffle,
         seed=arguments.seed,
         last=arguments.last_batch,
+        eval_data=arguments.eval_data,
+        eval_every=arguments.eval_every,
         metrics=arguments.metrics,
         lr=arguments.lr,
         rate=arguments.lr_schedule,

@@ -165,7 +165,9 @@ def step_times(metrics: Path) -> list[float]:
     found: list[float] = []
     try:
         for number, line in enumerate(metrics.read_text(encoding="utf-8").splitlines(), 1):
-            found.append(_seconds(json.loads(line)["step_s"], f"line {number}: step_s"))
+            row = json.loads(line)
+            if "eval_loss" not in row:  # an evaluation is no step
+                found.append(_seconds(row["step_s"], f"line {number}: step_s"))
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"cannot read the metrics: {error}", where=str(metrics), hint="give a file that `penstock run --metrics` wrote"
