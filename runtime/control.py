@@ -196,9 +196,11 @@ class Evaluated(Record, frozen=True):
 
 
 class Trace(Record, frozen=True):
-    """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing."""
+    """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing. `held` are values of microbatches that
+    came into the store or left it: when, microbatch, value, bytes more or less."""
 
     events: tuple[tuple[str, float, float], ...]
+    held: tuple[tuple[float, int, str, int], ...] = ()
 
 
 class Wake(Record, frozen=True):

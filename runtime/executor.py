@@ -68,6 +68,8 @@ class Executor:
         self.schedule = module.schedule
         self.log: list[LogEntry] | None = [] if audit else None
         self.events: list[tuple[str, float, float]] | None = [] if trace else None
+        store.changes = [] if trace else None
+        self._started = 0.0
         found = {kind: module.stage_graph(stage, kind) for kind in COMPUTE}
         self.graphs: dict[str, Graph] = {kind: graph for kind, graph in found.items() if graph is not None}
         self.signatures: dict[str, Signature] = {kind: signature(graph) for kind, graph in self.graphs.items()}
@@ -139,7 +141,7 @@ class Executor:
             if action.kind in ("P", "N", "U"):
                 # Waiting for other ranks is no part of the computation's time.
                 self.transport.finish_sum(action)
-            started = time.monotonic()
+            started = self._started = time.monotonic()
             self._handlers[action.kind](action)
             self.pace.keep(action, started)
             if self.events is not None:
@@ -161,6 +163,7 @@ class Executor:
             self._take_loss(action.mb, results[self.module.outputs[0]])
         if self.outputs:
             arrays = {name: as_array(results[name]).copy() for name in self.outputs if name in results}
+            self.pace.keep(action, self._started)
             self.report(Output(action.mb), arrays)
         self.store.keep_only(action.mb, self._after_forward)
 

@@ -62,6 +62,7 @@ from .program import fed_inputs, loss_stage, microbatch_size, share_of
 from .resuming import start_from
 from .serving import serving_problems
 from .steps import Steps
+from .trace import Event, Held
 
 _NO_MORE: Any = object()
 
@@ -121,7 +122,8 @@ class Job:
         self._busy = self._closed = False
         self.peak_bytes = [0] * bundle.world_size
         self.base_bytes = [0] * bundle.world_size
-        self.traces: list[list[tuple[str, float, float]]] = [[] for _ in range(bundle.world_size)]
+        self.traces: list[list[Event]] = [[] for _ in range(bundle.world_size)]
+        self.held: list[list[Held]] = [[] for _ in range(bundle.world_size)]
         resumed = None if start.place is None else str(start.place)
         setup = Setup(
             str(bundle.path),
@@ -285,6 +287,7 @@ class Job:
     def _note(self, rank: int, message: Done | Trace) -> None:
         if isinstance(message, Trace):
             self.traces[rank] += message.events
+            self.held[rank] += message.held
         else:
             self.peak_bytes[rank] = max(self.peak_bytes[rank], message.peak_bytes)
             self.base_bytes[rank] = message.base_bytes

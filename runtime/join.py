@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ..backends.bundle import Bundle, open_bundle
 from ..ir.errors import PeerLost, PenstockError, UsageError
 from ..ir.graph import Module
+from .clocks import measure_offset
 from .control import Arrays, DataSpec, Evaluate, Evaluated, Message, Record, Run, Save, Setup, Step, Stop, Trace
 from .data import check_data
 from .evaluation import Evaluation, count_evaluation, mean_loss
@@ -37,7 +38,7 @@ from .resuming import start_from
 from .status import Status
 from .steps import Steps
 from .tables import Tables, learning_rate
-from .trace import write_trace
+from .trace import Event, Held, write_trace
 from .transport import Group, time_span
 from .worker import Worker, describe_failure
 
@@ -128,7 +129,8 @@ def run_rank(options: RunOptions) -> None:
     present = [msgspec.json.decode(part, type=Present) for part in group.gather("present", msgspec.json.encode(own))]
     warnings = [*start.warnings, *check_hosts(bundle, present)]
     metrics = None
-    events: list[tuple[str, float, float]] = []
+    events: list[Event] = []
+    held: list[Held] = []
     losses: dict[int, float] = {}
     if rank == 0:
         print(f"{describe_hosts(present)} (interface chosen {interface.why})", file=sys.stderr, flush=True)
@@ -144,6 +146,7 @@ def run_rank(options: RunOptions) -> None:
             losses.update(message.losses)
         elif isinstance(message, Trace):
             events.extend(message.events)
+            held.extend(message.held)
 
     def receive(wait: bool) -> tuple[Message, Arrays] | None:
         raise AssertionError("all batches come from the data")
@@ -192,9 +195,11 @@ def run_rank(options: RunOptions) -> None:
         if options.checkpoint is not None and options.saves_after(done, first + options.steps):
             worker.obey(Save(options.checkpoint, done))
     if options.trace is not None:
-        parts = group.gather("trace", json.dumps(events).encode())
+        ahead = measure_offset(group).seconds
+        moved = [(action, start + ahead, end + ahead) for action, start, end in events], [(at + ahead, *rest) for at, *rest in held]
+        traces = [json.loads(part) for part in group.gather("trace", json.dumps(moved).encode())]
         if rank == 0:
-            write_trace(Path(options.trace), [json.loads(part) for part in parts])
+            write_trace(Path(options.trace), [trace[0] for trace in traces], module=module, held=[trace[1] for trace in traces])
     if metrics is not None:
         metrics.close()
     # The store may live in rank 0 or in the launcher: nobody leaves before all are done.

@@ -149,7 +149,7 @@ class _LocalRun:
                 self._losses += record.losses
                 self._seconds += record.seconds
         if options.trace is not None:
-            write_trace(Path(options.trace), job.traces)
+            write_trace(Path(options.trace), job.traces, module=job.module, held=job.held)
         rate = len(self._losses) * samples / max(self._seconds, 1e-9)
         return RunSummary(self._first, self._losses, self._seconds, rate, self._saved, job.peak_bytes, self.restarts)
 

@@ -13,6 +13,7 @@ gives. They are in the memory of the stage's device.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -194,6 +195,8 @@ class Store:
                 self.single[name] = allocate(var.type, device)
         self.values: dict[int, dict[str, torch.Tensor]] = {}
         self.value_bytes = self.most_value_bytes = 0
+        # When tracing: (when, microbatch, value, bytes more or less).
+        self.changes: list[tuple[float, int, str, int]] | None = None
 
     # -------------------------------------------------------------------------------------------- variables
 
@@ -279,7 +282,10 @@ class Store:
 
     def put(self, mb: int, name: str, tensor: torch.Tensor) -> None:
         held = self.values.setdefault(mb, {})
-        self.value_bytes += tensor.nbytes - (held[name].nbytes if name in held else 0)
+        more = tensor.nbytes - (held[name].nbytes if name in held else 0)
+        self.value_bytes += more
+        if self.changes is not None:
+            self.changes.append((time.monotonic(), mb, name, more))
         held[name] = tensor
         self.most_value_bytes = max(self.most_value_bytes, self.value_bytes)
 
@@ -290,6 +296,9 @@ class Store:
         """Let go of every other value of a microbatch."""
         held = self.values.get(mb, {})
         for name in [n for n in held if n not in names]:
-            self.value_bytes -= held.pop(name).nbytes
+            less = held.pop(name).nbytes
+            self.value_bytes -= less
+            if self.changes is not None:
+                self.changes.append((time.monotonic(), mb, name, -less))
         if not held:
             self.values.pop(mb, None)

@@ -1,29 +1,95 @@
-"""A timeline of a run as Chrome-trace JSON, which Perfetto opens: one row per rank, one slice per action. In: (action, start, end) of each rank."""
+"""A timeline of a run as Chrome-trace JSON, which Perfetto opens: one row per rank, one slice per action, an arrow from every send to its receive.
+In: (action, start, end) of each rank, on one clock (runtime/clocks.py where there are several).
+
+Values that a store keeps for microbatches are a counter per rank, in bytes, and an instant for each that comes or goes (its name, microbatch and size).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..ir.errors import PenstockError
+from ..ir.graph import Module
+from ..ir.schedule import RECEIVES, SENDS, Action
 
 Event = tuple[str, float, float]
+# When, microbatch (-1 - t for batch t), value, bytes more (or less).
+Held = tuple[float, int, str, int]
+_Entry = dict[str, object]
 
 
-def write_trace(path: Path, ranks: Sequence[Sequence[Event]]) -> None:
-    """Times count from the first action of all; ranks on one host share a clock."""
-    origin = min((start for events in ranks for _, start, _ in events), default=0.0)
-    slices: list[dict[str, object]] = [
-        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}} for rank in range(len(ranks))
-    ]
+def write_trace(path: Path, ranks: Sequence[Sequence[Event]], *, module: Module | None = None, held: Sequence[Sequence[Held]] = ()) -> None:
+    """Times count from the first action of all. With a module, rows say stage and device."""
+    origin = min((event[1] for events in ranks for event in events), default=0.0)
+    entries: list[_Entry] = []
+    for rank in range(len(ranks)):
+        entries.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": _row_name(rank, module)}})
+        entries.append({"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
     for rank, events in enumerate(ranks):
         for action, start, end in events:
-            kind = action.lstrip("0123456789").split("@")[0].rstrip("0123456789<>").rstrip("0123456789")
-            times = {"ts": round((start - origin) * 1e6, 1), "dur": round((end - start) * 1e6, 1)}
-            slices.append({"name": action, "cat": kind, "ph": "X", "pid": rank, "tid": 0, **times})
+            times = {"ts": _micros(start, origin), "dur": round((end - start) * 1e6, 1)}
+            entries.append({"name": action, "cat": _kind(action), "ph": "X", "pid": rank, "tid": 0, **times})
+    entries += _arrows(ranks, origin)
+    for rank, changes in enumerate(held):
+        entries += _memory(rank, changes, origin)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"traceEvents": slices, "displayTimeUnit": "ms"}), encoding="utf-8")
+        path.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}), encoding="utf-8")
     except OSError as error:
         raise PenstockError(f"cannot write the trace: {error}", where=str(path)) from error
+
+
+def _row_name(rank: int, module: Module | None) -> str:
+    if module is None:
+        return f"rank {rank}"
+    return f"rank {rank} (stage {module.rank_stages()[rank]}, {module.rank_devices()[rank]})"
+
+
+def _kind(action: str) -> str:
+    return action.lstrip("0123456789").split("@")[0].rstrip("0123456789<>").rstrip("0123456789")
+
+
+def _micros(at: float, origin: float) -> float:
+    return round((at - origin) * 1e6, 1)
+
+
+def _arrows(ranks: Sequence[Sequence[Event]], origin: float) -> Iterator[_Entry]:
+    """From sends to receives of the same message: source, destination, phase and number. A message of which one end is missing has no arrow."""
+    ends: Mapping[str, dict[tuple[int, int, str, int], float]] = {"s": {}, "f": {}}
+    for rank, events in enumerate(ranks):
+        for text, start, end in events:
+            if not set(text) & set("<>"):
+                continue
+            action = Action.parse(text)
+            assert action.peer is not None
+            # A time inside of the slice is what binds an arrow to it.
+            middle = (start + end) / 2
+            if action.kind in SENDS:
+                ends["s"][rank, action.peer, action.kind[1], action.mb] = middle
+            elif action.kind in RECEIVES:
+                ends["f"][action.peer, rank, action.kind[1], action.mb] = middle
+    for number, message in enumerate(sorted(ends["s"].keys() & ends["f"].keys())):
+        source, destination, phase, _ = message
+        shared = {"name": f"message {phase}", "cat": "message", "id": number, "tid": 0}
+        yield {**shared, "ph": "s", "pid": source, "ts": _micros(ends["s"][message], origin)}
+        yield {**shared, "ph": "f", "bp": "e", "pid": destination, "ts": _micros(ends["f"][message], origin)}
+
+
+def _memory(rank: int, changes: Sequence[Held], origin: float) -> Iterator[_Entry]:
+    total = 0
+    for at, mb, name, size in changes:
+        total += size
+        shared = {"pid": rank, "tid": 0, "ts": _micros(at, origin)}
+        owner = {"microbatch": mb} if mb >= 0 else {"batch": -1 - mb}
+        what = "keep" if size >= 0 else "drop"
+        yield {
+            **shared,
+            "name": f"{what} %{name}",
+            "cat": "memory",
+            "ph": "i",
+            "s": "t",
+            "args": {"value": name, **owner, "bytes": abs(size)},
+        }
+        yield {**shared, "name": "values held", "ph": "C", "args": {"bytes": total}}

@@ -193,8 +193,10 @@ class Worker:
 
     def _finish_run(self) -> None:
         if self.executor.events is not None:
-            self.reply(Trace(tuple(self.executor.events)), {})
+            changes = self.store.changes or []
+            self.reply(Trace(tuple(self.executor.events), tuple(changes)), {})
             self.executor.events.clear()
+            changes.clear()
         self.reply(Done(peak_bytes(), self.base), {})
 
     # -------------------------------------------------------------------------------------------- state

@@ -1,0 +1,204 @@
+"""Pipelined inference against the bound that its slowest stage sets, and against onnxruntime and torch with as many threads.
+
+    python benchmarks/inference.py                            both parts: about four minutes
+    python benchmarks/inference.py --only paced --json inference.json
+
+paced   A tiny model on 4 stages, one worker process each, real messages and real requests; a forward takes 20 ms (runtime/pace.py), so that four stages
+        fit on one or two cores. The bound is one microbatch per 20 ms. Rows: requests of one sample in microbatches of one; requests of 1 to 7
+        samples in microbatches of 4; one request at a time (mode latency), whose bound is 4 forwards per request.
+real    A GPT of 4 blocks, 512 wide, one sequence of 128 tokens per request, on 2 and on 4 stages of one thread each. The bound is the forward of the
+        slowest stage while all of them run, as traced by its worker; with more stages than cores forwards wait for each other, and the bound
+        with them. onnxruntime and torch compute in one process with 2 threads; results are compared with onnxruntime's.
+
+Contenders take turns, round after round; a row's figure is the median over rounds, each from the first request handed over to the last one answered:
+filling and draining the pipeline is part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+import penstock as ps
+from penstock.backends.bundle import open_bundle
+from penstock.models import write_gpt, write_mlp
+from penstock.runtime.job import Job
+
+Run = Callable[[], float]
+FORWARD = 0.02
+SIZES = {"layers": 4, "width": 512, "heads": 8, "vocab": 512, "positions": 128}
+
+
+def mlp_bundle(folder: Path, stages: int, batch: int) -> Path:
+    path = write_mlp(folder / f"mlp{batch}.onnx", (4,) * (stages + 1), None, seed=1)
+    model = ps.from_onnx(path, dims={"batch": batch})
+    products = [op.outs[0].name for op in model.module.graphs["main"].ops if op.kind == "matmul"]
+    plan = ps.plan(model, ps.Cluster.local(stages), split_at=products[1:])
+    return ps.compile(plan, folder / f"mlp{batch}", backend="numpy")
+
+
+def timed(job: Job, requests: list[dict[str, np.ndarray]]) -> float:
+    begin = time.perf_counter()
+    for _ in job.stream(requests):
+        pass
+    return time.perf_counter() - begin
+
+
+def paced(rounds: int, microbatches: int, forward: float) -> list[dict[str, Any]]:
+    stages, random = 4, np.random.default_rng(0)
+    x = random.standard_normal((4 * microbatches, 4)).astype(np.float32)
+    cuts, at = [], 0
+    while at < len(x):
+        cuts.append(x[at : at + int(random.integers(1, 8))])
+        at += len(cuts[-1])
+    few = max(microbatches // 8, 2)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
+        single, four = mlp_bundle(folder, stages, 1), mlp_bundle(folder, stages, 4)
+        pace = {"F": forward}
+        one = stack.enter_context(ps.open(single, pace=pace))
+        packed = stack.enter_context(ps.open(four, pace=pace))
+        alone = stack.enter_context(ps.open(single, pace=pace, mode="latency"))
+        rows: dict[str, tuple[Run, float]] = {
+            "1 sample, microbatches of 1": (lambda: timed(one, [{"x": x[i : i + 1]} for i in range(microbatches)]), microbatches * forward),
+            "1 to 7 samples, microbatches of 4": (lambda: timed(packed, [{"x": c} for c in cuts]), microbatches * forward),
+            "1 sample, one at a time": (lambda: timed(alone, [{"x": x[i : i + 1]} for i in range(few)]), few * stages * forward),
+        }
+        times = take_turns({name: run for name, (run, _) in rows.items()}, rounds)
+    counts = {"1 sample, microbatches of 1": microbatches, "1 to 7 samples, microbatches of 4": len(cuts), "1 sample, one at a time": few}
+    found = []
+    for name, (_, bound) in rows.items():
+        seconds = statistics.median(times[name])
+        line = {
+            "row": name,
+            "requests": counts[name],
+            "seconds": seconds,
+            "bound": bound,
+            "of_bound": bound / seconds,
+            "times": times[name],
+        }
+        found.append({"part": "paced", "stages": stages, **line})
+    return found
+
+
+def real(rounds: int, requests: int) -> list[dict[str, Any]]:
+    import onnxruntime
+    import torch
+    from torch_models import build
+
+    tokens = np.random.default_rng(0).integers(0, SIZES["vocab"], (requests, 1, SIZES["positions"]))
+    found: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
+        path = write_gpt(folder / "gpt.onnx", seed=1, **SIZES)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 2
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        torch.set_num_threads(2)
+        module = build("gpt", SIZES, path).eval()
+        model = ps.from_onnx(path, dims={"batch": 1})
+        jobs: dict[str, Job] = {}
+        for stages in (2, 4):
+            bundle = ps.compile(ps.plan(model, ps.Cluster.local(stages)), folder / f"gpt{stages}")
+            jobs[f"penstock, {stages} stages"] = stack.enter_context(Job(open_bundle(bundle), trace=True))
+        given = [{"tokens": t} for t in tokens]
+
+        def onnx() -> float:
+            begin = time.perf_counter()
+            for t in tokens:
+                session.run(None, {"tokens": t})
+            return time.perf_counter() - begin
+
+        def in_torch() -> float:
+            begin = time.perf_counter()
+            with torch.inference_mode():
+                for t in tokens:
+                    module(torch.from_numpy(t))
+            return time.perf_counter() - begin
+
+        runs: dict[str, Run] = {name: lambda job=job: timed(job, given) for name, job in jobs.items()}  # type: ignore[misc]
+        runs |= {"onnxruntime, 2 threads": onnx, "torch, 2 threads": in_torch}
+        for run in runs.values():
+            run()  # warm up
+        error = 0.0
+        for job in jobs.values():
+            job.audit()  # empties the pipeline, and with that brings the trace
+            for rank in job.traces:
+                rank.clear()
+            for t, outputs in zip(tokens[:4], job.stream(given[:4]), strict=True):
+                reference = session.run(None, {"tokens": t})[0]
+                error = max(error, float(np.abs(outputs["logits"] - reference).max() / np.abs(reference).max()))
+        times = take_turns(runs, rounds)
+        for name in runs:
+            seconds = statistics.median(times[name])
+            line: dict[str, Any] = {"part": "real", "row": name, "requests": requests, "seconds": seconds, "times": times[name]}
+            if name in jobs:
+                jobs[name].audit()
+                slowest = max(statistics.median(forwards(events)) for events in jobs[name].traces)
+                line |= {"bound": requests * slowest, "of_bound": requests * slowest / seconds, "error": error}
+            found.append(line)
+    return found
+
+
+def forwards(events: list[tuple[str, float, float]]) -> Iterator[float]:
+    """The times of a rank's forwards."""
+    for event in events:
+        action, start, end = event[:3]
+        if action.lstrip("0123456789").startswith("F"):
+            yield end - start
+
+
+def take_turns(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name, run in runs.items():
+            times[name].append(run())
+        said = ", ".join(f"{name} {statistics.median(t):.2f} s" for name, t in times.items())
+        print(f"round {number + 1} of {rounds}: {said}", file=sys.stderr)
+    return times
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    rows = ["| part | row | requests | seconds | requests/s | of the bound |", "| --- " * 6 + "|"]
+    for x in lines:
+        share = f"{x['of_bound']:.3f}" if "of_bound" in x else ""
+        rows.append(f"| {x['part']} | {x['row']} | {x['requests']} | {x['seconds']:.2f} | {x['requests'] / x['seconds']:.1f} | {share} |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("paced", "real"))
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each row (default: 3)")
+    parser.add_argument("--microbatches", type=int, default=160, metavar="N", help="paced: microbatches per turn (default: 160)")
+    parser.add_argument("--forward", type=float, default=FORWARD, metavar="SECONDS", help="paced: how long a forward takes (default: 0.02)")
+    parser.add_argument("--requests", type=int, default=60, metavar="N", help="real: requests per turn (default: 60)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    begin, lines = time.perf_counter(), []
+    if arguments.only != "real":
+        lines += paced(arguments.rounds, arguments.microbatches, arguments.forward)
+    if arguments.only != "paced":
+        lines += real(arguments.rounds, arguments.requests)
+    print(table(lines))
+    print(f"took {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"lines": lines}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
