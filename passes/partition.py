@@ -22,14 +22,17 @@ read it and the one that writes it.
 
 A stage on several devices takes as long per batch as the slowest of them for its share; its time per microbatch is that over all microbatches.
 
-Known limits: no memory term (recompute and the verifier compare predicted peaks with the devices).
+Where stages do not fit into the memory of their devices (an estimate, partition_memory.py), cuts are looked for that do: a stage that fits only if its forward is
+computed again takes that much longer, and one that does not fit at all is no choice, unless there is no other. Nothing is refused here.
+
+Known limits: sets that are no ranges are looked for without memory, and taken if they happen to fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +42,9 @@ from ..ir.errors import UsageError
 from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Mesh, Module, Namer, Op, Stage, Value, Var, written_vars
 from ..ir.ops import OPS
 from ..ir.words import counted
-from .cost import GraphCost, Transfer, cost
+from .cost import GraphCost, Transfer, cost, shown_seconds
 from .partition_ideals import Work, better_stages
+from .partition_memory import Needs, needs_of
 from .schedules.dealing import shares_of
 
 Array = npt.NDArray[np.float64]
@@ -50,7 +54,8 @@ Array = npt.NDArray[np.float64]
 class PartitionOptions:
     """`split_at` overrides the search: names of values or locs; each starts a new stage. `only_at` are the same kind of names: if there are
     any, the search starts stages at them only. `microbatches` is how many make a batch. `devices` names those of every stage, with blanks
-    between several, and `shares` says how many of the microbatches each of them runs, rank by rank (as many each as can be if not given)."""
+    between several, and `shares` says how many of the microbatches each of them runs, rank by rank (as many each as can be if not given).
+    `schedule` and `recompute` (auto, none or all) are what will be done: without a schedule memory is not looked at."""
 
     stages: int = 0
     split_at: tuple[str, ...] = ()
@@ -58,6 +63,8 @@ class PartitionOptions:
     microbatches: int = 1
     devices: tuple[str, ...] = ()
     shares: tuple[int, ...] = ()
+    schedule: str = ""
+    recompute: str = "auto"
 
 
 def partition(module: Module, options: PartitionOptions) -> Module:
@@ -75,12 +82,47 @@ def partition(module: Module, options: PartitionOptions) -> Module:
         )
     shares = shares_of(options.shares, [len(found) for found in devices], options.microbatches)
     costs = _Costs(module, chain, devices, shares, cluster)
-    cuts = _given_cuts(costs, options.split_at) if options.split_at else _best_cuts(costs, count, options.only_at)
-    stages = [s for s, (a, b) in enumerate(pairwise([*cuts, len(chain)])) for _ in range(a, b)]
-    if not options.split_at and not options.only_at and count > 1:
-        value = max(sum(costs.of_range(s, a, b)) for s, (a, b) in enumerate(pairwise([*cuts, len(chain)])))
-        stages = better_stages(costs.work(), cuts, value) or stages
-    return _annotate(module.but(cluster=cluster), devices, costs, stages)
+    if options.split_at:
+        return _annotate(module.but(cluster=cluster), devices, costs, _by_operation(_given_cuts(costs, options.split_at), len(chain)))
+    stages = _chosen(costs, count, options.only_at, None)
+    readers = _readers(chain, costs.params)
+    needs = needs_of(module, chain, readers, devices, shares, costs.forward, options.schedule, options.recompute)
+    # Where all stages fit as they are, nothing else is as fast.
+    fitting = _chosen(costs, count, options.only_at, needs) if needs is not None and any(_extra(needs, count, stages)) else []
+    placed = _annotate(module.but(cluster=cluster), devices, costs, fitting or stages)
+    if not fitting or fitting == stages:
+        return placed
+    slower, faster = (shown_seconds(max(sum(costs.of_stage(s, found)) for s in range(count))) for found in (fitting, stages))
+    return placed.noted(
+        "partition", f"cut so that stages fit into memory: the slowest takes {slower} per microbatch, without limits it would take {faster}"
+    )
+
+
+def _by_operation(cuts: Sequence[int], count: int) -> list[int]:
+    return [s for s, (a, b) in enumerate(pairwise([*cuts, count])) for _ in range(a, b)]
+
+
+def _extra(needs: Needs, count: int, stages: Sequence[int]) -> list[float]:
+    """What memory costs each stage."""
+    return [needs.extra(s, {i for i, stage in enumerate(stages) if stage == s}) for s in range(count)]
+
+
+def _chosen(costs: _Costs, count: int, only_at: Sequence[str], needs: Needs | None) -> list[int]:
+    """The stage of every operation: of the best ranges, or of sets that are better. Nothing where memory is too small for all ranges."""
+
+    def slowest(stages: Sequence[int]) -> float:
+        extra = _extra(needs, count, stages) if needs is not None else [0.0] * count
+        return max(sum(costs.of_stage(s, stages)) + extra[s] for s in range(count))
+
+    cuts = _best_cuts(costs, count, only_at, needs)
+    if not cuts:
+        return []
+    stages = _by_operation(cuts, len(costs.chain))
+    if only_at or count == 1:
+        return stages
+    value = slowest(stages)
+    sets = better_stages(costs.work(), cuts, value)
+    return sets if sets and (needs is None or slowest(sets) < value) else stages
 
 
 def _devices(options: PartitionOptions, cluster: Cluster) -> list[tuple[Device, ...]]:
@@ -162,16 +204,19 @@ class _Costs:
         if backward is not None:
             places.append((GraphCost(backward), [position[str(op.attrs["of"])] if "of" in op.attrs else None for op in backward.ops]))
 
-        def sums(device: Device, share: int) -> Array:
-            work = np.zeros(len(chain))
-            for graph, where in places:
+        def work(device: Device, share: int) -> list[Array]:
+            """Of the forward graph, and of the backward graph."""
+            found = [np.zeros(len(chain)) for _ in places]
+            for seconds, (graph, where) in zip(found, places, strict=True):
                 for i, spent in zip(where, graph.op_seconds(device), strict=True):
                     if i is not None:
-                        work[i] += spent
-            return np.concatenate([[0.0], np.cumsum(work)]) * (share / microbatches)
+                        seconds[i] += spent * (share / microbatches)
+            return found
 
         # Of several devices the one that the whole model would take longest on, for its share.
-        self.before = [max(map(sums, *pair), key=lambda before: float(before[-1])) for pair in zip(devices, shares, strict=True)]
+        slowest = [max(map(work, *pair), key=lambda found: float(sum(map(np.sum, found)))) for pair in zip(devices, shares, strict=True)]
+        self.forward = [found[0] for found in slowest]
+        self.before = [np.concatenate([[0.0], np.cumsum(sum(found))]) for found in slowest]
         trips = 2 if backward is not None else 1
         crossing = _crossing_bytes(chain, index) * trips
         if backward is not None:
@@ -262,8 +307,8 @@ def _tied_bytes(module: Module, chain: Sequence[Op], params: Mapping[Value, froz
 # ------------------------------------------------------------------------------------------------ the search
 
 
-def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str]) -> list[int]:
-    """First operation of every stage. best[j] is the smallest bottleneck of the first j operations over the stages so far."""
+def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str], needs: Needs | None) -> list[int]:
+    """First operation of every stage; nothing where none of them fits. best[s, j] is the smallest bottleneck of the first j operations over stages 0 .. s."""
     n = len(costs.chain)
     allowed = np.full(n + 1, not only_at)
     if only_at:
@@ -271,23 +316,24 @@ def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str]) -> list[int]:
         allowed[[position[name] for name in only_at]] = True
     for first, last in _spans(costs.chain).values():
         allowed[first + 1 : last + 1] = False
-    best = costs.before[0].copy()
-    best[0] = np.inf
-    choices: list[npt.NDArray[np.int64]] = []
-    for stage in range(1, count):
-        before, start = costs.before[stage], np.where(allowed, costs.transfer[stage] - costs.before[stage], np.inf)
-        new, choice = np.full(n + 1, np.inf), np.zeros(n + 1, dtype=np.int64)
-        for j in range(stage + 1, n + 1):
-            bottleneck = np.maximum(best[stage:j], before[j] + start[stage:j])
+    starts = [np.where(allowed, costs.transfer[s] - costs.before[s], np.inf) for s in range(count)]
+    best, choice = np.full((count, n + 1), np.inf), np.zeros((count, n + 1), dtype=np.int64)
+    for j, more in enumerate(repeat(None, n) if needs is None else needs.rows(), 1):
+        best[0, j] = costs.before[0][j] + (more[0][0] if more is not None else 0.0)
+        for stage in range(1, min(count, j)):
+            load = costs.before[stage][j] + starts[stage][stage:j]
+            if more is not None:
+                load = load + more[stage][stage:]
+            bottleneck = np.maximum(best[stage - 1, stage:j], load)
             k = int(np.argmin(bottleneck))
-            new[j], choice[j] = bottleneck[k], stage + k
-        best = new
-        choices.append(choice)
-    if not np.isfinite(best[n]):
+            best[stage, j], choice[stage, j] = bottleneck[k], stage + k
+    if not np.isfinite(best[-1, n]):
+        if needs is not None:
+            return []
         raise UsageError(f"{count} stages cannot all start at the places that are given", hint="ask for fewer stages, or give more places")
     cuts = [n]
-    for choice in reversed(choices):
-        cuts.append(int(choice[cuts[-1]]))
+    for stage in reversed(range(1, count)):
+        cuts.append(int(choice[stage, cuts[-1]]))
     return [0, *reversed(cuts[1:])]
 
 

@@ -11,7 +11,7 @@ travels over a cut behind ideal I (values made in it and used outside, gradients
 which for the ideals that are ranges is the cost of ranges. The dynamic programme over ideals is that of placement/sweep.py. Operations that touch a variable that the graph
 changes are on one stage. More than LIMIT ideals: neighbours in the order of the graph go together, lightest first, but never over a cut of the best ranges.
 
-Known limit: no memory term.
+Known limit: no memory term; partition.py refuses what is found where it does not fit as well as ranges do.
 """
 
 from __future__ import annotations

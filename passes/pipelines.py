@@ -70,7 +70,7 @@ def training_pipeline(
     if guard is None and compute == "f16":
         guard = {}
     scaled: dict[str, Attr] = {"loss_scale": LOSS_SCALE} if compute == "f16" else {}
-    partition = {**partition, "microbatches": microbatches}
+    partition = {**partition, "microbatches": microbatches, "schedule": schedule, "recompute": again}
     return _calls(
         [
             ("simplify", {}),  # first, so that nothing dead or constant is differentiated
@@ -102,7 +102,7 @@ def inference_pipeline(
 ) -> list[Call]:
     """From a model to the forward program of every rank."""
     check_precision(compute)
-    partition = {**partition, "microbatches": microbatches}
+    partition = {**partition, "microbatches": microbatches, "schedule": "forward"}
     return _calls(
         [
             ("simplify", {}),  # constants first

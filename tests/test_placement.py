@@ -79,7 +79,7 @@ def test_stages_are_where_the_model_says(mlp, trains):
     expected = {name: 0 if name.startswith("fc1") else 1 for name in searched}
     assert stage_of_params(plan) == expected != searched
     assert notes(plan) == ["stages are those of configuration 'two' of the model"]
-    assert f"partition{{split_at=[fc2.product]{',' if trains else '}'}" in plan.as_dict()["pipeline"]
+    assert "partition{split_at=[fc2.product]," in plan.as_dict()["pipeline"]
     assert parse_module(print_module(plan.module)) == plan.module
     ignored = planned(mlp, 2, trains=trains, hints=False)
     assert stage_of_params(ignored) == searched
