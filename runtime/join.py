@@ -137,7 +137,8 @@ def run_rank(options: RunOptions) -> None:
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
         samples = microbatch_size(module) * module.schedule.microbatches
-        metrics = Metrics(options.metrics, samples, first, first + options.steps, progress=options.progress, append=start.place is not None)
+        end = first + options.steps
+        metrics = Metrics(options.metrics, samples, first, end, progress=options.progress, append=start.place is not None, log=options.log)
 
     def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
         if isinstance(message, Step):

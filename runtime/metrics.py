@@ -19,7 +19,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -27,16 +27,25 @@ from ..ir.errors import PenstockError
 from ..terminal import StatusLine
 from .control import Step
 from .evaluation import Evaluation
+from .sinks import Row, Sinks
 
 # Seconds between two forms of the progress line on a terminal.
 _TERMINAL_EVERY = 0.1
 
 
 class Metrics:
-    """Writes metrics line by line and shows progress. `total` is the number of the last step plus one."""
+    """Writes metrics line by line and shows progress. `total` is the number of the last step plus one, `log` other places that get them (sinks.py)."""
 
     def __init__(
-        self, path: str | os.PathLike[str] | None, samples: int, first: int, total: int, *, progress: bool = True, append: bool = False
+        self,
+        path: str | os.PathLike[str] | None,
+        samples: int,
+        first: int,
+        total: int,
+        *,
+        progress: bool = True,
+        append: bool = False,
+        log: Sequence[str] = (),
     ) -> None:
         self._file: IO[str] | None = None
         self._path = path
@@ -51,6 +60,7 @@ class Metrics:
                 raise self._unwritable(error) from error
         self._samples, self._first, self._total = samples, first, total
         self._line = StatusLine(not progress, _TERMINAL_EVERY)
+        self._sinks = Sinks(log, self._line.interrupt)
         self._started = self._last = time.monotonic()
         self.losses: list[float] = []
         self._warned = False
@@ -63,17 +73,16 @@ class Metrics:
         seconds = max(step.at - self._last, 1e-9)
         self._last = max(step.at, self._last)
         self.losses.append(step.loss)
-        if self._file is not None:
-            record = {
-                "step": step.step,
-                "loss": _number(step.loss),
-                "lr": step.lr,
-                "samples": self._samples,
-                "step_s": round(seconds, 6),
-                "samples_per_s": round(self._samples / seconds, 3),
-                "grad_norm": _number(step.grad_norm),
-            }
-            self._write(record)
+        row: Row = {
+            "step": step.step,
+            "loss": _number(step.loss),
+            "lr": step.lr,
+            "samples": self._samples,
+            "step_s": round(seconds, 6),
+            "samples_per_s": round(self._samples / seconds, 3),
+            "grad_norm": _number(step.grad_norm),
+        }
+        self._write(row)
         if not math.isfinite(step.loss) and not self._warned:
             self._warned = True
             skipped = step.grad_norm is not None and not math.isfinite(step.grad_norm)
@@ -86,21 +95,22 @@ class Metrics:
         """An evaluation after `done` steps, in a row of its own. Its time is no step's."""
         seconds, self._last = time.monotonic() - self._last, time.monotonic()
         self._started += seconds
-        row = {"step": done - 1, "eval_loss": _number(found.loss), "eval_samples": found.samples, "eval_s": round(seconds, 6)}
+        row: Row = {"step": done - 1, "eval_loss": _number(found.loss), "eval_samples": found.samples, "eval_s": round(seconds, 6)}
         self._write(row)
         self._line.interrupt(f"step {done}: evaluation loss {found.loss:.4f} over {found.samples} samples")
 
-    def _write(self, row: Mapping[str, object]) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise self._unwritable(error) from error
+    def _write(self, row: Row) -> None:
+        if self._file is not None:
+            try:
+                self._file.write(json.dumps(row) + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise self._unwritable(error) from error
+        self._sinks.add(row)
 
     def close(self) -> None:
         self._line.close()
+        self._sinks.close()
         if self._file is not None:
             # Every line was flushed; a line that could not be written was reported then.
             with contextlib.suppress(OSError):

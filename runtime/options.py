@@ -24,6 +24,7 @@ from .control import DataSpec
 from .data import LAST
 from .hosts import check_world, in_group, place_of
 from .launch import HEARTBEAT, thread_environment
+from .sinks import sink_problems
 
 # Milliseconds of a timeout have to fit into 32 bits in some system calls.
 LONGEST_TIMEOUT = 1e6
@@ -55,6 +56,7 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     max_restarts: int = 0
     evaluation: DataSpec | None = None
     evaluate_every: int | None = None
+    log: tuple[str, ...] = ()
 
     def check(self) -> None:
         problems = []
@@ -76,6 +78,8 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         if self.max_restarts and in_group():
             problems.append("--max-restarts is for local runs; here the launcher starts again (torchrun --max-restarts)")
         problems += self._path_problems()
+        # Rank 0 writes them, and other hosts need no packages for it.
+        problems += sink_problems(self.log) if not in_group() or place_of().rank == 0 else []
         if problems:
             raise UsageError("; ".join(problems), where="run")
 

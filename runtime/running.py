@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def run_bundle(
     max_restarts: int = 0,
     eval_data: str | os.PathLike[str] | None = None,
     eval_every: int | None = None,
+    log: Sequence[str] = (),
 ) -> RunSummary:
     """Train for `steps` steps. Where torchrun or srun started this process, it becomes its rank and does not come back."""
     options = RunOptions(
@@ -82,6 +84,7 @@ def run_bundle(
         max_restarts=max_restarts,
         evaluation=None if eval_data is None else data_spec(eval_data, False, 0),
         evaluate_every=eval_every,
+        log=tuple(log),
     )
     options.check()
     if in_group():
@@ -133,7 +136,7 @@ class _LocalRun:
             del self._losses[start - self._first :]
             again = options.resume is not None or self.restarts > 0
             samples = microbatch_size(job.module) * job.microbatches
-            record = Metrics(options.metrics, samples, start, end, progress=options.progress, append=again)
+            record = Metrics(options.metrics, samples, start, end, progress=options.progress, append=again, log=options.log)
             try:
                 record.start()
                 for count in options.chunks(start, end):

@@ -199,6 +199,14 @@ def _parser() -> argparse.ArgumentParser:
         help="start the workers again after a failure, from the newest checkpoint, up to N times (default: 0; under torchrun that is its option)",
     )
     run.add_argument("--trace", metavar="FILE", help="write a Chrome trace of every action")
+    run.add_argument(
+        "--log",
+        action="append",
+        default=[],
+        metavar="KIND:WHERE",
+        help="send metrics there, too: tensorboard:DIR, wandb:PROJECT, mlflow:EXPERIMENT, prometheus:[HOST:]PORT or prometheus:FILE.prom; "
+        "may be given several times",
+    )
 
     infer = add("infer", "run an inference bundle on arrays, and write its outputs")
     infer.add_argument("bundle", metavar="BUNDLE")

@@ -299,6 +299,7 @@ def run_command(arguments: Namespace) -> None:
         heartbeat=arguments.heartbeat,
         nan=arguments.nan,
         max_restarts=arguments.max_restarts,
+        log=arguments.log,
         trace=arguments.trace,
     )
 

@@ -80,9 +80,9 @@ def test_rows_of_metrics_alone_and_under_torchrun(bundle_of, tmp_path):
     path, rows = str(bundle_of(2, "2bw", 2).path), {}
     held, _ = write(tmp_path / "eval.npz", 7, 2)
     options = {"steps": 5, "eval_data": str(held), "eval_every": 2, "timeout": TIMEOUT}
-    run_bundle(path, metrics=tmp_path / "local", progress=False, **options)
+    run_bundle(path, metrics=tmp_path / "local", progress=False, log=[f"prometheus:{tmp_path}/local.prom"], **options)
     run_bundle(path, metrics=tmp_path / "plain", progress=False, steps=5, timeout=TIMEOUT)
-    code, log = torchrun(tmp_path, 2, path=path, metrics=str(tmp_path / "joined"), **options)
+    code, log = torchrun(tmp_path, 2, path=path, metrics=str(tmp_path / "joined"), log=[f"prometheus:{tmp_path}/joined.prom"], **options)
     assert code == 0, log
     for name in ("local", "plain", "joined"):
         rows[name] = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
@@ -90,6 +90,10 @@ def test_rows_of_metrics_alone_and_under_torchrun(bundle_of, tmp_path):
     evaluations = {name: [(r["step"], r["eval_loss"], r["eval_samples"]) for r in rows[name] if "eval_loss" in r] for name in rows}
     assert evaluations["local"] == evaluations["joined"]
     assert evaluations["plain"] == []
+    for name in ("local", "joined"):
+        step, evaluation = rows[name][-2:]
+        lines = (tmp_path / f"{name}.prom").read_text().splitlines()
+        assert {f"penstock_loss {step['loss']!r}", f"penstock_eval_loss {evaluation['eval_loss']!r}", "penstock_step 4.0"} <= set(lines)
     assert [r["loss"] for r in rows["local"] if "loss" in r] == [r["loss"] for r in rows["plain"]]
     assert len({loss for _, loss, _ in evaluations["local"]}) == 3
 
