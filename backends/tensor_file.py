@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ _ALIGNMENT = 64
 _CHUNK = 1 << 24
 
 
-def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """Write the file and give its SHA-256 and size. Arrays that are not contiguous are copied one at a time."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None, progress: Callable[[int], None] | None = None
+) -> tuple[str, int]:
+    """Write the file and give its SHA-256 and size. Arrays that are not contiguous are copied one at a time. `progress` hears of bytes of tensors."""
     dtypes = {name: dtype_of(array.dtype) for name, array in tensors.items()}
     order = sorted(tensors, key=lambda name: (-ITEM_BYTES[dtypes[name]], name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -54,6 +56,8 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mappi
             data = np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
             for start in range(0, len(data), _CHUNK):
                 put(data[start : start + _CHUNK])
+                if progress is not None:
+                    progress(len(data[start : start + _CHUNK]))
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest(), size

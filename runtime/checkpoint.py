@@ -6,7 +6,7 @@
     DIR/step-000100/rank0.safetensors          newest parameters, optimiser state, buffers (no gradients); by the names of the IR
     DIR/step-000100/rank0.older.safetensors    the version before, when it is still needed (2bw), by the same names
 
-A checkpoint is there whole or not at all (saving.py). Tensors are found by name over all files, so it may be loaded by a bundle of the same
+A checkpoint is there whole or not at all (saving.py); which one is newest and whole is choosing.py's matter. Tensors are found by name over all files, so it may be loaded by a bundle of the same
 model with other stages, schedule, devices and microbatches (resuming.py). Two versions of the weights are kept under 2bw, so that a run that is
 resumed on the same bundle computes bit for bit what an uninterrupted one does. Here is what the files say, and how one is read and
 checked: every file against its hash. All ranks must see the same directory.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -85,31 +85,37 @@ def step_name(step: int) -> str:
 
 
 def is_saved(name: str) -> bool:
-    return name.startswith("step-") and name[5:].isdigit()
+    return re.fullmatch(r"step-[0-9]{6,19}", name) is not None
+
+
+def saved_step(place: Path) -> int:
+    """The step of a checkpoint, by its name or by that of one which was replaced."""
+    return int(place.name.removeprefix(".").removeprefix("step-").partition(".")[0])
+
+
+def saved_steps(directory: Path) -> list[Path]:
+    """The checkpoints that stand in a directory, newest first, whole or not."""
+    if not directory.is_dir():
+        return []
+    return sorted((p for p in directory.iterdir() if is_saved(p.name) and p.is_dir()), key=saved_step, reverse=True)
+
+
+def left_behind(directory: Path) -> list[tuple[Path, str]]:
+    """What saves work with under hidden names, each with its kind: tmp, old or gone (saving.py)."""
+    if not directory.is_dir():
+        return []
+    found = [
+        (path, re.fullmatch(r"\.(?:step-[0-9]{6,19}\.[0-9a-f]+\.(tmp|old|gone)|latest\.[0-9a-f]+\.(tmp))", path.name))
+        for path in directory.iterdir()
+    ]
+    return sorted((path, match[1] or match[2]) for path, match in found if match)
 
 
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def find_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """The checkpoint that a user's path means: a checkpoint itself, or the newest one of a directory of them."""
-    root = Path(os.path.abspath(path))
-    if (root / INDEX).exists():
-        return root
-    hint = "give a directory that --checkpoint wrote"
-    if not (root / LATEST).is_file():
-        raise UsageError(f"there is no checkpoint: neither {INDEX} nor {LATEST} is there", where=str(path), hint=hint)
-    name = (root / LATEST).read_bytes().decode("ascii", "replace").strip()
-    if not is_saved(name) or not (root / name).is_dir():
-        there = sorted(p.name for p in root.iterdir() if is_saved(p.name))
-        raise VerifyError(
-            f"{LATEST} names {name!r}, which is not a checkpoint here", where=str(path), hint=f"there are {', '.join(there) or 'none'}"
-        )
-    return root / name
-
-
 def read_index(checkpoint: Path) -> Index:
-    """The index of a checkpoint, checked."""
+    """The index of a checkpoint, checked. VerifyError for a damaged one, UsageError for one of another version's format."""
     try:
         text, listed = (checkpoint / INDEX).read_bytes(), (checkpoint / INDEX_HASH).read_bytes()
     except OSError as error:
@@ -125,7 +131,7 @@ def read_index(checkpoint: Path) -> Index:
         version = json.loads(text).get("format")
         if version not in READABLE:
             readable = " and ".join(map(str, READABLE))
-            raise VerifyError(f"checkpoint format {version!r}, this version reads formats {readable}", where=str(checkpoint))
+            raise UsageError(f"checkpoint format {version!r}, this version reads formats {readable}", where=str(checkpoint))
         index = msgspec.json.decode(text, type=Index)
     except (msgspec.MsgspecError, ValueError, AttributeError, RecursionError) as error:
         raise VerifyError(f"{INDEX}: {error}", where=str(checkpoint)) from error

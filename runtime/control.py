@@ -104,10 +104,13 @@ class Piece(Record, frozen=True):
 
 
 class Save(Record, frozen=True):
-    """Write a checkpoint after `step` steps into `directory`, together."""
+    """Write a checkpoint after `step` steps into `directory`, together; in the `background` it is answered when the state is copied. `keep_last` is
+    how many checkpoints are kept in all."""
 
     directory: str
     step: int
+    background: bool = False
+    keep_last: int | None = None
 
 
 class Evaluate(Record, frozen=True):
@@ -161,10 +164,11 @@ class Output(Record, frozen=True):
 
 class Done(Record, frozen=True):
     """A Run, Save or Stop is finished. `peak_bytes` is the largest resident size of the process so far, `base_bytes` its size before it had any
-    variable: the interpreter, torch, the back end's libraries and the stage's code."""
+    variable: the interpreter, torch, the back end's libraries and the stage's code. `waited` is how many seconds a Save waited for the one before."""
 
     peak_bytes: int = 0
     base_bytes: int = 0
+    waited: float = 0.0
 
 
 class Parameters(Record, frozen=True):

@@ -39,7 +39,8 @@ def _is_finite(value: float | None) -> bool:
 
 class Executor:
     """Runs the stage of one rank. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables are those of the module.
-    `stop_at_nan`: a loss or norm that is not finite is an error."""
+    `stop_at_nan`: a loss or norm that is not finite is an error. `check` is called before each action, and raises what went wrong beside the
+    loop."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Executor:
         offset: int = 0,
         key: int = 0,
         stop_at_nan: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         assert module.schedule is not None
         self.module, self.rank, self.stage = module, rank, module.rank_stages()[rank]
@@ -76,6 +78,7 @@ class Executor:
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
         self._buffers = Recycled(store.device)
         self.tables = tables_of(module) if tables is None else tables
+        self._check = check
         self._ahead, self._key = offset // microbatch_size(module), key
         self.pace = Pace(pace or {}, self.graphs)
         self._stop_at_nan = stop_at_nan
@@ -137,6 +140,7 @@ class Executor:
             for later in stream.peek(LOOK_AHEAD):
                 if later.kind in RECEIVES:
                     self.transport.post(later)
+            self._check()
             self.status.show(action)
             if action.kind in ("P", "N", "U"):
                 # Waiting for other ranks is no part of the computation's time.

@@ -30,6 +30,7 @@ from ..ir.memory import BATCHES_AHEAD
 from ..ir.rates import Rate
 from .batches import check_batch, share_of_batch, take_batch
 from .checkpoint import step_name
+from .choosing import choose
 from .control import (
     Arrays,
     Audit,
@@ -109,7 +110,7 @@ class Job:
             self.warnings.append(
                 f"the bundle was compiled for hosts {', '.join(hosts)}; all ranks run on this one (start it with torchrun on each)"
             )
-        start = start_from(bundle, data, resume, lr, rate)
+        start = start_from(bundle, data, None if resume is None else choose(resume), lr, rate)
         self.steps_done = start.step
         self.warnings += start.warnings
         if data is not None:
@@ -122,6 +123,8 @@ class Job:
         self._busy = self._closed = False
         self.peak_bytes = [0] * bundle.world_size
         self.base_bytes = [0] * bundle.world_size
+        # The longest that a save had to wait for the one before, in seconds.
+        self.save_waited = 0.0
         self.traces: list[list[Event]] = [[] for _ in range(bundle.world_size)]
         self.held: list[list[Held]] = [[] for _ in range(bundle.world_size)]
         resumed = None if start.place is None else str(start.place)
@@ -223,13 +226,16 @@ class Job:
             self._busy = False
         return Evaluation(mean_loss(self._to_evaluate, microbatch_size(self.module), losses), self._to_evaluate)
 
-    def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Write a checkpoint of the step reached; its path."""
+    def save(self, directory: str | os.PathLike[str], *, background: bool = False, keep_last: int | None = None) -> Path:
+        """Write a checkpoint of the step reached; its path. In the `background` a copy of the state is written while training goes on: the
+        checkpoint is there when the next save begins or the job is closed. `keep_last` removes older ones, but for so many in all."""
+        if keep_last is not None and keep_last < 1:
+            raise UsageError(f"keep_last must be 1 or more, got {keep_last}")
         place = Path(os.path.abspath(directory))
         with self._paused():
             self._begin()
             try:
-                self.workers.send_all(Save(str(place), self.steps_done))
+                self.workers.send_all(Save(str(place), self.steps_done, background, keep_last))
                 for _ in self._until_done():
                     pass
             finally:
@@ -291,6 +297,7 @@ class Job:
         else:
             self.peak_bytes[rank] = max(self.peak_bytes[rank], message.peak_bytes)
             self.base_bytes[rank] = message.base_bytes
+            self.save_waited = max(self.save_waited, message.waited)
 
     def _paused(self) -> AbstractContextManager[None]:
         """No requests are under way."""

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from ..backends.bundle import Bundle, open_bundle
 from ..ir.errors import PeerLost, PenstockError, UsageError
 from ..ir.graph import Module
+from .choosing import choose_together
 from .clocks import measure_offset
-from .control import Arrays, DataSpec, Evaluate, Evaluated, Message, Record, Run, Save, Setup, Step, Stop, Trace
+from .control import Arrays, DataSpec, Done, Evaluate, Evaluated, Message, Record, Run, Setup, Step, Stop, Trace
 from .data import check_data
 from .evaluation import Evaluation, count_evaluation, mean_loss
 from .hosts import Place, Present, check_hosts, choose_interface, describe_hosts, place_of, same_host
@@ -121,12 +122,13 @@ def run_rank(options: RunOptions) -> None:
     if options.evaluation is not None:
         found = count_evaluation(module, options.evaluation, bundle.renamed, fed)
         to_evaluate = found if fed else None
-    start = start_from(bundle, options.data, options.resume, options.lr, options.rate)
-    first, tables = start.step, start.tables
     interface = choose_interface(seat, _planned_interface(bundle, seat))
     group = Group(join_place(seat, interface, options.timeout), rank, world, options.timeout)
     own = Present(seat.host, interface.address, interface.name, os.getpid())
     present = [msgspec.json.decode(part, type=Present) for part in group.gather("present", msgspec.json.encode(own))]
+    chosen = None if options.resume is None else choose_together(group, options.resume)
+    start = start_from(bundle, options.data, chosen, options.lr, options.rate)
+    first, tables = start.step, start.tables
     warnings = [*start.warnings, *check_hosts(bundle, present)]
     metrics = None
     events: list[Event] = []
@@ -145,6 +147,8 @@ def run_rank(options: RunOptions) -> None:
             reports.take(message)
         elif isinstance(message, Evaluated):
             losses.update(message.losses)
+        elif isinstance(message, Done) and metrics is not None:
+            metrics.tell_wait(message.waited)
         elif isinstance(message, Trace):
             events.extend(message.events)
             held.extend(message.held)
@@ -194,7 +198,7 @@ def run_rank(options: RunOptions) -> None:
                 together = {int(i): loss for part in parts for i, loss in json.loads(part).items()}
                 metrics.evaluated(done, Evaluation(mean_loss(evaluation, microbatch_size(module), together), evaluation))
         if options.checkpoint is not None and options.saves_after(done, first + options.steps):
-            worker.obey(Save(options.checkpoint, done))
+            worker.obey(options.save_after(done, first + options.steps))
     if options.trace is not None:
         ahead = measure_offset(group).seconds
         moved = [(action, start + ahead, end + ahead) for action, start, end in events], [(at + ahead, *rest) for at, *rest in held]

@@ -31,6 +31,7 @@ from .sinks import Row, Sinks
 
 # Seconds between two forms of the progress line on a terminal.
 _TERMINAL_EVERY = 0.1
+_WAIT_WORTH_TELLING = 1.0
 
 
 class Metrics:
@@ -63,7 +64,7 @@ class Metrics:
         self._sinks = Sinks(log, self._line.interrupt)
         self._started = self._last = time.monotonic()
         self.losses: list[float] = []
-        self._warned = False
+        self._warned = self._told_wait = False
 
     def start(self) -> None:
         """The run begins now: loading is not part of the first step."""
@@ -90,6 +91,14 @@ class Metrics:
                 f"warning: the loss of step {step.step} is {step.loss}; {'its update is skipped' if skipped else 'the run goes on'}"
             )
         self._show(step, last=step.step + 1 == self._total)
+
+    def tell_wait(self, seconds: float) -> None:
+        """Say, once, that training waited for a checkpoint because the one before was still being written."""
+        if seconds >= _WAIT_WORTH_TELLING and not self._told_wait:
+            self._told_wait = True
+            self._line.interrupt(
+                f"warning: training waited {seconds:.1f} s for the checkpoint before this one to be written; a larger --checkpoint-every waits less"
+            )
 
     def evaluated(self, done: int, found: Evaluation) -> None:
         """An evaluation after `done` steps, in a row of its own. Its time is no step's."""

@@ -20,7 +20,7 @@ import msgspec
 from ..backends.bundle import open_bundle
 from ..ir.errors import UsageError
 from ..ir.graph import NORM, Module
-from .control import DataSpec
+from .control import DataSpec, Save
 from .data import LAST
 from .hosts import check_world, in_group, place_of
 from .launch import HEARTBEAT, thread_environment
@@ -57,6 +57,8 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     evaluation: DataSpec | None = None
     evaluate_every: int | None = None
     log: tuple[str, ...] = ()
+    keep_last: int | None = None
+    checkpoint_wait: bool = False
 
     def check(self) -> None:
         problems = []
@@ -65,6 +67,11 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         problems += timeout_problems(self.timeout, self.heartbeat) + data_problems(self.data)
         if self.checkpoint_every is not None and self.checkpoint is None:
             problems.append("--checkpoint-every needs --checkpoint DIR")
+        for flag, given in (("--keep-last", self.keep_last is not None), ("--checkpoint-wait", self.checkpoint_wait)):
+            if given and self.checkpoint is None:
+                problems.append(f"{flag} needs --checkpoint DIR")
+        if self.keep_last is not None and not 1 <= self.keep_last <= _MOST_STEPS:
+            problems.append(f"--keep-last must be 1 to {_MOST_STEPS}, got {self.keep_last}")
         if self.checkpoint_every is not None and not 1 <= self.checkpoint_every <= _MOST_STEPS:
             problems.append(f"--checkpoint-every must be 1 to {_MOST_STEPS}, got {self.checkpoint_every}")
         if self.evaluate_every is not None and self.evaluation is None:
@@ -98,6 +105,11 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             inside = [f"{other} {path}" for other, path in named.items() if other != flag and is_inside(path, named[flag])]
             problems += [f"{flag} {named[flag]} cannot be a file and the place of {other}" for other in inside]
         return sorted(problems)
+
+    def save_after(self, step: int, end: int) -> Save:
+        """The save of a step; the last one is waited for."""
+        assert self.checkpoint is not None
+        return Save(self.checkpoint, step, step < end and not self.checkpoint_wait, self.keep_last)
 
     def chunks(self, first: int, end: int) -> Iterator[int]:
         """Numbers of steps between places where something else is done: checkpoints and evaluations fall on multiples of their numbers, and on the

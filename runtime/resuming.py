@@ -17,7 +17,6 @@ devices and replicas may be others. What else may differ, and what is computed t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,8 @@ from ..backends.bundle import Bundle, stage_vars
 from ..ir.errors import VerifyError
 from ..ir.graph import Module, Var, stepped_vars
 from ..ir.rates import Rate
-from .checkpoint import Index, check_file, files_for, find_checkpoint, is_kept, random_seed, read_index
+from .checkpoint import Index, check_file, files_for, is_kept, random_seed, read_index
+from .choosing import Chosen
 from .control import DataSpec
 from .program import microbatch_size
 from .store import Store
@@ -52,17 +52,15 @@ class Start:
     warnings: list[str]
 
 
-def start_from(
-    bundle: Bundle, data: DataSpec | None, resume: str | os.PathLike[str] | None, lr: float | None, rate: Rate | str | None
-) -> Start:
+def start_from(bundle: Bundle, data: DataSpec | None, chosen: Chosen | None, lr: float | None, rate: Rate | str | None) -> Start:
     """The start of a run of a bundle. VerifyError for a checkpoint that does not fit it."""
     module = bundle.module
-    if resume is None:
+    if chosen is None:
         tables, told = tables_for_run(module, None, lr, rate)
         return Start(None, 0, 0, 0, tables, told)
-    place = find_checkpoint(resume)
+    place = chosen.place
     index = read_index(place)
-    warnings = check_resume(index, module, data, str(place))
+    warnings = chosen.words + check_resume(index, module, data, str(place))
     tables, told = tables_for_run(module, index.tables, lr, rate)
     assert module.schedule is not None
     batch = module.schedule.microbatches * microbatch_size(module)

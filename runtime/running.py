@@ -18,6 +18,7 @@ from pathlib import Path
 from ..backends.bundle import open_bundle
 from ..ir.errors import PenstockError
 from ..ir.rates import Rate
+from .checkpoint import step_name
 from .hosts import in_group
 from .job import Job, data_spec
 from .launch import HEARTBEAT, TIMEOUT
@@ -64,6 +65,8 @@ def run_bundle(
     eval_data: str | os.PathLike[str] | None = None,
     eval_every: int | None = None,
     log: Sequence[str] = (),
+    keep_last: int | None = None,
+    checkpoint_wait: bool = False,
 ) -> RunSummary:
     """Train for `steps` steps. Where torchrun or srun started this process, it becomes its rank and does not come back."""
     options = RunOptions(
@@ -85,6 +88,8 @@ def run_bundle(
         evaluation=None if eval_data is None else data_spec(eval_data, False, 0),
         evaluate_every=eval_every,
         log=tuple(log),
+        keep_last=keep_last,
+        checkpoint_wait=checkpoint_wait,
     )
     options.check()
     if in_group():
@@ -105,15 +110,21 @@ class _LocalRun:
     def __init__(self, options: RunOptions) -> None:
         self.options = options
         self.restarts = 0
-        self._saved: Path | None = None
+        # Where checkpoints of this run come, and what stood there before.
+        self._places: list[tuple[Path, int | None]] = []
         self._first: int | None = None
         self._losses: list[float] = []
         self._seconds = 0.0
 
+    @property
+    def saved(self) -> Path | None:
+        """The newest checkpoint of this run. One that was still being written when the run ended is not there."""
+        return next((place for place, before in reversed(self._places) if _identity(place) not in (None, before)), None)
+
     def go_on(self) -> RunSummary:
         """Start workers and train to the end."""
-        options = self.options
-        resume = options.resume if self._saved is None else str(self._saved)
+        options, saved = self.options, self.saved
+        resume = options.resume if saved is None else str(saved)
         job = Job(
             open_bundle(options.bundle),
             timeout=options.timeout,
@@ -126,7 +137,7 @@ class _LocalRun:
             heartbeat=options.heartbeat,
             nan=options.nan,
         )
-        job.workers.checkpoints = options.checkpoint if self._saved is not None else None
+        job.workers.checkpoints = options.checkpoint if saved is not None else None
         with job:
             for warning in job.warnings if not self.restarts else ():
                 print(f"warning: {warning}", file=sys.stderr)
@@ -144,9 +155,13 @@ class _LocalRun:
                         record.add(step)
                     if options.evaluates_after(job.steps_done, end):
                         record.evaluated(job.steps_done, job.evaluate())
-                    if options.saves_after(job.steps_done, end):
-                        assert options.checkpoint is not None
-                        self._saved = job.save(options.checkpoint)
+                    if options.checkpoint is not None and options.saves_after(job.steps_done, end):
+                        save = options.save_after(job.steps_done, end)
+                        place = Path(save.directory) / step_name(save.step)
+                        before = _identity(place)
+                        job.save(save.directory, background=save.background, keep_last=save.keep_last)
+                        self._places.append((place, before))
+                        record.tell_wait(job.save_waited)
             finally:
                 record.close()
                 self._losses += record.losses
@@ -154,14 +169,22 @@ class _LocalRun:
         if options.trace is not None:
             write_trace(Path(options.trace), job.traces, module=job.module, held=job.held)
         rate = len(self._losses) * samples / max(self._seconds, 1e-9)
-        return RunSummary(self._first, self._losses, self._seconds, rate, self._saved, job.peak_bytes, self.restarts)
+        return RunSummary(self._first, self._losses, self._seconds, rate, self.saved, job.peak_bytes, self.restarts)
 
     def restart(self, error: PenstockError) -> None:
         """Say what happened, and what happens next."""
         self.restarts += 1
-        place = f"checkpoint {self._saved}" if self._saved is not None else "where the run began"
+        place = f"checkpoint {self.saved}" if self.saved is not None else "where the run began"
         print(f"penstock: error: {error}", file=sys.stderr)
         print(f"penstock: restart {self.restarts} of {self.options.max_restarts}, from {place}", file=sys.stderr, flush=True)
+
+
+def _identity(place: Path) -> int | None:
+    """Which directory stands at a place."""
+    try:
+        return place.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _absolute(path: str | os.PathLike[str] | None) -> str | None:

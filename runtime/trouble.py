@@ -10,7 +10,8 @@ from pathlib import Path
 from ..ir import errors
 from ..ir.errors import PeerLost, PenstockError
 from ..ir.schedule import RECEIVES, Action
-from .checkpoint import LATEST, find_checkpoint
+from .checkpoint import LATEST
+from .choosing import find_checkpoint
 from .control import Failed
 from .status import describe_line
 

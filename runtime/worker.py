@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 
@@ -30,9 +29,8 @@ from ..backends.bundle import Bundle, open_bundle, stage_vars
 from ..backends.interface import backend_of
 from ..ir.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
 from ..ir.graph import GRAD, PARAM, Module, Var, stepped_vars, summed_vars
-from . import saving
 from .batches import cut_batch
-from .checkpoint import SavedFile, is_kept, read_index
+from .checkpoint import read_index
 from .control import (
     Arrays,
     Audit,
@@ -66,6 +64,7 @@ from .feeds import DataFeed, NoSamples, Prefetch
 from .program import fed_inputs, microbatch_size, share_of
 from .request_feed import Receive, RequestFeed
 from .resuming import fill_tensors, load_state
+from .saving import Saver
 from .status import Status
 from .store import Store, as_array
 from .tables import tables_of
@@ -90,7 +89,6 @@ class Worker:
         self.entry = bundle.rank(rank)
         self.module: Module = bundle.module
         self.stage = self.entry.stage
-        self.saves = 0
         if group.world != bundle.world_size:
             raise VerifyError(f"the bundle is for {bundle.world_size} ranks, {group.world} were started", where=str(bundle.path))
         status.show("joining")
@@ -114,6 +112,7 @@ class Worker:
         self.base = resident_bytes()
         self.tables = setup.tables or tables_of(self.module)
         self.store = self._load_store(program.device)
+        self.saver = Saver(bundle, rank, group, setup, self.store, status)
         homes = self.module.rank_stages()
         self.transport = Transport(rank, self.module.edges, homes, setup.timeout, program.device, setup.latency, group.team)
         self.executor = Executor(
@@ -132,11 +131,13 @@ class Worker:
             offset=setup.offset,
             key=setup.key,
             stop_at_nan=setup.nan == "stop",
+            check=self.saver.check,
         )
         status.show(None)
 
     def obey(self, command: Message) -> bool:
         """Carry out one command; False after Stop."""
+        self.saver.check()
         match command:
             case Run(first, batches):
                 if batches is None:
@@ -148,9 +149,9 @@ class Worker:
                 requests = RequestFeed(first * self.executor.schedule.microbatches, self.receive, self.status)
                 self.executor.run(first, requests, unit=1)
                 self._finish_run()
-            case Save(directory, step):
-                self._save(Path(directory), step)
-                self.reply(Done(peak_bytes(), self.base), {})
+            case Save(directory, step, background, keep_last):
+                waited = self.saver.save(Path(directory), step, background=background, keep_last=keep_last)
+                self.reply(Done(peak_bytes(), self.base, waited), {})
             case Evaluate(samples):
                 losses = evaluate(self.executor, self.evaluation, samples, microbatch_size(self.module))
                 if self.executor.is_loss_stage:
@@ -173,6 +174,7 @@ class Worker:
                     {},
                 )
             case Stop():
+                self.saver.finish()
                 self.group.leave()
                 self.reply(Done(peak_bytes(), self.base), {})
                 return False
@@ -227,41 +229,6 @@ class Worker:
             if isinstance(var.init, tuple):
                 tensor = store.newest(name)
                 tensor.copy_(torch.tensor(self.tables.get(name, var.init), dtype=tensor.dtype).reshape(tensor.shape))
-
-    def _save(self, directory: Path, step: int) -> None:
-        """Together: rank 0 makes the directory and the index, everybody writes its files."""
-        if step != self.store.version and self.store.versioned:
-            raise VerifyError(f"after {step} steps the newest version is {self.store.version}", where=f"rank {self.rank}")
-        self.status.show("saving")
-        self.saves += 1
-        key = f"save/{self.saves}"
-        work: Path | None = None
-        try:
-            if self.rank == 0:
-                work = saving.start_save(directory, step)
-                self.group.put(f"{key}/work", str(work).encode())
-            place = work or Path(self.group.get(f"{key}/work", "the checkpoint directory of rank 0").decode())
-            # The ranks of a stage have the same variables: its first one saves them.
-            writes = self.rank == self.module.rank_stages().index(self.stage)
-            kept = [name for name, var in self.store.variables.items() if is_kept(var)] if writes else []
-            newest = {name: as_array(self.store.newest(name)) for name in kept}
-            older = {
-                version: {name: as_array(t) for name, t in tensors.items()} for version, tensors in self.store.older().items() if writes
-            }
-            parts = self.group.gather(f"{key}/part", saving.save_part(place, self.rank, self.module, newest, older, step))
-            if work is not None:
-                files = {name: file for part in parts for name, file in msgspec.json.decode(part, type=dict[str, SavedFile]).items()}
-                saving.finish_save(work, directory, saving.describe_save(self.bundle, self.setup, step, files))
-        except BaseException as error:
-            if work is not None:
-                saving.abandon_save(work)
-            if isinstance(error, OSError):
-                raise PenstockError(f"cannot write the checkpoint: {error}", where=str(directory)) from error
-            raise
-        if self.rank == 0:
-            self.group.put(f"{key}/done", b"")
-        self.group.get(f"{key}/done", "rank 0 to finish the checkpoint")
-        self.status.show(None)
 
 
 def peak_bytes() -> int:

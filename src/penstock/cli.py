@@ -170,7 +170,13 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--metrics", metavar="FILE", help="write one JSON object per step")
     run.add_argument("--checkpoint", metavar="DIR", help="write checkpoints here, at the end and every --checkpoint-every steps")
     run.add_argument("--checkpoint-every", type=_positive, metavar="N", help="steps between checkpoints")
-    run.add_argument("--resume", metavar="DIR", help="go on from the newest checkpoint in this directory")
+    run.add_argument("--keep-last", type=_positive, metavar="N", help="remove older checkpoints, but for the newest N (default: keep all)")
+    run.add_argument(
+        "--checkpoint-wait",
+        action="store_true",
+        help="let training wait while a checkpoint is written, which needs no memory for a copy of the state",
+    )
+    run.add_argument("--resume", metavar="DIR", help="go on from the newest whole checkpoint in this directory, or from this checkpoint")
     run.add_argument(
         "--heartbeat",
         type=float,
@@ -242,6 +248,8 @@ def _parser() -> argparse.ArgumentParser:
         help="take the weights of this checkpoint, or of the newest one in this directory; with 2bw the newer of its two versions "
         "(default: the weights that the model had when it was compiled)",
     )
+
+    _add_checkpoint(add("checkpoint", "list checkpoints, check them, or write the weights of one into a safetensors file"))
 
     inspect = add("inspect", "look into a bundle or an IR file")
     inspect.add_argument("file", metavar="BUNDLE|FILE.ir")
@@ -331,6 +339,20 @@ _RATE_HELP = (
     "how the learning rate changes, e.g. constant{warmup=100}, linear{steps=1000}, cosine{steps=1000,warmup=100,end=0.1} or step{every=300}"
 )
 _SCHEDULES = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, place, text in (
+        ("ls", "DIR", "list the checkpoints of a directory"),
+        ("verify", "DIR|CHECKPOINT", "compare all files with their hashes"),
+        ("export", "DIR|CHECKPOINT", "write parameters by the model's names; of a directory, those of the newest checkpoint"),
+    ):
+        action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        action.add_argument("place" if name == "export" else "path", metavar=place)
+        action.add_argument("--json", action="store_true", help="print JSON")
+        if name == "export":
+            action.add_argument("--to", required=True, metavar="FILE.safetensors", help="the file to write")
 
 
 def _positive(text: str) -> int:

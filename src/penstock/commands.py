@@ -294,6 +294,8 @@ def run_command(arguments: Namespace) -> None:
         rate=arguments.lr_schedule,
         checkpoint=arguments.checkpoint,
         checkpoint_every=arguments.checkpoint_every,
+        checkpoint_wait=arguments.checkpoint_wait,
+        keep_last=arguments.keep_last,
         resume=arguments.resume,
         timeout=arguments.timeout,
         heartbeat=arguments.heartbeat,
@@ -308,6 +310,12 @@ def infer_command(arguments: Namespace) -> None:
     from penstock.inferring import InferOptions, infer
 
     infer(InferOptions(**{field.name: getattr(arguments, field.name) for field in fields(InferOptions)}))
+
+
+def checkpoint_command(arguments: Namespace) -> None:
+    from penstock.keeping import checkpoint_command
+
+    checkpoint_command(arguments)
 
 
 def export_command(arguments: Namespace) -> None:

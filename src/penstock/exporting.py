@@ -95,7 +95,8 @@ def export(
 
 def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:
     """The bundle, and the checkpoint if there is one. A checkpoint that stands alone says where its bundle was."""
-    from penstock.runtime.checkpoint import INDEX, LATEST, find_checkpoint, read_index
+    from penstock.runtime.checkpoint import INDEX, LATEST, read_index
+    from penstock.runtime.choosing import find_checkpoint
 
     if not ((source / INDEX).exists() or (source / LATEST).exists()):
         return open_bundle(source), None if checkpoint is None else find_checkpoint(checkpoint)

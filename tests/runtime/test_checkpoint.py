@@ -15,6 +15,7 @@ from penstock.ir.errors import PenstockError, UsageError, VerifyError
 from penstock.models import write_mlp
 from penstock.runtime import checkpoint as checkpoints
 from penstock.runtime import resuming
+from penstock.runtime.choosing import find_checkpoint
 from penstock.runtime.control import DataSpec
 from penstock.runtime.job import Job
 from penstock.runtime.running import run_bundle
@@ -99,7 +100,7 @@ def test_tensors_are_found_by_name_over_all_files(saved):
 
 
 def check_all(path):
-    place = checkpoints.find_checkpoint(path)
+    place = find_checkpoint(path)
     index = checkpoints.read_index(place)
     for file in index.files:
         checkpoints.check_file(place, index, file)
@@ -160,13 +161,13 @@ def test_what_does_not_fit_is_refused_and_what_differs_is_told(saved):
 
 def test_finding_checkpoints(saved, tmp_path):
     root, _, _ = saved
-    assert checkpoints.find_checkpoint(root) == root / "step-000007"
-    assert checkpoints.find_checkpoint(root / "step-000003") == root / "step-000003"
+    assert find_checkpoint(root) == root / "step-000007"
+    assert find_checkpoint(root / "step-000003") == root / "step-000003"
     with pytest.raises(UsageError, match="there is no checkpoint"):
-        checkpoints.find_checkpoint(tmp_path)
+        find_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("../../etc\n")
     with pytest.raises(VerifyError, match="which is not a checkpoint here"):
-        checkpoints.find_checkpoint(tmp_path)
+        find_checkpoint(tmp_path)
 
 
 def test_a_save_that_fails_leaves_the_old_checkpoint(bundle_of, tmp_path):

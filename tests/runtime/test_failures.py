@@ -208,7 +208,7 @@ class Killer:
 def test_recovery(bundle_of, tmp_path, monkeypatch, capfd, kind):
     """Killed before and after the first checkpoint, and stopped: the run computes what it would have anyway, and tells each step once."""
     path = bundle_of(2, kind, 2).path
-    options = {"steps": 12, "timeout": 60, "heartbeat": 2, "progress": False, "checkpoint_every": 4}
+    options = {"steps": 12, "timeout": 60, "heartbeat": 2, "progress": False, "checkpoint_every": 4, "checkpoint_wait": True}
     expected = run_bundle(path, steps=12, timeout=60, progress=False)
     killer = Killer(monkeypatch, 1, signal.SIGKILL if kind == "1f1b" else signal.SIGSTOP, [2, 6])
     found = run_bundle(path, checkpoint=tmp_path / "ckpt", metrics=tmp_path / "m.jsonl", max_restarts=2, **options)

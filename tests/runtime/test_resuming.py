@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from penstock.runtime import checkpoint as checkpoints
 from penstock.runtime import saving
+from penstock.runtime.choosing import find_checkpoint
 from penstock.runtime.control import DataSpec
 from penstock.runtime.data import FileSamples, SyntheticSamples
 from penstock.runtime.job import Job
@@ -76,7 +77,7 @@ def test_a_checkpoint_goes_on_under_any_other_plan(tmp_path, data):
         assert last is None or equal(before, last)
         position, last, resume = position + steps * size, after, tmp_path / "ckpt"
         told.append([w for w in warnings if "schedule" in w])
-        assert checkpoints.read_index(checkpoints.find_checkpoint(resume)).samples == position
+        assert checkpoints.read_index(find_checkpoint(resume)).samples == position
     assert [bool(t) for t in told] == [False, True, False, True, False]
     assert "gradients are no longer an update late" in told[1][0]
     assert "the first two batches see its newest" in told[3][0]

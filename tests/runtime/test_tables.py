@@ -13,6 +13,7 @@ from penstock.ir.errors import UsageError
 from penstock.ir.rates import CURVE, LR, Constant, Cosine, Linear
 from penstock.models import write_mlp
 from penstock.runtime import checkpoint as checkpoints
+from penstock.runtime.choosing import find_checkpoint
 from penstock.runtime.job import Job
 from penstock.runtime.running import run_bundle
 from penstock.runtime.tables import learning_rate, tables_for_run, tables_of
@@ -102,7 +103,7 @@ def test_factors_of_groups_are_those_of_the_bundle(tmp_path):
     with Job(first, timeout=TIMEOUT, lr=0.2) as job:
         list(job.steps([batch]))
         job.save(tmp_path / "ckpt")
-    assert checkpoints.read_index(checkpoints.find_checkpoint(tmp_path / "ckpt")).tables["lr.factor"] == (0.1,)
+    assert checkpoints.read_index(find_checkpoint(tmp_path / "ckpt")).tables["lr.factor"] == (0.1,)
 
     def moved(bundle):
         with Job(bundle, timeout=TIMEOUT, resume=tmp_path / "ckpt") as job:

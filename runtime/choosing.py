@@ -1,0 +1,141 @@
+"""Which checkpoint a path means, and whether it is whole.
+
+`latest` says which one is newest. A damaged one is passed over for the newest whole one before it, and users hear of it; one that is named by its own
+path is never replaced by another. What stands above `latest` is of a run that was left behind, for somebody went back and trained on; it
+is looked at only where there is no `latest`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ..backends.bundle import file_problems
+from ..ir import errors
+from ..ir.errors import PeerLost, PenstockError, UsageError, VerifyError
+from .checkpoint import INDEX, LATEST, is_saved, left_behind, read_index, saved_step, saved_steps
+from .transport import Group
+
+# Rank 0 reads all files to check them, which may take any time; a rank that is lost ends the others elsewhere first.
+_CHECK_SECONDS = 3600.0
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A whole checkpoint, and what was passed over for it."""
+
+    place: Path
+    words: list[str]
+
+
+class _Told(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What rank 0 chose, or why it could not."""
+
+    place: str = ""
+    words: list[str] = []
+    error: str = ""
+    what: str = ""
+    where: str = ""
+    hint: str = ""
+
+
+def damage_of(place: Path) -> list[str]:
+    """What is wrong with a checkpoint: every file is read. UsageError for one that this version cannot read."""
+    try:
+        index = read_index(place)
+    except VerifyError as error:
+        return [error.what]
+    return [p for name, file in index.files.items() for p in file_problems(place / name, file.sha256, file.size, name)]
+
+
+def candidates(directory: Path) -> list[Path]:
+    """The checkpoints of a directory that a run may go on from, newest first."""
+    places = saved_steps(directory)
+    there = {place.name for place in places}
+    # Replaced by one that did not come into its place.
+    places += [path for path, kind in left_behind(directory) if kind == "old" and path.name[1:].partition(".")[0] not in there]
+    places.sort(key=saved_step, reverse=True)
+    name = latest_name(directory)
+    return [p for p in places if not is_saved(name) or saved_step(p) <= saved_step(directory / name)]
+
+
+def latest_name(directory: Path) -> str:
+    """What the pointer to the newest checkpoint says; empty when it is not there."""
+    try:
+        return (directory / LATEST).read_bytes().decode("ascii", "replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        raise VerifyError(f"cannot read {LATEST}: {error.strerror}", where=str(directory)) from error
+
+
+def is_place(path: Path) -> bool:
+    """Whether a path is that of a checkpoint, rather than of a directory of them."""
+    return (path / INDEX).exists() or (is_saved(path.name) and path.is_dir())
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Path:
+    """The checkpoint that a user's path means: a checkpoint itself, or the newest one of a directory of them. Nothing in it is checked."""
+    root = Path(os.path.abspath(path))
+    if is_place(root):
+        return root
+    found = candidates(root)
+    if not found and not (root / LATEST).is_file():
+        hint = "give a directory that --checkpoint wrote"
+        raise UsageError(f"there is no checkpoint: neither {INDEX} nor {LATEST} is there", where=str(path), hint=hint)
+    name = latest_name(root)
+    if not found or (name and not is_saved(name)):
+        there = ", ".join(sorted(p.name for p in found)) or "none"
+        raise VerifyError(f"{LATEST} names {name!r}, which is not a checkpoint here", where=str(path), hint=f"there are {there}")
+    return found[0]
+
+
+def choose(path: str | os.PathLike[str]) -> Chosen:
+    """The checkpoint to go on from, whole: the one that is named, else the newest one that is."""
+    place = find_checkpoint(path)
+    if place == Path(os.path.abspath(path)):
+        if problems := damage_of(place):
+            raise VerifyError("the checkpoint is damaged:" + _listed(problems), where=str(path), hint="resume from an older checkpoint")
+        return Chosen(place, [])
+    words: list[str] = []
+    for candidate in candidates(place.parent):
+        problems = damage_of(candidate)
+        if not problems:
+            told = [f"{text}; going on from {candidate.name}" for text in words]
+            if is_saved(name := latest_name(place.parent)) and not (place.parent / name).exists():
+                told.append(f"{LATEST} names {name}, which is not there; going on from {candidate.name}")
+            return Chosen(candidate, told)
+        words.append(f"checkpoint {candidate.name} is damaged ({problems[0]})")
+    raise VerifyError("no checkpoint is whole:" + _listed(words), where=str(path))
+
+
+def choose_together(group: Group, path: str) -> Chosen:
+    """`choose` on rank 0, which tells the others: each file is checked once, and all go on from the same one."""
+    key = "resume/chosen"
+    if group.rank == 0:
+        try:
+            chosen = choose(path)
+        except PenstockError as error:
+            told = _Told(error=type(error).__name__, what=error.what, where=error.where, hint=error.hint)
+            group.put(key, msgspec.json.encode(told))
+            raise
+        group.put(key, msgspec.json.encode(_Told(str(chosen.place), chosen.words)))
+        return chosen
+    started = time.monotonic()
+    while not group.store.check([key]):
+        if time.monotonic() - started > _CHECK_SECONDS:
+            raise PeerLost(f"rank 0 did not choose a checkpoint within {_CHECK_SECONDS:g} s", where=f"rank {group.rank}")
+        time.sleep(_LOOK_SECONDS)
+    told = msgspec.json.decode(group.get(key, "the checkpoint that rank 0 chose"), type=_Told)
+    if told.error:
+        raise getattr(errors, told.error, PenstockError)(told.what, where=told.where, hint=told.hint)
+    return Chosen(Path(told.place), told.words)
+
+
+def _listed(problems: list[str]) -> str:
+    return "".join(f"\n  - {problem}" for problem in problems)
