@@ -9,11 +9,12 @@ on processor time (a control group for each rank; Linux, cgroup v1, root) or by 
 device of a network namespace of their own (root). A configuration that this host cannot make is said and left out.
 
 Predicted from: seconds of each kind of action, measured rank by rank with nobody else running (runtime/rehearse.py; under the same quota), in turns with the runs, as the speed of a host
-drifts; how much ranks that compute at once slow each other, measured with two, or as many as there are; what messages over loopback cost, and what a worker takes beside its tensors, measured with a model
-that computes next to nothing. Nothing is taken from the runs. Three ranks on two cores share them in the simulation as they do here.
+drifts; how much ranks that compute at once slow each other, measured with two, or as many as there are; what messages over loopback cost, measured with a model that
+computes next to nothing, and what a worker takes beside its tensors, measured with a small GPT. Nothing is taken from the runs. Three ranks on two cores share them in the simulation as they do here.
 
 Step time is the median over the run of the time from one update to the next on the last stage (over two steps, as patterns of 2bw may take two batches to
-come again); peak memory is that of benchmarks/memory.py. Ratios are predicted / measured. Exit code 1 when the goals are missed: step time within 10 % in the
+come again); peak memory is that of a run whose batches are handed to the workers, as plans count them, beyond what a worker has before it
+loads its stage. With data that workers make or read themselves they take up to 3 MiB more, and less by the batches that would wait. Ratios are predicted / measured. Exit code 1 when the goals are missed: step time within 10 % in the
 median and 20 % at worst, memory within 10 % everywhere.
 """
 
@@ -112,8 +113,8 @@ def make_plan(configuration: Configuration, folder: Path) -> ps.Plan:
 
 def calibrate(folder: Path) -> dict[str, float]:
     """From two stages that hardly compute, what messages over loopback cost: seconds of the rank for one, latency, seconds a byte that a send writes at
-    once, bytes per second. And how much more memory a worker takes than its tensors: code that is loaded as it is first used."""
-    sends, trips, beside = {}, {}, []
+    once, bytes per second. And how much more memory a worker takes than its tensors."""
+    sends, trips = {}, {}
     for rows in (16, 16384, 65536):
         path = write_mlp(folder / f"small{rows}.onnx", (16, 16, 16), batch=rows)
         model = ps.from_onnx(path)
@@ -123,11 +124,6 @@ def calibrate(folder: Path) -> dict[str, float]:
         bundle = open_bundle(ps.compile(plan, folder / f"small{rows}"))
         with Job(bundle, data=DataSpec(), trace=True) as job:
             list(job.steps_from_data(20))
-            list(job.run(batches(bundle, FED)))
-            expected = [row["peak"] for row in plan.as_dict()["memory"].values()]
-            beside += (
-                [peak - base - n for peak, base, n in zip(job.peak_bytes, job.base_bytes, expected, strict=True)] if rows == 16 else []
-            )
             events = [{action: (start, end) for action, start, end in trace} for trace in job.traces]
         size = rows * 16 * 4
         sends[size], trips[size] = [], []
@@ -151,8 +147,20 @@ def calibrate(folder: Path) -> dict[str, float]:
         "writing": max(0.0, (send[middle] - send[small]) / (middle - small)),
         "bandwidth": (large - small) / max(1e-9, trip[large] - trip[small]),
         "buffer": large,
-        "memory": statistics.mean(beside),
+        "memory": beside_tensors(folder),
     }
+
+
+def beside_tensors(folder: Path) -> float:
+    """Bytes that the ranks of a small GPT take more than its tensors: the module and its code, and what is loaded as it is first used."""
+    model = ps.from_onnx(write_gpt(folder / "little.onnx", layers=2, width=64, heads=2, vocab=256, positions=32, batch=4))
+    training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-4), microbatches=4)
+    plan = ps.plan(model, Cluster.local(2), training, recompute="none")
+    bundle = open_bundle(ps.compile(plan, folder / "little"))
+    expected = [row["peak"] for row in plan.as_dict()["memory"].values()]
+    with Job(bundle) as job:
+        list(job.run(batches(bundle, FED)))
+        return statistics.mean(peak - n for peak, n in zip(beyond_base(job), expected, strict=True))
 
 
 def rehearse_alone(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], seconds: float) -> list[dict[str, float]]:
@@ -236,16 +244,25 @@ def batches(bundle: Bundle, count: int) -> Iterator[dict[str, np.ndarray]]:
         yield batch
 
 
-def run(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], data: DataSpec = SYNTHETIC) -> dict[str, Any]:
-    """Steps with data that the workers make or read, timed; then a few with data that is handed to them, for memory."""
+def run(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], data: DataSpec = SYNTHETIC) -> list[float]:
+    """Seconds of steps with data that the workers make or read."""
     with Job(bundle, timeout=600, data=data, latency=configuration.latency) as job:
         place_workers(configuration, job.workers.process_ids(), groups)
         list(job.steps_from_data(2))
         ends = [step.at for step in job.steps_from_data(BATCHES)][1:-1]
+    return [(b - a) / 2 for a, b in zip(ends, ends[2:], strict=False)]
+
+
+def memory_of(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path]) -> list[int]:
+    """Peaks with batches that are handed to the workers, in which some of them wait, as plans count them."""
+    with Job(bundle, timeout=600, latency=configuration.latency) as job:
+        place_workers(configuration, job.workers.process_ids(), groups)
         list(job.run(batches(bundle, FED)))
-        peaks, bases = job.peak_bytes, job.base_bytes
-    times = [(b - a) / 2 for a, b in zip(ends, ends[2:], strict=False)]
-    return {"steps": times, "peaks": [peak - base for peak, base in zip(peaks, bases, strict=True)]}
+        return beyond_base(job)
+
+
+def beyond_base(job: Job) -> list[int]:
+    return [peak - base for peak, base in zip(job.peak_bytes, job.base_bytes, strict=True)]
 
 
 def measure(configuration: Configuration, known: dict[str, Any], seconds: float, rounds: int) -> dict[str, Any]:
@@ -260,10 +277,10 @@ def measure(configuration: Configuration, known: dict[str, Any], seconds: float,
         for _ in range(rounds):
             rehearsed.append(rehearse_alone(configuration, bundle, groups, seconds))
             runs.append(run(configuration, bundle, groups))
+        peaks = memory_of(configuration, bundle, groups)
     alone = [{kind: statistics.mean(row[kind] for row in rows) for kind in rows[0]} for rows in zip(*rehearsed, strict=True)]
     predicted = predict(configuration, bundle, alone, speeds, known["host"])
-    steps = [step for found in runs for step in found["steps"]]
-    peaks = [max(peak) for peak in zip(*(found["peaks"] for found in runs), strict=True)]
+    steps = [step for found in runs for step in found]
     step = statistics.median(steps)
     return {
         "name": configuration.name,

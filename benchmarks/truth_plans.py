@@ -112,7 +112,7 @@ def time_plan(candidate: Candidate, model: ps.Model, whole: Cluster) -> dict[str
         "schedule": candidate.schedule,
         "cut": candidate.cut,
         "told": told,
-        "steps": found["steps"],
+        "steps": found,
         "predicted": expected,
     }
 
