@@ -5,8 +5,8 @@ through them:
 
     seconds = latency + bytes / bandwidth, with the least squares of relative errors
 
-Of a pair on this machine also the seconds of a rank for one end of a message, by size, when it goes through the runtime's own Transport: posted ahead,
-and held by a thread. The line through these is `message_overhead` and `socket_bandwidth` of a device (ir/cluster.py).
+Of a pair on this machine also what one end of a message takes of a rank, by size, when it goes through the runtime's own Transport: posted ahead, held by
+a thread, read by gloo's, with caches full of other things. The line through these is `message_overhead` and `socket_bandwidth` of a device (ir/cluster.py).
 
     python -m penstock.runtime.wires --rank R --port P     one end of a pair on this machine; rank 0 prints the times as JSON
 
@@ -21,8 +21,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,41 +91,40 @@ def ping(peer: int, first: bool) -> list[tuple[int, float]]:
 
 
 def ends(rank: int, timeout: float) -> list[tuple[int, float]]:
-    """Messages from rank 0 to rank 1 and back, as stages send them. Gives (bytes, seconds of one end) of this side, in the middle of sending and
-    receiving: to post a receive takes time, and its bytes are taken to cost what it takes to send them."""
+    """Messages from rank 0 to rank 1 and back, as stages send them. Gives (bytes, seconds of one end) of this side: half of what sending one and
+    receiving one take of it, in this thread by the clock and in gloo's by processor time."""
     out, back = ("F", "B") if rank == 0 else ("B", "F")
-    posting, sending = {}, {}
     others = torch.zeros(_OTHERS, dtype=torch.uint8)
+    found = []
     for size in SIZES:
         if size > _WHOLE:
             break
         values = (Value("x", TensorType("u8", (size,))),)
         transport = Transport(rank, [Edge(0, 1, "F", values), Edge(1, 0, "B", values)], [0, 1], timeout)
         tensors = {"x": torch.zeros(size, dtype=torch.uint8)}
-        times: tuple[list[float], list[float]] = ([], [])
-
-        def timed(which: int, call: Callable[[], object], times: tuple[list[float], list[float]] = times) -> None:
-            begin = time.perf_counter()
-            call()
-            times[which].append(time.perf_counter() - begin)
-
+        times: list[float] = []
         receives, sends = ([Action(kind, rank, mb, peer=1 - rank) for mb in range(_MESSAGES)] for kind in (f"R{back}", f"S{out}"))
         transport.post(receives[0])
+        beside = time.process_time() - time.thread_time()
         for receive, later, send in zip(receives, [*receives[1:], None], sends, strict=True):
             # As in a pipeline, a receive is there before its message is sent, which is then written at once, and caches are full of other things.
+            begin = time.perf_counter()
             if later is not None:
-                timed(0, partial(transport.post, later))
+                transport.post(later)
+            posted = time.perf_counter() - begin
             if rank == 1:
                 transport.receive(receive)
             others.add_(1)
-            tensors["x"].fill_(send.mb)
-            timed(1, partial(transport.send, send, tensors))
+            tensors["x"].fill_(send.mb % 256)
+            begin = time.perf_counter()
+            transport.send(send, tensors)
+            times.append(posted + time.perf_counter() - begin)
             if rank == 0:
                 transport.receive(receive)
         transport.flush()
-        posting[size], sending[size] = (sorted(found)[len(found) // 4] for found in times)
-    small = min(sending)
-    return [(size, sending[size] + (posting[small] - sending[small]) / 2) for size in sending]
+        beside = (time.process_time() - time.thread_time() - beside) / _MESSAGES
+        found.append((size, (sorted(times)[len(times) // 4] + beside) / 2))
+    return found
 
 
 def measure_pairs(group: Group) -> dict[tuple[int, int], list[tuple[int, float]]]:
