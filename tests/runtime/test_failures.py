@@ -314,5 +314,5 @@ def test_bundles_of_another_size(bundle_of):
             **{f: getattr(bundle.manifest, f) for f in bundle.manifest.__struct_fields__} | {"ranks": bundle.manifest.ranks[:1]}
         ),
     )
-    with pytest.raises(VerifyError, match="the bundle is for 2 ranks, 1 were started"):
+    with pytest.raises(VerifyError, match="lists other ranks than module"):
         Job(one, timeout=20)
