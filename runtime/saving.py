@@ -26,10 +26,12 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from torch.distributed import Store as GroupStore  # type: ignore[attr-defined]
 
 from ..backends.bundle import Bundle, flush_directory, stored_vars
 from ..backends.tensor_file import write_tensors
@@ -87,8 +89,12 @@ class Saver:
         self._writes = rank == module.rank_stages().index(stage)
         self._count = 0
         self._writing: _Writing | None = None
-        # Used by the thread alone: a wait of the main thread would hold the other one.
-        self._exchange = group.store.clone()  # type: ignore[attr-defined]
+
+    @cached_property
+    def _exchange(self) -> GroupStore:
+        """A connection of the writing thread's own: a wait of the main thread would hold the other one."""
+        made: GroupStore = self._group.store.clone()  # type: ignore[attr-defined]
+        return made
 
     def save(self, directory: Path, step: int, *, background: bool = False, keep_last: int | None = None) -> float:
         """Begin a save, and wait for its end unless it is to go on in the background; how many seconds the save before was waited for."""
@@ -107,6 +113,8 @@ class Saver:
         writing = _Writing(step, directory, total, work=work)
         writing.thread = threading.Thread(target=self._write, args=(writing, key, parts, keep_last), name="saving", daemon=True)
         self._writing = writing
+        # Made here, not by two threads at once.
+        _ = self._exchange
         writing.thread.start()
         if not background:
             self.finish()

@@ -105,7 +105,7 @@ def ends(rank: int, timeout: float) -> list[tuple[int, float]]:
         times: list[float] = []
         receives, sends = ([Action(kind, rank, mb, peer=1 - rank) for mb in range(_MESSAGES)] for kind in (f"R{back}", f"S{out}"))
         transport.post(receives[0])
-        beside = time.process_time() - time.thread_time()
+        behind = _behind()
         for receive, later, send in zip(receives, [*receives[1:], None], sends, strict=True):
             # As in a pipeline, a receive is there before its message is sent, which is then written at once, and caches are full of other things.
             begin = time.perf_counter()
@@ -118,13 +118,19 @@ def ends(rank: int, timeout: float) -> list[tuple[int, float]]:
             tensors["x"].fill_(send.mb % 256)
             begin = time.perf_counter()
             transport.send(send, tensors)
-            times.append(posted + time.perf_counter() - begin)
+            posted += time.perf_counter() - begin
             if rank == 0:
                 transport.receive(receive)
+            before, behind = behind, _behind()
+            times.append(posted + behind - before)
         transport.flush()
-        beside = (time.process_time() - time.thread_time() - beside) / _MESSAGES
-        found.append((size, (sorted(times)[len(times) // 4] + beside) / 2))
+        found.append((size, sorted(times)[len(times) // 4] / 2))
     return found
+
+
+def _behind() -> float:
+    """Processor time of all other threads of this process."""
+    return time.process_time() - time.thread_time()
 
 
 def measure_pairs(group: Group) -> dict[tuple[int, int], list[tuple[int, float]]]:
