@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "compile_time.py"
 SMALL = "--layers 2 --width 32 --heads 2 --vocab 64 --positions 16 --microbatches 2"
 
 
+@pytest.mark.slow
 def test_cold_and_warm_are_what_they_say(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     done = subprocess.run(

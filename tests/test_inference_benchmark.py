@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "inference.py"
 
 
+@pytest.mark.slow
 def test_paced_rows_have_their_bounds(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     words = ["--only", "paced", "--rounds", "2", "--microbatches", "8", "--forward", "0.002", "--json", str(report)]

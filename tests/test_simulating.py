@@ -7,15 +7,18 @@ import shutil
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+import torch
 
+import penstock as ps
 from penstock.backends.bundle import open_bundle
 from penstock.cli import main
 from penstock.ir.cluster import Cluster
-from penstock.ir.errors import PenstockError
+from penstock.ir.errors import PenstockError, UsageError
 from penstock.ir.memory import measure_memory
 from penstock.ir.schedule import RECEIVES, SENDS
 from penstock.models import write_mlp
 from penstock.runtime.rehearse import rehearse
+from penstock.simulating import forecast
 
 
 def call(*words):
@@ -117,3 +120,26 @@ def test_a_rank_that_cannot_be_measured_says_why(bundle, tmp_path):
     copy.weights_file(1).unlink()
     with pytest.raises(PenstockError, match=r"(?s)rank 1.*measuring failed.*s1\.safetensors"):
         rehearse(copy, [1])
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.norm(self.first(x))))
+
+
+def test_stages_may_have_nothing_to_do_with_each_other() -> None:
+    """The counter of a batch norm can be a stage of its own, which sends nothing to anybody."""
+    training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.1), microbatches=2)
+    model = ps.from_torch(Normed().train(), (torch.zeros(4, 8),))
+    plan = ps.plan(model, ps.Cluster.local(2), training, stages=2, schedule="2bw")
+    assert not plan.module.edges
+    assert plan.as_dict()["predicted"]["step_s"] > 0
+    # What does need values of others is refused without its edges.
+    whole = ps.plan(model, ps.Cluster.local(2), training, split_at=["relu"]).module
+    assert whole.edges
+    with pytest.raises(UsageError, match="sends and receives"):
+        forecast(whole.but(edges=()), lambda rank, action: 1.0, 2)

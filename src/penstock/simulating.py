@@ -68,10 +68,16 @@ def devices_of(module: Module) -> dict[int, str]:
     return dict(enumerate(module.rank_devices()))
 
 
+def _waits_for_others(module: Module) -> bool:
+    """Whether a stage takes values that are no data: stages may also have nothing to do with each other."""
+    graphs = [graph for stage in module.stages if (graph := module.stage_graph(stage.index, "F")) is not None]
+    return len(module.stages) > 1 and any(value not in module.inputs for graph in graphs for value in graph.ins)
+
+
 def forecast(module: Module, seconds: Seconds, batches: int, change: Callable[[Route], Route] = lambda route: route) -> Forecast:
     """Simulate a module on its cluster; `change` stands in for other links."""
     schedule, cluster = module.schedule, module.cluster
-    if schedule is None or (not module.edges and len(module.stages) > 1):
+    if schedule is None or (not module.edges and _waits_for_others(module)):
         raise UsageError(
             "has no schedule with sends and receives",
             where=f"@{module.name}",

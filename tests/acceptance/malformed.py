@@ -395,7 +395,6 @@ _CHECKPOINTS: dict[str, Callable[[Path], object]] = {
     "hash-missing": lambda c: (c / "index.sha256").unlink(),
     "latest-bytes": lambda c: (c.parent / "latest").write_bytes(b"\xff\0../.."),
     "latest-out": lambda c: (c.parent / "latest").write_text("../../etc"),
-    "latest-empty": lambda c: (c.parent / "latest").write_text(""),
     "gone": shutil.rmtree,
     "list": _index(lambda i: [i]),
     "deep": _index(lambda i: b"[" * DEEP),

@@ -154,7 +154,7 @@ def test_every_statistic_is_on_one_stage_and_written_by_its_forward() -> None:
     assert len({graphs[0] for graphs in writers.values()}) == 4
 
 
-@pytest.mark.parametrize(("backend", "schedule"), [("tvm", "1f1b"), ("numpy", "2bw")])
+@pytest.mark.parametrize(("backend", "schedule"), [pytest.param("tvm", "1f1b", marks=pytest.mark.slow), ("numpy", "2bw")])
 def test_processes_and_a_resume_and_an_export(backend: str, schedule: str, tmp_path: Path) -> None:
     """Real stages in float32, interrupted after two batches; the weights back in torch, which then evaluates with the statistics."""
     microbatches = 4

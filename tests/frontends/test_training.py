@@ -156,7 +156,7 @@ def test_all_errors_of_a_training_file_come_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load_training(path)
     text = str(caught.value)
-    for said in ("los is not known", "loss is missing", "microbatches must be 1 or more, got 0", "optimizer.beta is not known"):
+    for said in ("los is not known", "loss is missing", "microbatches must be 1 to 65536, got 0", "optimizer.beta is not known"):
         assert said in text
     assert "optimizer.weight_decay must be a number, got 'much'" in text
     assert "optimizer.lr must be 0 or more, got -1.0" in text

@@ -204,7 +204,7 @@ class Killer:
         monkeypatch.setattr(Job, "steps_from_data", steps)
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "2bw"])
+@pytest.mark.parametrize("kind", [pytest.param("1f1b", marks=pytest.mark.slow), "2bw"])
 def test_recovery(bundle_of, tmp_path, monkeypatch, capfd, kind):
     """Killed before and after the first checkpoint, and stopped: the run computes what it would have anyway, and tells each step once."""
     path = bundle_of(2, kind, 2).path

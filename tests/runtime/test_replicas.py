@@ -194,5 +194,5 @@ def test_a_lost_rank_is_named_by_those_who_sum_with_it(mlp, tmp_path):
         losses = job.run(batches_of(job.bundle, 50))
         next(losses)
         os.kill(job.workers.process_ids()[1], 9)
-        with pytest.raises(PeerLost, match=r"rank 1 \(stage 0, process \d+\) was killed by SIGKILL"):
+        with pytest.raises(PeerLost, match=r"rank 1 \(stage 0, process \d+ on [^)]+\) was killed by SIGKILL"):
             list(losses)

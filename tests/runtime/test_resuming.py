@@ -83,6 +83,7 @@ def test_a_checkpoint_goes_on_under_any_other_plan(tmp_path, data):
     assert "the first two batches see its newest" in told[3][0]
 
 
+@pytest.mark.slow
 def test_an_older_version_that_is_another_changes_the_loss(tmp_path, data):
     """The control of keeping both versions: with the newest in place of the older one a resumed run computes something else."""
     spec, _ = data
