@@ -174,6 +174,8 @@ def spoiled(tmp_path_factory):
 def test_a_loss_that_is_not_finite(bundle_of, spoiled, tmp_path):
     """`stop` ends the run at that step, before a checkpoint of it; `warn` goes on; `skip` needs a bundle that can."""
     options = {"data": spoiled, "steps": 12, "timeout": 20, "progress": False, "checkpoint": tmp_path / "ckpt", "checkpoint_every": 3}
+    # A run that ends with an error does not wait for a checkpoint that is being written.
+    options["checkpoint_wait"] = True
     path = bundle_of(2, "2bw", 2).path
     with pytest.raises(VerifyError, match="step 6 has a loss nan") as caught:
         run_bundle(path, nan="stop", max_restarts=3, **options)
