@@ -14,7 +14,7 @@ computes next to nothing, and what a worker takes beside its tensors, measured w
 
 Step time is the median over the run of the time from one update to the next on the last stage (over two steps, as patterns of 2bw may take two batches to
 come again); peak memory is that of a run whose batches are handed to the workers, as plans count them, beyond what a worker has before it
-loads its stage. With data that workers make or read themselves they take up to 3 MiB more, and less by the batches that would wait. Ratios are predicted / measured. Exit code 1 when the goals are missed: step time within 10 % in the
+loads its stage. Ratios are predicted / measured. Exit code 1 when the goals are missed: step time within 10 % in the
 median and 20 % at worst, memory within 10 % everywhere.
 """
 
