@@ -319,7 +319,7 @@ def test_an_output_that_cannot_be_written_is_noticed_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     np.savez(tmp_path / "x.npz", x=np.zeros((2, 4), np.float32))
-    monkeypatch.setattr("penstock.runtime.job.open", lambda *given, **named: pytest.fail("the work began"))
+    monkeypatch.setattr("penstock.inferring.open_job", lambda *given, **named: pytest.fail("the work began"))
     for output in (tmp_path / "x.npz" / "y.npz", tmp_path):
         assert call("infer", tmp_path / "b", "--input", tmp_path / "x.npz", "--output", output) == 2
         assert "cannot write the outputs" in capsys.readouterr().err
