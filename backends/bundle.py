@@ -14,9 +14,8 @@
     source/model.onnx.data   elements that stay with the source model, where it had them in a file of their own
     source/rest.safetensors  tensors of the state dict that are no variables, when the source model was of torch
 
-`write_bundle` fills a sibling directory, flushes it and renames it into place: a bundle is there whole or not at all. The same inputs give
-the same bytes; there is no time, path or host name of the build in it. `open_bundle` checks names, sizes and hashes of everything before
-any of it is parsed or loaded, and says all that is wrong in one error. Names in a manifest are relative, contain no `..`, and links are refused.
+`open_bundle` checks names, sizes and hashes of everything before any of it is parsed or loaded, and says all that is wrong in one error. Names
+in a manifest are relative, contain no `..`, and links are refused. Who writes bundles is bundle_writer.py.
 
 A bundle is code: hashes find damage, they do not make a stranger's bundle safe to run.
 """
@@ -26,34 +25,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from ..ir.cluster import usable_cores
 from ..ir.errors import UsageError, VerifyError
 from ..ir.graph import Module, Var, signature
 from ..ir.schedule import COMPUTE
-from ..ir.text import parse_module, print_module
-from ..ir.types import dtype_of
+from ..ir.text import parse_module
 from .interface import BACKENDS
-from .tensor_file import write_tensors
 
 FORMAT = 1
 MANIFEST, MANIFEST_HASH, MODULE, REFERENCE = "manifest.json", "manifest.sha256", "module.ir", "reference.ir"
 PLAN, CLUSTER = "plan.json", "cluster.toml"
 SOURCE, NAMES, STRUCTURE, REST = "source", "source/names.json", "source/model.onnx", "source/rest.safetensors"
-_TOOLS = ("penstock", "apache-tvm", "apache-tvm-ffi", "numpy", "torch", "onnx")
-_CHUNK = 1 << 22
 _MOST_THREADS = 1 << 16
 
 
@@ -173,7 +162,7 @@ class Bundle:
         return tuple(self.path / name for name in names if name.startswith("stages/"))
 
     def weights_file(self, stage: int) -> Path:
-        return self.path / _weights_name(stage)
+        return self.path / weights_name(stage)
 
 
 def stage_vars(module: Module, stage: int) -> dict[str, Var]:
@@ -189,196 +178,8 @@ def stored_vars(module: Module) -> dict[str, Var]:
     return {name: var for name, var in found.items() if var.init == "file"}
 
 
-# ------------------------------------------------------------------------------------------------ writing
-
-
-def write_bundle(
-    out_dir: str | os.PathLike[str],
-    module: Module,
-    stage_files: Mapping[int, Sequence[Path]],
-    weights: Mapping[str, np.ndarray],
-    *,
-    backend: str,
-    plan: Mapping[str, Any] | None = None,
-    source_hash: str = "",
-    tools: Mapping[str, str] | None = None,
-    reference: Module | None = None,
-    origin: Origin | None = None,
-) -> Bundle:
-    """Write a bundle in place of nothing, of an empty directory or of another bundle, and give it back opened.
-
-    `stage_files` are the files that the backend made for each stage; `weights` has an array for every variable with `init file`.
-    """
-    out = Path(os.path.abspath(out_dir))
-    check_replaceable(out)
-    stages = [stage.index for stage in module.stages]
-    _check_weights(module, weights)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = out.parent / f".{out.name}.{secrets.token_hex(4)}.tmp"
-    work.mkdir()
-    try:
-        files: dict[str, FileEntry] = {}
-
-        def add(name: str, write: Callable[[Path], tuple[str, int]]) -> str:
-            if name in files:
-                raise UsageError(f"two files of the bundle are called {name}", hint="name the files of a stage after the stage")
-            (work / name).parent.mkdir(exist_ok=True)
-            files[name] = FileEntry(*write(work / name))
-            return name
-
-        add(MODULE, lambda path: _write_bytes(path, print_module(module).encode()))
-        add(PLAN, lambda path: _write_bytes(path, json.dumps(plan or {}, indent=2, sort_keys=True).encode() + b"\n"))
-        if reference is not None:
-            add(REFERENCE, lambda path: _write_bytes(path, print_module(reference).encode()))
-        if module.cluster is not None:
-            toml = module.cluster.to_toml()
-            add(CLUSTER, lambda path: _write_bytes(path, toml.encode()))
-        if origin is not None:
-            names = (
-                json.dumps({var: list(found) for var, found in origin.names.items()}, indent=2, sort_keys=True, ensure_ascii=False).encode()
-                + b"\n"
-            )
-            add(NAMES, lambda path: _write_bytes(path, names))
-            for file in origin.files:
-                add(f"{SOURCE}/{file.name}", lambda path, file=file: _copy(file, path))  # type: ignore[misc]
-        of_stage: dict[int, list[str]] = {}
-        for stage in stages:
-            of_stage[stage] = [
-                add(f"stages/{file.name}", lambda path, file=file: _copy(file, path))  # type: ignore[misc]
-                for file in stage_files.get(stage, ())
-            ]
-        with ThreadPoolExecutor(max(1, min(len(stages), usable_cores()))) as threads:
-            # Copying, hashing and flushing all happen outside the interpreter.
-            (work / "weights").mkdir()
-            written = list(threads.map(lambda stage: _write_weights(work, module, stage, weights), stages))
-        for stage, entry in zip(stages, written, strict=True):
-            of_stage[stage].append(add(_weights_name(stage), lambda path, entry=entry: entry))  # type: ignore[misc]
-        manifest = Manifest(
-            FORMAT,
-            module.name,
-            source_hash,
-            backend,
-            dict(tools if tools is not None else tool_versions()),
-            tuple(
-                _rank_entry(module, rank, device, stage, of_stage[stage])
-                for rank, (stage, device) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True))
-            ),
-            files,
-        )
-        text = msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=2) + b"\n"
-        digest, _ = _write_bytes(work / MANIFEST, text)
-        _write_bytes(work / MANIFEST_HASH, f"{digest}  {MANIFEST}\n".encode())
-        for folder in {work, *(path.parent for path in map(work.joinpath, files))}:
-            flush_directory(folder)
-        move_into_place(work, out)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    return Bundle(out, manifest)
-
-
-def _write_weights(work: Path, module: Module, stage: int, weights: Mapping[str, np.ndarray]) -> tuple[str, int]:
-    arrays = {name: weights[name] for name, var in stage_vars(module, stage).items() if var.init == "file"}
-    return write_tensors(work / _weights_name(stage), arrays)
-
-
-def tool_versions() -> dict[str, str]:
-    """Versions of what had a part in the result, without importing any of it."""
-    versions = {}
-    for name in _TOOLS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def move_into_place(work: Path, out: Path) -> None:
-    """Rename a finished directory to its place; what stood there before is removed afterwards."""
-    old = out.parent / f".{out.name}.{secrets.token_hex(4)}.old"
-    if out.exists():
-        out.rename(old)
-    work.rename(out)
-    flush_directory(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def flush_directory(path: Path) -> None:
-    """Make renames and new names in a directory survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _weights_name(stage: int) -> str:
+def weights_name(stage: int) -> str:
     return f"weights/s{stage}.safetensors"
-
-
-def _rank_entry(module: Module, rank: int, place: str, stage: int, files: Iterable[str]) -> RankEntry:
-    host, threads = "localhost", 1
-    if module.cluster is not None:
-        device = module.cluster.device(place)
-        host, threads = device.host, device.threads
-    return RankEntry(rank, host, place, stage, threads, tuple(files))
-
-
-def check_replaceable(out: Path) -> None:
-    """Refuse a place where no bundle may be written: before the work, and again at its end."""
-    if not os.path.lexists(out):
-        parent = next(folder for folder in Path(os.path.abspath(out)).parents if folder.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise UsageError(f"cannot be made: {parent} is no directory that may be written to", where=str(out), hint="give another name")
-        return
-    if out.is_symlink() or not out.is_dir():
-        raise UsageError("is in the way: it is not a directory", where=str(out), hint="give another name")
-    if any(out.iterdir()) and not _looks_like_bundle(out):
-        raise UsageError(
-            "is a directory with other files in it, and not a bundle", where=str(out), hint="give another name, or remove it yourself"
-        )
-
-
-def _looks_like_bundle(path: Path) -> bool:
-    try:
-        found = json.loads((path / MANIFEST).read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and {"format", "ranks", "files"} <= found.keys()
-
-
-def _check_weights(module: Module, weights: Mapping[str, np.ndarray]) -> None:
-    problems = []
-    for name, var in stored_vars(module).items():
-        array = weights.get(name)
-        if array is None:
-            problems.append(f"{name}: no weights were given")
-        elif (dtype_of(array.dtype), array.shape) != (var.type.dtype, var.type.dims):
-            problems.append(
-                f"{name}: the variable is {var.type}, its weights are {dtype_of(array.dtype)}[{','.join(map(str, array.shape))}]"
-            )
-    if problems:
-        raise VerifyError("weights do not fit the module:" + "".join(f"\n  - {p}" for p in problems), where=f"module @{module.name}")
-
-
-def _write_bytes(path: Path, data: bytes) -> tuple[str, int]:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return hashlib.sha256(data).hexdigest(), len(data)
-
-
-def _copy(source: Path, path: Path) -> tuple[str, int]:
-    digest, size = hashlib.sha256(), 0
-    with source.open("rb") as reader, path.open("wb") as writer:
-        while data := reader.read(_CHUNK):
-            writer.write(data)
-            digest.update(data)
-            size += len(data)
-        writer.flush()
-        os.fsync(writer.fileno())
-    return digest.hexdigest(), size
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -479,8 +280,8 @@ def _structure_problems(root: Path, manifest: Manifest) -> list[str]:
     for i, entry in enumerate(manifest.ranks):
         if not 1 <= entry.threads <= _MOST_THREADS:
             problems.append(f"rank {i}: {entry.threads} threads, expected 1 to {_MOST_THREADS}")
-        if _weights_name(entry.stage) not in entry.files:
-            problems.append(f"rank {i}: does not list {_weights_name(entry.stage)}")
+        if weights_name(entry.stage) not in entry.files:
+            problems.append(f"rank {i}: does not list {weights_name(entry.stage)}")
         problems += [f"rank {entry.rank}: expected rank {i} here"] if entry.rank != i else []
         problems += [f"rank {i}: needs {name!r}, which is not listed" for name in entry.files if name not in manifest.files]
     if not problems:

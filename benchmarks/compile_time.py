@@ -49,7 +49,7 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
 
     import penstock as ps
     import penstock.frontends.onnx
-    from penstock.backends.bundle import write_bundle
+    from penstock.backends.bundle_writer import write_bundle
     from penstock.backends.interface import CompileOptions, stage_graphs
     from penstock.backends.tvm.build import Builder, Part
 

@@ -33,7 +33,8 @@ import msgspec
 import numpy as np
 from torch.distributed import Store as GroupStore  # type: ignore[attr-defined]
 
-from ..backends.bundle import Bundle, flush_directory, stored_vars
+from ..backends.bundle import Bundle, stored_vars
+from ..backends.bundle_writer import flush_directory
 from ..backends.tensor_file import write_tensors
 from ..ir.errors import PeerLost, PenstockError, VerifyError
 from ..ir.graph import Module

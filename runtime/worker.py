@@ -29,16 +29,13 @@ from ..backends.bundle import Bundle, open_bundle, stage_vars
 from ..backends.interface import backend_of
 from ..ir.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
 from ..ir.graph import GRAD, PARAM, Module, Var, stepped_vars, summed_vars
-from .batches import cut_batch
 from .checkpoint import read_index
 from .control import (
     Arrays,
     Audit,
-    Batch,
     Channel,
     DataSpec,
     Done,
-    End,
     Evaluate,
     Evaluated,
     Failed,
@@ -61,8 +58,8 @@ from .data import FileSamples, Samples, open_data
 from .evaluation import evaluate
 from .executor import Executor
 from .feeds import DataFeed, NoSamples, Prefetch
+from .message_feeds import BatchFeed, Receive, RequestFeed
 from .program import fed_inputs, microbatch_size, share_of
-from .request_feed import Receive, RequestFeed
 from .resuming import fill_tensors, load_state
 from .saving import Saver
 from .status import Status
@@ -141,7 +138,7 @@ class Worker:
         match command:
             case Run(first, batches):
                 if batches is None:
-                    self.executor.run(first, PipeFeed(self.module, self.rank, first, self.receive))
+                    self.executor.run(first, BatchFeed(self.module, self.rank, first, self.receive))
                 else:
                     self._run_data(first, batches)
                 self._finish_run()
@@ -249,50 +246,6 @@ def _status_bytes(name: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:")), 0)
 
 
-class PipeFeed:
-    """Batches as the launcher sends them."""
-
-    def __init__(self, module: Module, rank: int, first: int, receive: Receive) -> None:
-        assert module.schedule is not None
-        self._per_batch = module.schedule.microbatches
-        self._number = {index: i for i, index in enumerate(share_of(module, rank))}
-        self._types = {value.name: value.type for value in module.inputs}
-        self._receive = receive
-        self._batches: dict[int, Arrays] = {}
-        self._next, self._ended = first, False
-
-    def exists(self, batch: int) -> bool | None:
-        while batch >= self._next and not self._ended:
-            message = self._receive(False)
-            if message is None:
-                return None
-            self._take(*message)
-        return batch < self._next
-
-    def wait(self, batch: int) -> None:
-        while batch >= self._next and not self._ended:
-            message = self._receive(True)
-            assert message is not None
-            self._take(*message)
-
-    def microbatch(self, mb: int, name: str) -> np.ndarray:
-        batch, index = divmod(mb, self._per_batch)
-        return cut_batch(self._batches[batch][name], self._types[name], self._number[index])
-
-    def finish(self, batch: int) -> None:
-        self._batches.pop(batch, None)
-
-    def _take(self, message: Message, arrays: Arrays) -> None:
-        match message:
-            case Batch(index) if index == self._next:
-                self._batches[index] = arrays
-                self._next += 1
-            case End():
-                self._ended = True
-            case _:
-                raise VerifyError(f"command {message} is out of place in a run")
-
-
 # ------------------------------------------------------------------------------------------------ the process
 
 
@@ -398,4 +351,4 @@ if __name__ == "__main__":
     main(sys.argv[1:])
 
 
-__all__ = ["DataSpec", "PipeFeed", "Worker", "describe_failure", "main", "peak_bytes"]
+__all__ = ["DataSpec", "Worker", "describe_failure", "main", "peak_bytes"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from penstock.backends.bundle import Bundle, write_bundle
+from penstock.backends.bundle import Bundle
+from penstock.backends.bundle_writer import write_bundle
 from penstock.ir.cluster import Cluster
 from penstock.ir.text import parse_module
 from penstock.passes.manager import run_passes

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from benchmark_report import FOLDER, run_benchmark
 from torch.utils.flop_counter import FlopCounterMode
 
 aten = torch.ops.aten
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "train_gpt.py"
 SMALL = "--layers 2 --width 64 --heads 2 --vocab 256 --positions 32 --steps 3 --rounds 2 --torch-form accumulated-passive"
 
 
@@ -23,13 +20,8 @@ SMALL = "--layers 2 --width 64 --heads 2 --vocab 256 --positions 32 --steps 3 --
 def test_all_contenders_train_the_same_model(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("the benchmark needs two cores")
-    report = tmp_path / "report.json"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *SMALL.split(), "--json", str(report)], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    found, done = run_benchmark("train_gpt", SMALL.split(), tmp_path, timeout=600)
     assert "vs torch-1f1b" in done.stdout
-    found = json.loads(report.read_text())
     rows = found["contenders"]
     losses = {name: row["losses"] for name, row in rows.items()}
     assert {len(each) for each in losses.values()} == {7}
@@ -51,7 +43,7 @@ def test_all_contenders_train_the_same_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sizes", [{}, {"layers": 3, "width": 48, "positions": 17}])
 def test_the_operations_that_are_counted(sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of products with weights, as many as torch counts in its contender; of attention, those of a loop over what each position sees."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.syspath_prepend(FOLDER)
     from torch_contender import Part, loss_of
     from turns import Shape
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from benchmark_report import run_benchmark
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "compile_time.py"
 SMALL = "--layers 2 --width 32 --heads 2 --vocab 64 --positions 16 --microbatches 2"
 
 
 @pytest.mark.slow
 def test_cold_and_warm_are_what_they_say(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *SMALL.split(), "--json", str(report)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    states = json.loads(report.read_text())["states"]
+    report, _ = run_benchmark("compile_time", SMALL.split(), tmp_path)
+    states = report["states"]
     (cold,), (kernels,), (warm,) = (states[name] for name in ("cold", "kernels", "warm"))
     compiled, of, count, *_ = cold["found"].split()
     assert (compiled, of) == (count, "of")

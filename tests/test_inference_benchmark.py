@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "inference.py"
+from benchmark_report import run_benchmark
 
 
 @pytest.mark.slow
 def test_paced_rows_have_their_bounds(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    words = ["--only", "paced", "--rounds", "2", "--microbatches", "8", "--forward", "0.002", "--json", str(report)]
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = json.loads(report.read_text())["lines"]
+    words = ["--only", "paced", "--rounds", "2", "--microbatches", "8", "--forward", "0.002"]
+    report, done = run_benchmark("inference", words, tmp_path)
+    lines = report["lines"]
     assert [x["bound"] / 0.002 for x in lines] == pytest.approx([8, 8, 2 * 4])
     # No forward is quicker than its pace, so nothing beats its bound.
     assert all(min(x["times"]) >= x["bound"] for x in lines)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "placement.py"
+from benchmark_report import run_benchmark
 
 
 def test_graphs_have_the_ideals_they_should(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    words = ["--only", "wide", "--json", str(report)]
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(report.read_text())
+    report, done = run_benchmark("placement", ["--only", "wide"], tmp_path)
+    (row,) = report
     layers, width = 9, 12
     ideals = layers * (2**width) + 2
     assert (row["ideals"], row["gap"]) == (ideals, 0)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "schedules.py"
+from benchmark_report import run_benchmark
 
 
 def test_rows_have_their_formulas_and_versions(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    words = ["--only", "2x2", "--forward", "0.002", "--rounds", "2", "--batches", "3", "--json", str(report)]
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = json.loads(report.read_text())["lines"]
+    words = ["--only", "2x2", "--forward", "0.002", "--rounds", "2", "--batches", "3"]
+    report, done = run_benchmark("schedules", words, tmp_path)
+    lines = report["lines"]
     assert [(x["schedule"], x["live"]) for x in lines] == [("1f1b", 1), ("zb-1f1b", 1), ("2bw", 2)]
     # In forwards: (m+d-1)(tf+tb), m(tf+tb) + (d-1)(tf+tb-2tw), m(tf+tb).
     assert [x["formula"] / 0.002 for x in lines] == pytest.approx([9, 7, 6])

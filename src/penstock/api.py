@@ -249,7 +249,7 @@ def compile(
     progress: ProgressHook | None = None,
 ) -> Path:
     """Make machine code for every stage, and write the bundle. `jobs` is the most processes to compile with: one per core if not given."""
-    from penstock.backends.bundle import write_bundle
+    from penstock.backends.bundle_writer import write_bundle
     from penstock.backends.interface import CompileOptions, backend_of
     from penstock.exporting import keep_source
 

@@ -55,7 +55,7 @@ def plan_command(arguments: Namespace) -> None:
 def compile_command(arguments: Namespace) -> None:
     from penstock import api
     from penstock.arguing import print_plan
-    from penstock.backends.bundle import check_replaceable
+    from penstock.backends.bundle_writer import check_replaceable
 
     check_replaceable(Path(arguments.out))
     check_cache(arguments.backend)

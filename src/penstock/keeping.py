@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.backends.bundle import flush_directory
+from penstock.backends.bundle_writer import flush_directory
 from penstock.backends.tensor_file import write_tensors
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
 from penstock.runtime.checkpoint import Index, left_behind, read_index, read_tensors, saved_steps

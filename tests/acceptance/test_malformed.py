@@ -16,7 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from acceptance.malformed import COUNT, Case, Good, _seal, cases
+from acceptance.malformed import COUNT, cases
+from acceptance.malformed_bundles import seal
+from acceptance.malformed_case import Case, Good
 
 import penstock as ps
 from penstock.cli import main
@@ -141,7 +143,7 @@ def test_what_only_workers_read(good, tmp_path):
     bundle = tmp_path / "bundle"
     shutil.copytree(good.bundle, bundle)
     (bundle / "weights" / "s0.safetensors").write_bytes(b"\xff" * 40)
-    _seal(bundle)
+    seal(bundle)
     bad = tmp_path / "labels.npz"
     np.savez(bad, x=np.zeros((8, 4), np.float32), labels=np.full(8, 7))
     for words in (["run", str(bundle), "--steps", "1"], ["run", str(good.bundle), "--steps", "1", "--data", str(bad)]):

@@ -14,7 +14,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from penstock.backends import bundle as bundles
-from penstock.backends.bundle import contained, open_bundle, write_bundle
+from penstock.backends import bundle_writer
+from penstock.backends.bundle import Manifest, contained, open_bundle
+from penstock.backends.bundle_writer import write_bundle
 from penstock.backends.tensor_file import write_tensors
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError, VerifyError
@@ -108,7 +110,7 @@ def test_a_failed_write_leaves_the_old_bundle(write, tmp_path, monkeypatch):
     def fail(path, arrays):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(bundles, "write_tensors", fail)
+    monkeypatch.setattr(bundle_writer, "write_tensors", fail)
     with pytest.raises(OSError, match="no space"):
         write(source_hash="cd" * 32)
     assert all_files(tmp_path / "bundle") == before
@@ -257,5 +259,5 @@ def test_tensor_file_holds_every_type(tmp_path):
 
 def test_manifest_is_plain_json(write):
     text = (write().path / "manifest.json").read_bytes()
-    assert msgspec.json.decode(text, type=bundles.Manifest) == open_bundle(write().path).manifest
+    assert msgspec.json.decode(text, type=Manifest) == open_bundle(write().path).manifest
     assert os.linesep.encode() in text

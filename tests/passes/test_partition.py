@@ -9,14 +9,14 @@ import pytest
 from drawn_chains import bottleneck, chain_model, differentiate, models, stages_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trained_both_ways import train
 
 from penstock.ir.cluster import Cluster, Device, Link
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module
-from penstock.ir.interp import DictStore, _Pipeline, run_graph, run_recurrence, run_schedule
-from penstock.passes.manager import Call, run_passes
+from penstock.ir.interp import DictStore, _Pipeline, run_graph
 from penstock.passes.partition import PartitionOptions, partition
-from penstock.passes.pipelines import PASSES, training_pipeline
+from penstock.passes.pipelines import training_pipeline
 from penstock.passes.shared import apart
 from penstock.passes.split import SplitOptions, split
 
@@ -109,22 +109,11 @@ def test_stages_that_read_one_parameter_have_copies_and_exchange_gradients() -> 
 def test_tied_parameters_train_as_one(monkeypatch: pytest.MonkeyPatch, schedule: str, delay: int) -> None:
     model = chain_model([8, 16, 16, 16, 16, 8], [(1, 3)], tied=True)
     calls = training_pipeline({"kind": "momentum", "lr": 0.2}, {"split_at": ("layer2", "layer4")}, schedule, 3)
-    seen: list[Module] = []
-
-    def remember(call: Call, before: Module) -> Call:
-        if call.name == "partition":
-            seen.append(before)
-        return call
-
     pipelines: list[_Pipeline] = []
     monkeypatch.setattr(_Pipeline, "run", lambda self, run=_Pipeline.run: (pipelines.append(self), run(self))[1])
-    module = run_passes(model, calls, PASSES, before=remember)
+    trained = train(model, calls, seed=5, samples=12, batches=4)
+    module, found, expected = trained.module, trained.found, trained.expected(delay)
     assert any("@shared16 is read on stages 0, 1" in note.text for note in module.notes)
-    rng = np.random.default_rng(5)
-    weights = {name: rng.standard_normal(v.type.shape) / 4 for name, v in model.vars.items()}
-    batches = [{v.name: rng.standard_normal((12, v.type.dims[1])) for v in model.inputs} for _ in range(4)]
-    found = run_schedule(module, weights, batches, precision="f64")
-    expected = run_recurrence(seen[0], weights, batches, delay=delay)
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
     np.testing.assert_allclose(found.variables["shared16"], expected.variables["shared16"], rtol=1e-12)
     copies = [rank.store.latest("shared16") for rank in pipelines[0].ranks.values() if "shared16" in rank.store.slots]
@@ -134,7 +123,7 @@ def test_tied_parameters_train_as_one(monkeypatch: pytest.MonkeyPatch, schedule:
     assert module.vars["shared16.grad"].versions == 1
     others = {var.versions for var in module.vars.values() if var.role == "grad" and var.name != "shared16.grad"}
     assert others == ({1, 2} if delay else {1})
-    control = run_recurrence(seen[0], weights, batches, delay=1 - delay)
+    control = trained.expected(1 - delay)
     assert not np.allclose(found.losses, control.losses, rtol=1e-6)
 
 

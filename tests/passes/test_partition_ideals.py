@@ -8,19 +8,18 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
+from trained_both_ways import train
 
 from penstock.ir.cluster import Cluster, Device, Link
 from penstock.ir.graph import Graph, Module, Op, Value, Var
-from penstock.ir.interp import run_recurrence, run_schedule
 from penstock.ir.ops import make
 from penstock.ir.types import TensorType
 from penstock.passes import partition as partition_pass
 from penstock.passes import partition_ideals
 from penstock.passes.autodiff import AutodiffOptions, autodiff
 from penstock.passes.cost import op_seconds
-from penstock.passes.manager import Call, run_passes
 from penstock.passes.partition import PartitionOptions, chain_of, partition
-from penstock.passes.pipelines import PASSES, training_pipeline
+from penstock.passes.pipelines import training_pipeline
 
 WIDTH = 16
 
@@ -171,22 +170,11 @@ def test_branches_that_take_turns_are_not_cut_across() -> None:
 def test_training_means_the_same(schedule: str, delay: int) -> None:
     """The whole pipeline, verified after every pass, on stages that are no ranges."""
     model = branches().but(cluster=cluster_of([1e6, 1e6], 1e6))
-    seen: list[Module] = []
-
-    def remember(call: Call, before: Module) -> Call:
-        if call.name == "partition":
-            seen.append(before)
-        return call
-
-    module = run_passes(model, training_pipeline({"kind": "momentum", "lr": 0.1}, {"stages": 2}, schedule, 2), PASSES, before=remember)
-    homes = {branch: {v.stage for name, v in module.vars.items() if name[0] == branch and v.role == "param"} for branch in "ab"}
+    calls = training_pipeline({"kind": "momentum", "lr": 0.1}, {"stages": 2}, schedule, 2)
+    trained = train(model, calls, seed=0, samples=8, batches=3)
+    homes = {branch: {v.stage for name, v in trained.module.vars.items() if name[0] == branch and v.role == "param"} for branch in "ab"}
     assert sorted(map(sorted, homes.values())) == [[0], [1]]
-    rng = np.random.default_rng(0)
-    weights = {name: rng.standard_normal(v.type.shape) / 4 for name, v in model.vars.items()}
-    batches = [{v.name: rng.standard_normal((8, v.type.dims[1])) for v in model.inputs} for _ in range(3)]
-    found = run_schedule(module, weights, batches, precision="f64")
-    expected = run_recurrence(seen[0], weights, batches, delay=delay)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
+    np.testing.assert_allclose(trained.found.losses, trained.expected(delay).losses, rtol=1e-12)
 
 
 def test_what_touches_a_variable_that_the_graph_changes_stays_together() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.backends.bundle import Bundle, write_bundle
+from penstock.backends.bundle import Bundle
+from penstock.backends.bundle_writer import write_bundle
 from penstock.backends.interface import backend_of
 from penstock.ir.graph import Module
 from penstock.ir.rates import Constant

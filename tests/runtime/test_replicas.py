@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.backends.bundle import open_bundle, write_bundle
+from penstock.backends.bundle import open_bundle
+from penstock.backends.bundle_writer import write_bundle
 from penstock.ir.cluster import Cluster, Device
 from penstock.ir.errors import PeerLost
 from penstock.ir.schedule import Program, Schedule

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from penstock.ir.errors import UsageError
 from penstock.ir.text import parse_module
 from penstock.runtime.control import End, Piece
+from penstock.runtime.message_feeds import RequestFeed
 from penstock.runtime.program import ActionStream
-from penstock.runtime.request_feed import RequestFeed
 from penstock.runtime.requests import Layout, Packer, Part, Ticket
 from penstock.runtime.status import Status
 
