@@ -3,14 +3,17 @@ iproute2. `cut` takes a host off the bridge, so that its packets vanish without 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
+import signal
 import subprocess
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO
+from types import FrameType, TracebackType
+from typing import IO, Any
 
 _SECONDS = 20
 _NAMES = Path("/etc/netns")
@@ -42,8 +45,12 @@ class Hosts:
         self.names = list(names)
         self._prefix = f"ps{secrets.token_hex(3)}"
         self._spaces: list[str] = []
+        self._handler: Any = None
 
     def __enter__(self) -> Hosts:
+        # Whoever is ended leaves no namespaces either.
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, _interrupt)
         try:
             self._add("switch")
             switch = self._spaces[0]
@@ -64,10 +71,20 @@ class Hosts:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        problems = []
         for space in reversed(self._spaces):
-            _ip("netns", "del", space)
+            try:
+                kill(_pids(space))
+                _ip("netns", "del", space)
+            except (subprocess.SubprocessError, OSError) as failed:
+                problems.append(f"{space}: {getattr(failed, 'stderr', None) or failed}")
             shutil.rmtree(_NAMES / space, ignore_errors=True)
         self._spaces.clear()
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+            self._handler = None
+        if problems and error is None:
+            raise RuntimeError(f"namespaces cannot be removed: {'; '.join(problems)}")
 
     def address(self, host: int) -> str:
         return f"10.77.0.{host + 1}"
@@ -90,7 +107,7 @@ class Hosts:
 
     def processes(self) -> list[int]:
         """Everything that still runs on the hosts."""
-        return [int(pid) for space in self._spaces for pid in _ip("netns", "pids", space).split()]
+        return [pid for space in self._spaces for pid in _pids(space)]
 
     def _name(self, space: str) -> None:
         """What `ip netns exec` puts in the place of /etc/hosts."""
@@ -99,8 +116,26 @@ class Hosts:
         (_NAMES / space / "hosts").write_text("\n".join(lines) + "\n")
 
     def _add(self, name: str) -> None:
-        _ip("netns", "add", f"{self._prefix}-{name}")
+        # Noted before it is there: an interrupt may come in between.
         self._spaces.append(f"{self._prefix}-{name}")
+        _ip("netns", "add", f"{self._prefix}-{name}")
+
+
+def kill(processes: Iterable[int]) -> None:
+    """Kill processes that may have ended by now."""
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _pids(space: str) -> list[int]:
+    return [int(pid) for pid in _ip("netns", "pids", space).split()]
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    # Once: what cleans up afterwards is not interrupted.
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt(f"ended by {signal.Signals(number).name}")
 
 
 def _ip(*words: str) -> str:

@@ -48,6 +48,15 @@ def peak_bytes(pid: int) -> int:
     raise ContenderFailed(f"no VmHWM for process {pid}")
 
 
+def resident_bytes(pid: int) -> int:
+    """The resident set of a process now; 0 when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
+
+
 def cpu_seconds(pid: int) -> float:
     """User and system time of all threads of a process so far."""
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

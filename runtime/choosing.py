@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -18,7 +20,12 @@ from ..backends.bundle import file_problems
 from ..ir import errors
 from ..ir.errors import PeerLost, PenstockError, UsageError, VerifyError
 from .checkpoint import INDEX, LATEST, is_saved, left_behind, read_index, saved_step, saved_steps
-from .transport import Group
+
+# Keepers and launchers look at checkpoints, too, and have no use for torch.
+if TYPE_CHECKING:
+    from .transport import Group
+
+Decision = TypeVar("Decision", bound=msgspec.Struct)
 
 # Rank 0 reads all files to check them, which may take any time; a rank that is lost ends the others elsewhere first.
 _CHECK_SECONDS = 3600.0
@@ -33,15 +40,13 @@ class Chosen:
     words: list[str]
 
 
-class _Told(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What rank 0 chose, or why it could not."""
+class _Failure(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Why rank 0 could not decide."""
 
-    place: str = ""
-    words: list[str] = []
-    error: str = ""
-    what: str = ""
-    where: str = ""
-    hint: str = ""
+    error: str
+    what: str
+    where: str
+    hint: str
 
 
 def damage_of(place: Path) -> list[str]:
@@ -114,27 +119,28 @@ def choose(path: str | os.PathLike[str]) -> Chosen:
     raise VerifyError("no checkpoint is whole:" + _listed(words), where=str(path))
 
 
-def choose_together(group: Group, path: str) -> Chosen:
-    """`choose` on rank 0, which tells the others: each file is checked once, and all go on from the same one."""
-    key = "resume/chosen"
+def decide_together(group: Group, what: str, decide: Callable[[], Decision], kind: type[Decision]) -> Decision:
+    """Rank 0 decides, which may mean to read whole checkpoints, and tells the others: each file is checked once, and all do the same."""
     if group.rank == 0:
         try:
-            chosen = choose(path)
+            decision = decide()
         except PenstockError as error:
-            told = _Told(error=type(error).__name__, what=error.what, where=error.where, hint=error.hint)
-            group.put(key, msgspec.json.encode(told))
+            told = _Failure(type(error).__name__, error.what, error.where, error.hint)
+            group.put(f"{what}/failed", msgspec.json.encode(told))
+            group.put(what, b"")
             raise
-        group.put(key, msgspec.json.encode(_Told(str(chosen.place), chosen.words)))
-        return chosen
+        group.put(what, msgspec.json.encode(decision))
+        return decision
     started = time.monotonic()
-    while not group.store.check([key]):
+    while not group.store.check([what]):
         if time.monotonic() - started > _CHECK_SECONDS:
-            raise PeerLost(f"rank 0 did not choose a checkpoint within {_CHECK_SECONDS:g} s", where=f"rank {group.rank}")
+            raise PeerLost(f"rank 0 did not decide on {what} within {_CHECK_SECONDS:g} s", where=f"rank {group.rank}")
         time.sleep(_LOOK_SECONDS)
-    told = msgspec.json.decode(group.get(key, "the checkpoint that rank 0 chose"), type=_Told)
-    if told.error:
-        raise getattr(errors, told.error, PenstockError)(told.what, where=told.where, hint=told.hint)
-    return Chosen(Path(told.place), told.words)
+    given = group.get(what, f"what rank 0 decided on {what}")
+    if not given:
+        failure = msgspec.json.decode(group.get(f"{what}/failed", f"why rank 0 has no {what}"), type=_Failure)
+        raise getattr(errors, failure.error, PenstockError)(failure.what, where=failure.where, hint=failure.hint)
+    return msgspec.json.decode(given, type=kind)
 
 
 def _listed(problems: list[str]) -> str:

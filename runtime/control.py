@@ -8,6 +8,7 @@ one receiving thread at each end; what is sent goes out whole, from whichever th
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
@@ -131,6 +132,10 @@ class Stop(Record, frozen=True):
     """Leave the group and end."""
 
 
+class Alive(Record, frozen=True):
+    """A keeper's sign of life."""
+
+
 # ------------------------------------------------------------------------------------------------ from a worker
 
 
@@ -173,6 +178,16 @@ class Done(Record, frozen=True):
 
 class Parameters(Record, frozen=True):
     """Answer to FetchParameters; the arrays are the parameters."""
+
+
+class Gathered(Record, frozen=True):
+    """To a keeper: where the keepers of all ranks listen, by rank, the processes of the ranks, and the token of this start."""
+
+    hosts: tuple[str, ...]
+    addresses: tuple[str, ...]
+    ports: tuple[int, ...]
+    processes: tuple[int, ...]
+    token: str
 
 
 class LogEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True, array_like=True):
@@ -221,7 +236,7 @@ class Failed(Record, frozen=True):
 
 
 Message = (
-    Setup | Join | Run | Batch | End | Serve | Piece | Save | Evaluate | FetchParameters | FetchAudit | Stop
+    Setup | Join | Run | Batch | End | Serve | Piece | Save | Evaluate | FetchParameters | FetchAudit | Stop | Alive | Gathered
     | Hosting | Ready | Step | Output | Done | Parameters | Audit | Evaluated | Trace | Wake | Failed
 )  # fmt: skip
 
@@ -251,6 +266,15 @@ class Channel:
             for array in given.values():
                 if array.nbytes:
                     self._socket.sendall(array.reshape(-1).view(np.uint8).data)
+
+    def offer(self, message: Record) -> bool:
+        """Send a short message if there is room: whoever does not read holds nobody up. Whether it was sent."""
+        room = select.poll()
+        room.register(self._socket, select.POLLOUT)
+        if not room.poll(0):
+            return False
+        self.send(message)
+        return True
 
     def receive(self) -> tuple[Message, Arrays] | None:
         """The next message; None when the other end is closed. VerifyError for what is no message."""

@@ -52,12 +52,11 @@ from .control import (
     Trace,
 )
 from .data import check_data
-from .data_files import absolute_source
 from .evaluation import Evaluation, count_evaluation, mean_loss
 from .feeds import AHEAD
 from .inference import Inference, Inputs
 from .launch import HEARTBEAT, TIMEOUT, Workers
-from .options import data_problems, nan_problems, timeout_problems
+from .options import data_problems, data_spec, nan_problems, timeout_problems
 from .pace import pace_problems
 from .program import fed_inputs, loss_stage, microbatch_size, share_of
 from .resuming import start_from
@@ -442,9 +441,3 @@ def open(
         mode=mode,
         queue=queue,
     )
-
-
-def data_spec(data: str | os.PathLike[str], shuffle: bool, seed: int, last: str = "wrap") -> DataSpec:
-    """Where samples come from, by absolute paths."""
-    text = os.fspath(data)
-    return DataSpec(text if text == "synthetic" else absolute_source(text), shuffle, seed, last)

@@ -1,15 +1,20 @@
 """One rank of a run that torchrun (or srun) started: the same Worker, with the commands of `penstock run` given by itself.
 
 Every rank goes through the same list: run so many batches, save, run, ... The rank that computes the loss sends it and the norm of the gradient
-to rank 0, which writes the metrics, shows progress and indexes checkpoints. An error ends this rank with the exit code of its kind; the launcher
-ends the others, and their own deadlines do where it does not.
+to rank 0, which writes the metrics, shows progress and indexes checkpoints. The process is the child of its keeper (keeper.py), which watches it and
+talks to the keepers of the other ranks; an error is reported there, and ends this rank with the exit code of its kind. Rank 0 says where the run
+begins: at its newest checkpoint if it was started before (restarts.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import secrets
+import signal
+import socket
 import sys
 import threading
 import time
@@ -22,21 +27,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..backends.bundle import Bundle, open_bundle
+from ..backends.bundle import open_bundle
 from ..ir.errors import PeerLost, PenstockError, UsageError
 from ..ir.graph import Module
-from .choosing import choose_together
+from . import restarts
 from .clocks import measure_offset
-from .control import Arrays, DataSpec, Done, Evaluate, Evaluated, Message, Record, Run, Setup, Step, Stop, Trace
+from .control import Arrays, Channel, Done, Evaluate, Evaluated, Gathered, Message, Record, Run, Setup, Step, Stop, Trace
 from .data import check_data
 from .evaluation import Evaluation, count_evaluation, mean_loss
-from .hosts import Place, Present, check_hosts, choose_interface, describe_hosts, place_of, same_host
+from .hosts import Interface, Present, check_hosts, describe_hosts, place_of
 from .meet import join_place
 from .metrics import Metrics
 from .options import RunOptions
 from .program import fed_inputs, microbatch_size
 from .resuming import start_from
-from .status import Status
+from .status import BEAT_SECONDS, Patience, Status
 from .steps import Steps
 from .tables import Tables, learning_rate
 from .trace import Event, Held, write_trace
@@ -49,6 +54,7 @@ _REPORT_TAG = 1
 _NO_NORM = -1.0
 # A step may take any time; a lost rank shows elsewhere first.
 _STEP_TIMEOUT = timedelta(days=7)
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class Reports:
@@ -107,8 +113,8 @@ class Reports:
             self.failure = error
 
 
-def run_rank(options: RunOptions) -> None:
-    """Join the group, run all steps, leave."""
+def run_rank(options: RunOptions, interface: Interface, status: Status, channel: Channel, watch: int) -> None:
+    """Join the group, run all steps, leave. `watch` is the port of the keeper."""
     seat = place_of()
     rank, world = seat.rank, seat.world
     bundle = open_bundle(options.bundle, rank)
@@ -122,25 +128,29 @@ def run_rank(options: RunOptions) -> None:
     if options.evaluation is not None:
         found = count_evaluation(module, options.evaluation, bundle.renamed, fed)
         to_evaluate = found if fed else None
-    interface = choose_interface(seat, _planned_interface(bundle, seat))
+    status.show("joining")
     group = Group(join_place(seat, interface, options.timeout), rank, world, options.timeout)
-    own = Present(seat.host, interface.address, interface.name, os.getpid())
-    present = [msgspec.json.decode(part, type=Present) for part in group.gather("present", msgspec.json.encode(own))]
-    chosen = None if options.resume is None else choose_together(group, options.resume)
-    start = start_from(bundle, options.data, chosen, options.lr, options.rate)
+    present = _gather_keepers(group, Present(seat.host, interface.address, interface.name, os.getpid(), watch), channel)
+    warnings = check_hosts(bundle, present)
+    beginning = restarts.begin_together(group, options)
+    start = start_from(bundle, options.data, beginning.chosen, options.lr, options.rate)
     first, tables = start.step, start.tables
-    warnings = [*start.warnings, *check_hosts(bundle, present)]
-    metrics = None
+    end = first + options.steps if beginning.end is None else beginning.end
+    metrics, record = None, None
     events: list[Event] = []
     held: list[Held] = []
     losses: dict[int, float] = {}
     if rank == 0:
         print(f"{describe_hosts(present)} (interface chosen {interface.why})", file=sys.stderr, flush=True)
-        for warning in warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+        if beginning.again:
+            place = f"checkpoint {start.place}" if start.place is not None else "where it began"
+            print(f"penstock: the run goes on from {place}", file=sys.stderr, flush=True)
+        for warning in beginning.words if beginning.again else [*start.warnings, *warnings]:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
         samples = microbatch_size(module) * module.schedule.microbatches
-        end = first + options.steps
-        metrics = Metrics(options.metrics, samples, first, end, progress=options.progress, append=start.place is not None, log=options.log)
+        append = start.place is not None or beginning.again
+        metrics = Metrics(options.metrics, samples, first, end, progress=options.progress, append=append, log=options.log)
+        record = restarts.begin(options, first)
 
     def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
         if isinstance(message, Step):
@@ -169,7 +179,7 @@ def run_rank(options: RunOptions) -> None:
         nan=options.nan,
         evaluation=options.evaluation,
     )
-    worker = Worker(bundle, rank, group, setup, reply, receive, Status(None, rank))
+    worker = Worker(bundle, rank, group, setup, reply, receive, status)
     reports = Reports(rank, module, tables, metrics)
     _agree_on_samples(group, "samples", count)
     evaluation = _agree_on_samples(group, "samples to evaluate on", to_evaluate)
@@ -178,7 +188,7 @@ def run_rank(options: RunOptions) -> None:
     if metrics is not None:
         metrics.start()
     done = first
-    for count in options.chunks(first, first + options.steps):
+    for count in options.chunks(first, end):
         listener = reports.expect(count)
         worker.obey(Run(done, count))
         reports.flush(options.timeout)
@@ -190,15 +200,17 @@ def run_rank(options: RunOptions) -> None:
                 what = f"not all ranks reported their losses within {options.timeout:g} s"
                 raise PeerLost(what, where=f"rank {rank}") from reports.failure
         done += count
-        if evaluation is not None and options.evaluates_after(done, first + options.steps):
+        if evaluation is not None and options.evaluates_after(done, end):
             worker.obey(Evaluate(evaluation))
             parts = group.gather(f"evaluation/{done}", json.dumps(losses).encode())
             losses.clear()
             if metrics is not None:
                 together = {int(i): loss for part in parts for i, loss in json.loads(part).items()}
                 metrics.evaluated(done, Evaluation(mean_loss(evaluation, microbatch_size(module), together), evaluation))
-        if options.checkpoint is not None and options.saves_after(done, first + options.steps):
-            worker.obey(options.save_after(done, first + options.steps))
+        if options.checkpoint is not None and options.saves_after(done, end):
+            if record is not None:
+                record = restarts.note_save(options, record, done)
+            worker.obey(options.save_after(done, end))
     if options.trace is not None:
         ahead = measure_offset(group).seconds
         moved = [(action, start + ahead, end + ahead) for action, start, end in events], [(at + ahead, *rest) for at, *rest in held]
@@ -207,16 +219,21 @@ def run_rank(options: RunOptions) -> None:
             write_trace(Path(options.trace), [trace[0] for trace in traces], module=module, held=[trace[1] for trace in traces])
     if metrics is not None:
         metrics.close()
+        restarts.finish(options)
     # The store may live in rank 0 or in the launcher: nobody leaves before all are done.
     group.gather("end", b"")
     worker.obey(Stop())
 
 
-def _planned_interface(bundle: Bundle, place: Place) -> str:
-    """What the cluster file of the bundle says of the host that a rank is planned for, if this is it."""
-    cluster, name = bundle.module.cluster, bundle.rank(place.rank).host
-    own = [host.interface for host in cluster.hosts if host.name == name] if cluster is not None else []
-    return own[0] if own and same_host(name, place.host) else ""
+def _gather_keepers(group: Group, own: Present, channel: Channel) -> list[Present]:
+    """Where everybody is; the keeper is told, so that it can speak with the others."""
+    present = [msgspec.json.decode(part, type=Present) for part in group.gather("present", msgspec.json.encode(own))]
+    if group.rank == 0:
+        group.put("token", secrets.token_hex(16).encode())
+    token = group.get("token", "the token of rank 0").decode()
+    hosts, addresses = tuple(one.host for one in present), tuple(one.address for one in present)
+    channel.send(Gathered(hosts, addresses, tuple(one.watch for one in present), tuple(one.process for one in present), token))
+    return present
 
 
 def _agree_on_samples(group: Group, what: str, count: int | None) -> int | None:
@@ -228,24 +245,68 @@ def _agree_on_samples(group: Group, what: str, count: int | None) -> int | None:
     return next(iter(found.values()), None)
 
 
+class _Ties:
+    """To the keeper: the worker ends when its keeper ends, is killed or is silent."""
+
+    def __init__(self, channel: Channel, parent: int, heartbeat: float) -> None:
+        self._channel, self._parent, self._patience = channel, parent, Patience(heartbeat)
+        self._heard = time.monotonic()
+        self._answered = threading.Event()
+        # The system kills this process when its parent dies, even while it is stopped.
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        threading.Thread(target=self._read, name="control", daemon=True).start()
+        threading.Thread(target=self._watch, name="keeper", daemon=True).start()
+
+    def part(self) -> None:
+        """Leave in good order: a keeper that is stopped would be left behind, so its answer is waited for."""
+        self._answered.clear()
+        self._channel.send(Done())
+        self._answered.wait(self._patience.limit + 5)
+
+    def _read(self) -> None:
+        while self._channel.receive() is not None:
+            self._heard = time.monotonic()
+            self._answered.set()
+        os._exit(1)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(BEAT_SECONDS)
+            self._patience.look()
+            if self._patience.over(self._heard):
+                # It is stopped, and would be left behind.
+                os.kill(self._parent, signal.SIGKILL)
+                os._exit(1)
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="penstock.runtime.join", description="One rank under torchrun; started by penstock run.")
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--options", required=True)
+    parser = argparse.ArgumentParser(prog="penstock.runtime.join", description="One rank of a group; started by penstock run.")
+    for name in ("threads", "control", "status", "parent", "watch"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("interface", "options"):
+        parser.add_argument(f"--{name}", required=True)
     arguments = parser.parse_args(argv)
+    # Sent to all processes of a terminal: the keeper heeds it, and ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(arguments.threads)
+    options = msgspec.json.decode(arguments.options, type=RunOptions)
+    channel = Channel(socket.socket(fileno=arguments.control))
+    ties = _Ties(channel, arguments.parent, options.heartbeat)
+    status = Status(arguments.status, 0)
+    status.show("starting")
+    status.start_heart()
     try:
-        run_rank(msgspec.json.decode(arguments.options, type=RunOptions))
+        run_rank(options, msgspec.json.decode(arguments.interface, type=Interface), status, channel, arguments.watch)
+        ties.part()
     except BaseException as error:
-        failed = describe_failure(error)
-        where = failed.where or f"rank {os.environ.get('RANK', '?')}"
-        print(f"error: {where}: {failed.what}" + (f"\n  hint: {failed.hint}" if failed.hint else ""), file=sys.stderr, flush=True)
-        # Threads may be stuck in gloo: do not wait for them.
-        os._exit(error.exit_code if isinstance(error, PenstockError) else 1)
+        try:
+            channel.send(describe_failure(error))
+        finally:
+            # Threads may be stuck in gloo: do not wait for them.
+            os._exit(error.exit_code if isinstance(error, PenstockError) else 1)
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-
-
-__all__ = ["DataSpec", "main", "run_rank"]

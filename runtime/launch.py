@@ -32,7 +32,7 @@ from .status import Patience, StatusBoard, describe_line, is_stopped
 from .trouble import ending, error_of, named, others, place, reached
 
 # Importing and loading, beside the timeout for the group to meet.
-_START_SECONDS = 120.0
+START_SECONDS = 120.0
 # How long to look for the cause after the first sign of trouble; a broken connection is noticed faster than a dead process.
 _CAUSE_SECONDS = 1.5
 _TERMINATE_SECONDS = 2.0
@@ -114,11 +114,11 @@ class Workers:
     def _meet(self, setup: Setup) -> None:
         for rank in range(self.count):
             self.send(rank, setup)
-        waiting, deadline = set(range(self.count)), time.monotonic() + _START_SECONDS + setup.timeout
+        waiting, deadline = set(range(self.count)), time.monotonic() + START_SECONDS + setup.timeout
         while waiting:
             if time.monotonic() > deadline:
                 missing = ", ".join(f"rank {r} ({self._board.read(r) or 'starting'})" for r in sorted(waiting))
-                raise PeerLost(f"not ready after {_START_SECONDS + setup.timeout:g} s: {missing}", where="launch")
+                raise PeerLost(f"not ready after {START_SECONDS + setup.timeout:g} s: {missing}", where="launch")
             received = self.poll()
             match received:
                 case (_, Hosting(port), _):
@@ -265,7 +265,8 @@ class Workers:
         note = reached(self._board.last_step(), self.checkpoints)
         heard = {r: self._board.last_beat(r) for r in silent}
         self.end()
-        dead = [r for r in range(self.count) if codes[r] is not None and r not in reports]
+        # One that has ended well did so because it was told to, in the course of the others' end.
+        dead = sorted((r for r in range(self.count) if codes[r] is not None and r not in reports), key=lambda r: codes[r] == 0)
         own = [r for r, report in reports.items() if report.error != PeerLost.__name__]
         if dead:
             raise self._death(dead[0], codes[dead[0]], doing, note, tails[dead[0]])

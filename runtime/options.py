@@ -1,7 +1,4 @@
-"""What `penstock run` was asked to do, and the step from the command into a rank of a group that torchrun started.
-
-Under torchrun every process runs the same command; it becomes its rank by replacing itself with the worker, because the number of threads must
-stand in the environment before Python imports anything. The options travel as JSON in the argument list.
+"""What `penstock run` was asked to do. The options travel to a rank of a group as JSON in its argument list.
 
 Everything that can be known to fail is refused before training starts, the places to write to among it: each is tried without leaving a trace.
 """
@@ -11,19 +8,18 @@ from __future__ import annotations
 import math
 import os
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 
 import msgspec
 
-from ..backends.bundle import open_bundle
 from ..ir.errors import UsageError
 from ..ir.graph import NORM, Module
 from .control import DataSpec, Save
 from .data import LAST
-from .hosts import check_world, in_group, place_of
-from .launch import HEARTBEAT, thread_environment
+from .data_files import absolute_source
+from .hosts import in_group, place_of
+from .launch import HEARTBEAT
 from .sinks import sink_problems
 
 # Milliseconds of a timeout have to fit into 32 bits in some system calls.
@@ -128,6 +124,12 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return self.evaluation is not None and (done == end or bool(self.evaluate_every and done % self.evaluate_every == 0))
 
 
+def data_spec(data: str | os.PathLike[str], shuffle: bool, seed: int, last: str = "wrap") -> DataSpec:
+    """Where samples come from, by absolute paths."""
+    text = os.fspath(data)
+    return DataSpec(text if text == "synthetic" else absolute_source(text), shuffle, seed, last)
+
+
 def timeout_problems(timeout: float, heartbeat: float = HEARTBEAT) -> list[str]:
     problems = []
     if not (math.isfinite(timeout) and 0 < timeout <= LONGEST_TIMEOUT):
@@ -189,20 +191,3 @@ def directory_problem(path: str) -> str:
 def is_inside(path: str, directory: str) -> bool:
     """Whether a path is a directory or lies in it; both are absolute."""
     return os.path.commonpath([path, directory]) == directory
-
-
-def become_rank(options: RunOptions) -> None:
-    """Replace this process by its rank of the group; does not return."""
-    place = place_of()
-    bundle = open_bundle(options.bundle, place.rank if place.rank < place.world else None)
-    try:
-        check_world(bundle, place)
-    except UsageError as error:
-        # All ranks find the same: one of each host says it.
-        if place.local_rank == 0:
-            raise
-        sys.exit(error.exit_code)
-    threads = bundle.rank(place.rank).threads
-    text = msgspec.json.encode(options).decode()
-    command = [sys.executable, "-P", "-m", "penstock.runtime.join", "--threads", str(threads), "--options", text]
-    os.execve(sys.executable, command, os.environ | thread_environment(threads))

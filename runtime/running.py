@@ -20,11 +20,11 @@ from ..ir.errors import PenstockError
 from ..ir.rates import Rate
 from .checkpoint import step_name
 from .hosts import in_group
-from .job import Job, data_spec
+from .keeper import become_rank
 from .launch import HEARTBEAT, TIMEOUT
-from .metrics import Metrics
-from .options import RunOptions, become_rank
+from .options import RunOptions, data_spec
 from .program import microbatch_size
+from .restarts import finished_saves, identity
 from .trace import write_trace
 from .trouble import is_passing
 
@@ -119,10 +119,14 @@ class _LocalRun:
     @property
     def saved(self) -> Path | None:
         """The newest checkpoint of this run. One that was still being written when the run ended is not there."""
-        return next((place for place, before in reversed(self._places) if _identity(place) not in (None, before)), None)
+        return next(iter(finished_saves(self._places)), None)
 
     def go_on(self) -> RunSummary:
         """Start workers and train to the end."""
+        # Here, because they import torch, which a keeper has no use for.
+        from .job import Job
+        from .metrics import Metrics
+
         options, saved = self.options, self.saved
         resume = options.resume if saved is None else str(saved)
         job = Job(
@@ -158,7 +162,7 @@ class _LocalRun:
                     if options.checkpoint is not None and options.saves_after(job.steps_done, end):
                         save = options.save_after(job.steps_done, end)
                         place = Path(save.directory) / step_name(save.step)
-                        before = _identity(place)
+                        before = identity(place)
                         job.save(save.directory, background=save.background, keep_last=save.keep_last)
                         self._places.append((place, before))
                         record.tell_wait(job.save_waited)
@@ -177,14 +181,6 @@ class _LocalRun:
         place = f"checkpoint {self.saved}" if self.saved is not None else "where the run began"
         print(f"penstock: error: {error}", file=sys.stderr)
         print(f"penstock: restart {self.restarts} of {self.options.max_restarts}, from {place}", file=sys.stderr, flush=True)
-
-
-def _identity(place: Path) -> int | None:
-    """Which directory stands at a place."""
-    try:
-        return place.stat().st_ino
-    except FileNotFoundError:
-        return None
 
 
 def _absolute(path: str | os.PathLike[str] | None) -> str | None:

@@ -20,9 +20,10 @@ from penstock.ir.errors import PenstockError, UsageError, VerifyError
 from penstock.ir.graph import stepped_vars
 from penstock.runtime import saving
 from penstock.runtime.checkpoint import FORMAT, Index, SavedFile, read_index, read_tensors
-from penstock.runtime.choosing import choose, choose_together, damage_of, find_checkpoint
+from penstock.runtime.choosing import choose, damage_of, decide_together, find_checkpoint
 from penstock.runtime.control import Setup
 from penstock.runtime.job import Job
+from penstock.runtime.restarts import Beginning
 from penstock.runtime.running import run_bundle
 from penstock.runtime.status import Status
 from penstock.runtime.store import Store
@@ -130,7 +131,8 @@ def test_all_ranks_go_on_from_what_rank_0_chose(tmp_path):
 
         def ask(rank, store=store, found=found, path=path):
             try:
-                found[rank] = choose_together(Group(store.clone(), rank, 2, TIMEOUT), str(path)).place.name
+                group = Group(store.clone(), rank, 2, TIMEOUT)
+                found[rank] = decide_together(group, "place", lambda: Beginning(choose(path).place.name, None, False, []), Beginning).resume
             except VerifyError as error:
                 found[rank] = type(error)
 
