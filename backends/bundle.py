@@ -2,6 +2,7 @@
 
     manifest.json        format, name, source hash, backend, tool versions, ranks (host, device, stage, threads, files), files (size, SHA-256)
     manifest.sha256      hash of the manifest itself, as `sha256sum -c` reads it
+    manifest.hmac        signature of the manifest, where somebody signed it (signing.py)
     module.ir            the final IR: the program the workers run
     reference.ir         the same model before it was cut into stages: what `penstock verify` compares with
     plan.json            why it was cut this way (free form, for people and tools)
@@ -38,6 +39,7 @@ from ..ir.graph import Module, Var, signature
 from ..ir.schedule import COMPUTE
 from ..ir.text import parse_module
 from .interface import BACKENDS
+from .signing import SIGNATURE, check_signature, key_in_use
 
 FORMAT = 1
 MANIFEST, MANIFEST_HASH, MODULE, REFERENCE = "manifest.json", "manifest.sha256", "module.ir", "reference.ir"
@@ -185,12 +187,13 @@ def weights_name(stage: int) -> str:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def open_bundle(path: str | os.PathLike[str], rank: int | None = None) -> Bundle:
-    """Check a bundle and open it. With `rank`, only the common files and those of that rank need to be there."""
+def open_bundle(path: str | os.PathLike[str], rank: int | None = None, *, unsigned: bool = False) -> Bundle:
+    """Check a bundle and open it. With `rank`, only the common files and those of that rank need to be there. Where bundles must be signed,
+    `unsigned` opens others, too."""
     root = Path(os.path.abspath(path))
     if not root.is_dir():
         raise UsageError("is not a bundle directory", where=str(path), hint="`penstock compile MODEL -o BUNDLE` makes one")
-    manifest = _read_manifest(root)
+    manifest = _read_manifest(root, None if unsigned else key_in_use())
     problems = _structure_problems(root, manifest)
     if not problems:
         wanted = _names_for(manifest, rank)
@@ -241,7 +244,7 @@ def contained(name: str) -> bool:
     )
 
 
-def _read_manifest(root: Path) -> Manifest:
+def _read_manifest(root: Path, key: bytes | None) -> Manifest:
     def refuse(what: str, hint: str = "compile it again, or copy it again") -> VerifyError:
         return VerifyError(what, where=str(root / MANIFEST), hint=hint)
 
@@ -253,6 +256,8 @@ def _read_manifest(root: Path) -> Manifest:
     if expected != found:
         listed = expected[:64].decode("ascii", "replace")
         raise refuse(f"{MANIFEST}: SHA-256 is {found[:64].decode()}, {MANIFEST_HASH} says {listed}")
+    if key is not None:
+        check_signature(root, text, key)
     try:
         version = msgspec.json.decode(text, type=dict).get("format")
         if version != FORMAT:
@@ -285,7 +290,7 @@ def _structure_problems(root: Path, manifest: Manifest) -> list[str]:
         problems += [f"rank {entry.rank}: expected rank {i} here"] if entry.rank != i else []
         problems += [f"rank {i}: needs {name!r}, which is not listed" for name in entry.files if name not in manifest.files]
     if not problems:
-        problems += _stray_files(root, {MANIFEST, MANIFEST_HASH, *manifest.files})
+        problems += _stray_files(root, {MANIFEST, MANIFEST_HASH, SIGNATURE, *manifest.files})
     return problems
 
 

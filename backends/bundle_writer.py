@@ -1,7 +1,7 @@
 """Writing a bundle (bundle.py says what is in one). In: a module, files of the back end, weights. Out: a directory.
 
 `write_bundle` fills a sibling directory, flushes it and renames it into place: a bundle is there whole or not at all. The same inputs give
-the same bytes; there is no time, path or host name of the build in it.
+the same bytes; there is no time, path or host name of the build in it. It is signed where PENSTOCK_BUNDLE_KEY names a key (signing.py).
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from .bundle import (
     Manifest,
     Origin,
     RankEntry,
+    open_bundle,
     stage_vars,
     stored_vars,
     weights_name,
 )
+from .signing import SIGNATURE, key_in_use, signature_of
 from .tensor_file import write_tensors
 
 _TOOLS = ("penstock", "apache-tvm", "apache-tvm-ffi", "numpy", "torch", "onnx")
@@ -69,6 +71,7 @@ def write_bundle(
     """
     out = Path(os.path.abspath(out_dir))
     check_replaceable(out)
+    key = key_in_use()
     stages = [stage.index for stage in module.stages]
     _check_weights(module, weights)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -126,6 +129,8 @@ def write_bundle(
         text = msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=2) + b"\n"
         digest, _ = _write_bytes(work / MANIFEST, text)
         _write_bytes(work / MANIFEST_HASH, f"{digest}  {MANIFEST}\n".encode())
+        if key is not None:
+            _write_bytes(work / SIGNATURE, signature_of(key, text))
         for folder in {work, *(path.parent for path in map(work.joinpath, files))}:
             flush_directory(folder)
         move_into_place(work, out)
@@ -133,6 +138,20 @@ def write_bundle(
         shutil.rmtree(work, ignore_errors=True)
         raise
     return Bundle(out, manifest)
+
+
+def sign_bundle(path: str | os.PathLike[str], key: bytes) -> Path:
+    """Sign a bundle that is whole; the file of the signature, in place of one that was there."""
+    root = open_bundle(path, unsigned=True).path
+    target, fresh = root / SIGNATURE, root.parent / f".{root.name}.{secrets.token_hex(4)}.hmac"
+    try:
+        _write_bytes(fresh, signature_of(key, (root / MANIFEST).read_bytes()))
+        fresh.replace(target)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise UsageError(f"cannot be written: {error.strerror or error}", where=str(target)) from error
+    flush_directory(root)
+    return target
 
 
 def _write_weights(work: Path, module: Module, stage: int, weights: Mapping[str, np.ndarray]) -> tuple[str, int]:

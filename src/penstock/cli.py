@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from penstock import __version__
+from penstock.argument_types import device_list, positive_number, seed_number, whole_number
 from penstock.ir.errors import DoesNotFit, PenstockError, UsageError
 
 
@@ -114,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "-o", "--out", default="demo-out", metavar="DIR", help="folder for model, bundle, dumps and metrics (default: demo-out)"
     )
-    demo.add_argument("--steps", type=_positive, default=120, metavar="N", help="optimiser steps (default: 120)")
+    demo.add_argument("--steps", type=positive_number, default=120, metavar="N", help="optimiser steps (default: 120)")
     demo.add_argument("--schedule", choices=_SCHEDULES, default="2bw", help="default: 2bw")
     demo.add_argument("--backend", choices=("tvm", "numpy"), default="tvm", help="default: tvm")
 
@@ -144,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     compile.add_argument(
         "--target", default="host", metavar="NAME", help="instruction set to compile for, e.g. host, x86-64-v3 (default: host)"
     )
-    compile.add_argument("--jobs", type=_positive, metavar="N", help="processes to compile with (default: one per core)")
+    compile.add_argument("--jobs", type=positive_number, metavar="N", help="processes to compile with (default: one per core)")
 
     run = add("run", "train with a bundle: starts one process per rank, or joins as one rank under torchrun")
     run.add_argument("bundle", metavar="BUNDLE")
@@ -154,9 +155,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE|synthetic",
         help="samples: .npz, .safetensors, .parquet, a folder of .npy, FILE:u16 of tokens, or INPUT=FILE,... (docs/data.md; default: synthetic)",
     )
-    run.add_argument("--steps", type=_positive, default=10, metavar="N", help="optimiser steps in this run (default: 10)")
+    run.add_argument("--steps", type=positive_number, default=10, metavar="N", help="optimiser steps in this run (default: 10)")
     run.add_argument("--shuffle", action="store_true", help="visit samples in a new order every epoch")
-    run.add_argument("--seed", type=_seed, default=0, metavar="N", help="for --shuffle and synthetic data (default: 0)")
+    run.add_argument("--seed", type=seed_number, default=0, metavar="N", help="for --shuffle and synthetic data (default: 0)")
     run.add_argument(
         "--last-batch",
         choices=("wrap", "drop", "pad"),
@@ -164,13 +165,15 @@ def _parser() -> argparse.ArgumentParser:
         help="where samples are no multiple of a batch: go on with the next epoch, drop the rest, or fill up from the same epoch (default: wrap)",
     )
     run.add_argument("--eval-data", metavar="FILE", help="samples to compute the mean loss of, without training on them (docs/data.md)")
-    run.add_argument("--eval-every", type=_positive, metavar="N", help="steps between evaluations (default: one at the end)")
+    run.add_argument("--eval-every", type=positive_number, metavar="N", help="steps between evaluations (default: one at the end)")
     run.add_argument("--lr", type=float, metavar="X", help="learning rate, in place of the one the bundle was compiled with")
     run.add_argument("--lr-schedule", metavar="R", help=_RATE_HELP + ", in place of the one the bundle was compiled with")
     run.add_argument("--metrics", metavar="FILE", help="write one JSON object per step")
     run.add_argument("--checkpoint", metavar="DIR", help="write checkpoints here, at the end and every --checkpoint-every steps")
-    run.add_argument("--checkpoint-every", type=_positive, metavar="N", help="steps between checkpoints")
-    run.add_argument("--keep-last", type=_positive, metavar="N", help="remove older checkpoints, but for the newest N (default: keep all)")
+    run.add_argument("--checkpoint-every", type=positive_number, metavar="N", help="steps between checkpoints")
+    run.add_argument(
+        "--keep-last", type=positive_number, metavar="N", help="remove older checkpoints, but for the newest N (default: keep all)"
+    )
     run.add_argument(
         "--checkpoint-wait",
         action="store_true",
@@ -199,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--max-restarts",
-        type=_count,
+        type=whole_number,
         default=0,
         metavar="N",
         help="start the workers again after a failure, from the newest checkpoint, up to N times (default: 0; under torchrun that is its option)",
@@ -230,9 +233,9 @@ def _parser() -> argparse.ArgumentParser:
         default="throughput",
         help="throughput: many requests at once, which share microbatches; latency: one at a time (default: throughput)",
     )
-    infer.add_argument("--request", type=_positive, metavar="N", help="samples per request (default: those of a microbatch)")
-    infer.add_argument("--samples", type=_positive, metavar="N", help="with --data synthetic: how many (default: 64 microbatches)")
-    infer.add_argument("--seed", type=_seed, default=0, metavar="N", help="of --data synthetic (default: 0)")
+    infer.add_argument("--request", type=positive_number, metavar="N", help="samples per request (default: those of a microbatch)")
+    infer.add_argument("--samples", type=positive_number, metavar="N", help="with --data synthetic: how many (default: 64 microbatches)")
+    infer.add_argument("--seed", type=seed_number, default=0, metavar="N", help="of --data synthetic (default: 0)")
     infer.add_argument("--json", action="store_true", help="print throughput and percentiles of latency as one JSON object")
     infer.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="give up when a peer keeps a rank waiting this long (default: 60)"
@@ -249,6 +252,11 @@ def _parser() -> argparse.ArgumentParser:
         "(default: the weights that the model had when it was compiled)",
     )
 
+    sign = add("sign", "vouch for a bundle with a secret key, or check that somebody did")
+    sign.add_argument("bundle", metavar="BUNDLE")
+    sign.add_argument("--key", required=True, metavar="FILE", help="the key: at least 32 bytes, e.g. of `openssl rand -hex 32`")
+    sign.add_argument("--check", action="store_true", help="write nothing; exit code 5 where the signature does not fit")
+
     _add_checkpoint(add("checkpoint", "list checkpoints, check them, or write the weights of one into a safetensors file"))
 
     inspect = add("inspect", "look into a bundle or an IR file")
@@ -262,12 +270,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--measure", action="store_true", help="with --kernels: compile each kernel by itself and time it on this machine")
     inspect.add_argument("--json", action="store_true", help="with --kernels: as JSON, with all shapes")
     inspect.add_argument("--source", metavar="NAME", help="print the source of one kernel, e.g. s0.F/k3")
-    inspect.add_argument("--batches", type=_positive, default=3, metavar="N", help="batches to show with --schedule (default: 3)")
+    inspect.add_argument("--batches", type=positive_number, default=3, metavar="N", help="batches to show with --schedule (default: 3)")
 
     simulate = add("simulate", "run a bundle's program against modelled times, links, NICs, cores and memory")
     simulate.add_argument("file", metavar="BUNDLE|FILE.ir")
     simulate.add_argument("--cluster", metavar="FILE", help="other devices and links than those it was planned for, under the same names")
-    simulate.add_argument("--batches", type=_positive, default=10, metavar="N", help="batches to run (default: 10)")
+    simulate.add_argument("--batches", type=positive_number, default=10, metavar="N", help="batches to run (default: 10)")
     simulate.add_argument(
         "--costs",
         choices=("analytic", "table", "measured"),
@@ -283,7 +291,7 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = add("doctor", "measure this machine, or the hosts of a torchrun group, and write a cluster file")
     doctor.add_argument("--cluster-out", metavar="FILE", help="cluster file to write, TOML or YAML (.yaml)")
-    doctor.add_argument("--devices", type=_positive, metavar="N", help="equal CPU devices to divide the machine into (default: 1)")
+    doctor.add_argument("--devices", type=positive_number, metavar="N", help="equal CPU devices to divide the machine into (default: 1)")
     doctor.add_argument("--threads", metavar="LIST", help="threads of each CPU device, e.g. 3,1")
     doctor.add_argument("--json", action="store_true", help="print everything as JSON")
 
@@ -310,9 +318,9 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--dim", action="append", default=[], metavar="NAME=INT", help="bind a symbolic dimension of the model")
     verify.add_argument("--known", action="append", default=[], metavar="NAME=VALUES", help="bind an input of the model, as when compiling")
     verify.add_argument(
-        "--steps", type=_positive, metavar="N", help="optimiser steps for a training bundle (default: 4; with --parity 200)"
+        "--steps", type=positive_number, metavar="N", help="optimiser steps for a training bundle (default: 4; with --parity 200)"
     )
-    verify.add_argument("--seed", type=_seed, metavar="N", help="for the random inputs (default: 0)")
+    verify.add_argument("--seed", type=seed_number, metavar="N", help="for the random inputs (default: 0)")
     verify.add_argument(
         "--tolerance",
         type=float,
@@ -329,9 +337,11 @@ def _parser() -> argparse.ArgumentParser:
     parity.add_argument("--loss", metavar="L", help="cross_entropy or mse on the first output, or output:NAME")
     parity.add_argument("--data", metavar="FILE|synthetic", help="npz with one array per input, shuffled (default: synthetic)")
     parity.add_argument("--optimizers", metavar="LIST", help="kinds, each perhaps with its learning rate (default: momentum,adamw,muon)")
-    parity.add_argument("--seeds", type=_positive, metavar="N", help="runs of each, with other dropout and orders of samples (default: 3)")
-    parity.add_argument("--microbatches", type=_positive, metavar="M", help="per batch (default: 4)")
-    parity.add_argument("--devices", type=_positive, metavar="N", help="stages, one device each (default: 2)")
+    parity.add_argument(
+        "--seeds", type=positive_number, metavar="N", help="runs of each, with other dropout and orders of samples (default: 3)"
+    )
+    parity.add_argument("--microbatches", type=positive_number, metavar="M", help="per batch (default: 4)")
+    parity.add_argument("--devices", type=positive_number, metavar="N", help="stages, one device each (default: 2)")
     return parser
 
 
@@ -355,37 +365,13 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
             action.add_argument("--to", required=True, metavar="FILE.safetensors", help="the file to write")
 
 
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
-
-
-def _seed(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {2**63 - 1}, got {text!r}")
-    return int(text)
-
-
-def _devices(text: str) -> int | str:
-    if "," in text or text == "cpu" or text.startswith("sm_"):
-        return text
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a number, or a list of `cpu` and CUDA architectures such as cpu,sm_90, got {text!r}")
-    return _positive(text)
-
-
 def _model_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     parser.add_argument("model", metavar="MODEL.onnx", nargs="?" if optional else None)
     devices = parser.add_mutually_exclusive_group()
     devices.add_argument("--cluster", metavar="FILE", help="cluster file (TOML)")
     devices.add_argument(
         "--devices",
-        type=_devices,
+        type=device_list,
         metavar="N|LIST",
         help="N equal CPU devices on this machine, or a list of `cpu` and CUDA architectures, e.g. cpu,sm_90 (default: 1)",
     )
@@ -432,10 +418,10 @@ def _model_arguments(parser: argparse.ArgumentParser, optional: bool = False) ->
         default=None,
         help="leave out updates whose gradient is infinite or nan (with --clip and in f16 that is done in any case)",
     )
-    training.add_argument("--microbatches", type=_positive, metavar="M", help="microbatches per batch (default: 1)")
+    training.add_argument("--microbatches", type=positive_number, metavar="M", help="microbatches per batch (default: 1)")
     training.add_argument(
         "--batch",
-        type=_positive,
+        type=positive_number,
         metavar="N",
         help="samples per update: the planner then chooses stages, their devices and shares, microbatches, schedule and recomputation; a symbolic "
         "first dimension of the inputs is left to it as well",
@@ -461,10 +447,12 @@ def _model_arguments(parser: argparse.ArgumentParser, optional: bool = False) ->
         metavar="FILE.json",
         help="carry out this plan: what `penstock plan --json` printed, or the plan.json of a bundle, perhaps edited",
     )
-    parser.add_argument("--stages", type=_positive, default=0, metavar="N", help="pipeline stages (default: as many as the devices make)")
+    parser.add_argument(
+        "--stages", type=positive_number, default=0, metavar="N", help="pipeline stages (default: as many as the devices make)"
+    )
     parser.add_argument(
         "--replicas",
-        type=_positive,
+        type=positive_number,
         default=0,
         metavar="N",
         help="devices per stage: they share the microbatches of a batch out among them, faster ones take more (default: 1; with --batch, the most of "

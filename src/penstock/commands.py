@@ -326,6 +326,20 @@ def export_command(arguments: Namespace) -> None:
     say(f"wrote {', '.join(map(str, done.files))}: {done.tensors} tensors {age}")
 
 
+def sign_command(arguments: Namespace) -> None:
+    from penstock.backends.bundle import MANIFEST, open_bundle
+    from penstock.backends.bundle_writer import sign_bundle
+    from penstock.backends.signing import check_signature, read_key
+
+    key = read_key(arguments.key)
+    if arguments.check:
+        root = open_bundle(arguments.bundle, unsigned=True).path
+        check_signature(root, (root / MANIFEST).read_bytes(), key)
+        say(f"{arguments.bundle}: whole, and signed with this key")
+    else:
+        say(f"wrote {sign_bundle(arguments.bundle, key)}")
+
+
 def demo_command(arguments: Namespace) -> int:
     from penstock.demo import run_demo
 
