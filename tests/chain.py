@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 
 from penstock.backends.bundle import Bundle
 from penstock.backends.bundle_writer import write_bundle
+from penstock.backends.interface import backend_of
 from penstock.ir.cluster import Cluster
 from penstock.ir.text import parse_module
 from penstock.passes.manager import run_passes
@@ -22,7 +24,7 @@ def chain_weights() -> dict[str, np.ndarray]:
     return {f"w{i}": np.random.default_rng(i).standard_normal((WIDTH, WIDTH)).astype(np.float32) * 0.5 for i in range(LAYERS)}
 
 
-def chain_bundle(folder: Path, stages: int, kind: str, m: int = 4, rows: int = 4) -> Bundle:
+def chain_bundle(folder: Path, stages: int, kind: str, m: int = 4, rows: int = 4, backend: str = "numpy") -> Bundle:
     x, labels = f"f32[{rows},{WIDTH}]", f"i64[{rows}]"
     lines = ["module @chain {", f"  input %x : {x}", f"  input %labels : {labels}", "  output %loss"]
     lines += [f"  var @w{i} : f32[8,8] param" for i in range(LAYERS)] + [f"  graph @main(%x : {x}, %labels : {labels}) {{"]
@@ -33,7 +35,12 @@ def chain_bundle(folder: Path, stages: int, kind: str, m: int = 4, rows: int = 4
     module = parse_module("\n".join(lines), "chain.ir").but(cluster=Cluster.local(stages))
     cuts = tuple(f"z{i * LAYERS // stages}" for i in range(1, stages))
     module = run_passes(module, training_pipeline({"kind": "momentum", "lr": LR}, {"stages": stages, "split_at": cuts}, kind, m), PASSES)
-    return write_bundle(folder, module, {}, chain_weights(), backend="numpy")
+    if backend == "numpy":
+        return write_bundle(folder, module, {}, chain_weights(), backend=backend)
+    with TemporaryDirectory() as place:
+        names = backend_of(backend).compile_stages(module, range(stages), Path(place))
+        files = {stage: [Path(place) / name for name in found] for stage, found in names.items()}
+        return write_bundle(folder, module, files, chain_weights(), backend=backend)
 
 
 class Recurrence:

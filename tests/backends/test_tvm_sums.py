@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_tvm_graphs import Writer, agrees, fused, kernels_of
-from tvm_cases import value
+from tvm_cases import build, value
 
 from penstock.backends.tvm.kernels import sums
 from penstock.ir.graph import Graph
@@ -195,3 +195,20 @@ def test_results_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
         assert np.array_equal(one[key], two[key]), key
     expected = torch.from_numpy(arrays["s0.all:0"]).double().sum().item()
     assert abs(float(one["s0.all:0"]) - expected) <= 1e-5 * np.abs(arrays["s0.all:0"]).sum() ** 0.5
+
+
+@pytest.mark.parametrize("rows", [7, 512, 5000])
+def test_a_loss_is_the_mean_of_its_rows_to_the_last_digit(rows: int, tmp_path: Path) -> None:
+    """However many there are: losses of a batch do not depend on the size of its microbatches. The control: a plain sum in float32 is further off."""
+    w = Writer()
+    logits, labels = value("logits", f"f32[{rows},11]"), value("labels", f"i64[{rows}]")
+    w.ops.append(make("cross_entropy", [logits, labels], ["loss", "lse"], ""))
+    graph = fused(w.graph((logits, labels), (w.ops[-1].outs[0],)))
+    random = np.random.default_rng(rows)
+    given = [torch.tensor(random.standard_normal((rows, 11)) * 4, dtype=torch.float32), torch.tensor(random.integers(0, 11, rows))]
+    expected = torch.nn.functional.cross_entropy(given[0].double(), given[1], reduction="none")
+    found = build([graph], tmp_path).call(graph.name, given)[0]
+    assert abs(float(found) / float(expected.mean()) - 1) < 1e-7
+    if rows == 5000:
+        plain = np.cumsum(expected.numpy().astype(np.float32))[-1] / rows
+        assert abs(plain / float(expected.mean()) - 1) > 3e-7

@@ -312,13 +312,14 @@ def emit_cross_entropy(body: Body, op: Op) -> None:
         emit.store(parts, lse - body.at(logits, (*rows.row, label)), position)
 
     rows.each(one_row)
-    sums = emit.alloc(1, dtype, "sum")
-    emit.store(sums, literal(0, dtype), zero())
+    # A single sum over thousands of rows would round the loss by its sixth digit, and otherwise for every size of microbatches.
+    sums = emit.alloc(1, "f64", "sum")
+    emit.store(sums, literal(0, "f64"), zero())
     with emit.loop(count) as i:
-        emit.store(sums, tirx.BufferLoad(sums, [zero()]) + tirx.BufferLoad(parts, [i]), zero())
+        emit.store(sums, tirx.BufferLoad(sums, [zero()]) + cast(tirx.BufferLoad(parts, [i]), "f64"), zero())
     with body.point():
-        share = literal(1 / max(count, 1), dtype)
-        body.finish({loss: (tirx.BufferLoad(sums, [zero()]) * share, ())})
+        share = literal(1 / max(count, 1), "f64")
+        body.finish({loss: (cast(tirx.BufferLoad(sums, [zero()]) * share, dtype), ())})
 
 
 def emit_argmax(body: Body, op: Op) -> None:
