@@ -4,7 +4,7 @@
 
 A chain of eight equal products trains on two devices of this host, the second with half a core (a control group; root). The plans are those of one device,
 and those of two in both orders, cut before each of the products, under 1f1b and under 2bw: 30 plans. Two more for each schedule are chosen, for a cluster that `penstock doctor`
-measured here, the slow device with half of every rate: by `ps.plan`, which takes devices in their order but may cut anywhere, and by the planner (`penstock plan --batch`), which chooses all the rest, too. Each plan trains for some steps in
+measured here, the slow device within its quota: by `ps.plan`, which takes devices in their order but may cut anywhere, and by the planner (`penstock plan --batch`), which chooses all the rest, too. Each plan trains for some steps in
 worker processes, in turns: a round of all plans, then two more of the best and the chosen ones. The time of a plan is the median of its steps; predicted is what `penstock plan` says of it.
 
 Goal: the planner's plan is at most 5 % slower than the best one that was run under the same schedule; exit code 1 otherwise.
@@ -13,6 +13,7 @@ Goal: the planner's plan is at most 5 % slower than the best one that was run un
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from truth import batches, load, run, save
-from truth_machines import Configuration, quota_groups
+from truth_machines import Configuration, prefixes, quota_groups
 
 import penstock as ps
 from penstock.arguing import predict
@@ -55,23 +56,29 @@ class Candidate:
 
 
 def measured_here() -> Cluster:
-    """The two devices, with the rates that doctor finds when two of one thread compute at once."""
-    report = examine((1, 1), say=lambda text: print(text, file=sys.stderr, flush=True))
+    """The two devices as doctor finds them: the fast one beside another that computes, the slow one within its quota, where half a core does less than half
+    of what a whole one does."""
+    report = examine((1, 1), say=_say)
     assert report is not None
-    print(*report.problems, sep="\n", file=sys.stderr, flush=True)
-    fast = replace(report.cluster.devices[0], name="fast", spaces=())
-    slow = replace(
-        fast, name="slow", flops=fast.flops * SLOW, bandwidth=fast.bandwidth * SLOW, cache_bandwidth=fast.cache_bandwidth * SLOW,
-        overhead=fast.overhead / SLOW, call_overhead=fast.call_overhead / SLOW, message_overhead=fast.message_overhead / SLOW,
-        socket_bandwidth=fast.socket_bandwidth * SLOW,
-    )  # fmt: skip
-    return Cluster((fast, slow), classes=report.cluster.classes)
+    _say("\n".join(report.problems))
+    alone = Configuration("mlp", 1, "forward", quotas=(SLOW,))
+    with quota_groups(alone) as groups, tempfile.TemporaryDirectory(prefix="truth-") as folder:
+        file = Path(folder) / "slow.toml"
+        command = [*prefixes(alone, groups)[0], sys.executable, "-m", "penstock", "doctor", "--threads", "1", "--cluster-out", str(file)]
+        subprocess.run(command, stdout=sys.stderr, check=True, timeout=300)
+        slow = replace(Cluster.load(file).devices[0], name="slow", spaces=())
+    return Cluster((replace(report.cluster.devices[0], name="fast", spaces=()), slow), classes=report.cluster.classes)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def told_cluster(cluster: Cluster) -> str:
     fast = cluster.device("fast")
+    slow = cluster.device("slow").flops / fast.flops
     return (
-        f"a core: {fast.flops / 1e9:.0f} GFLOP/s, {fast.bandwidth / 1e9:.1f} GB/s, {fast.message_overhead * 1e6:.0f} us and "
+        f"the slow device does {slow:.2f} of the products of the fast one; a core: {fast.flops / 1e9:.0f} GFLOP/s, {fast.bandwidth / 1e9:.1f} GB/s, {fast.message_overhead * 1e6:.0f} us and "
         f"{1e9 / fast.socket_bandwidth:.2f} ns per byte for an end of a message"
     )
 

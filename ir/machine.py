@@ -35,16 +35,17 @@ def usable_cores() -> int:
 
 
 def core_quota() -> float | None:
-    """Cores' worth of time that the control group allows; None without a limit."""
+    """Cores' worth of time that the control groups of this process allow, the narrowest of them; None without a limit."""
+    limits = []
     for path in _groups("cpu.max"):
         quota, _, period = _read(path).partition(" ")
         with suppress(ValueError):
-            return float(quota) / float(period)
-    with suppress(ValueError, OSError):
-        quota_us = int(_read(_CGROUP / "cpu" / "cpu.cfs_quota_us") or -1)
-        if quota_us > 0:
-            return quota_us / int(_read(_CGROUP / "cpu" / "cpu.cfs_period_us"))
-    return None
+            limits.append(float(quota) / float(period))
+    for path in _groups("cpu.cfs_quota_us", "cpu"):
+        with suppress(ValueError):
+            quota_us, period_us = int(_read(path)), int(_read(path.parent / "cpu.cfs_period_us"))
+            limits += [quota_us / period_us] if quota_us > 0 else []
+    return min(limits, default=None)
 
 
 def physical_memory() -> int:
@@ -58,7 +59,7 @@ def physical_memory() -> int:
 def memory_limit() -> int | None:
     """Bytes that the control group allows; None without a limit."""
     limits = []
-    for path in (*_groups("memory.max"), _CGROUP / "memory" / "memory.limit_in_bytes"):
+    for path in (*_groups("memory.max"), *_groups("memory.limit_in_bytes", "memory")):
         with suppress(ValueError):
             limits.append(int(_read(path)))
     physical = physical_memory()
@@ -144,16 +145,18 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 # ------------------------------------------------------------------------------------------------ control groups
 
 
-def _groups(name: str) -> list[Path]:
-    """A file of the control group (version 2) of this process and of those above it."""
-    match = re.search(r"^0::(/.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
-    folder = _CGROUP / (match[1].strip("/") if match else "")
+def _groups(name: str, controller: str = "") -> list[Path]:
+    """A file of the control group of this process and of those above it, the nearest first: of version 2, or of a controller of version 1."""
+    named = rf"[0-9]+:(?:[^:\n]*,)?{controller}(?:,[^:\n]*)?" if controller else "0:"
+    match = re.search(rf"^{named}:(/.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
+    top = _CGROUP / controller
+    folder = top / (match[1].strip("/") if match else "")
     folders = [folder, *folder.parents]
-    return [f / name for f in folders if f == _CGROUP or _CGROUP in f.parents if (f / name).is_file()]
+    return [f / name for f in folders if f == top or top in f.parents if (f / name).is_file()]
 
 
 def _used_in_group() -> int | None:
-    for path in (*_groups("memory.current"), _CGROUP / "memory" / "memory.usage_in_bytes"):
+    for path in (*_groups("memory.current"), *_groups("memory.usage_in_bytes", "memory")):
         with suppress(ValueError):
             return int(_read(path))
     return None

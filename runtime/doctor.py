@@ -129,12 +129,15 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
     wanted = sum(d.threads for d in planned.devices)
     if wanted > cores:
         problems.append(f"the devices have {wanted} threads, but {cores} cores may be used: they slow each other down")
-    if quota is not None and quota < wanted:
-        problems.append(f"the control group allows {quota:g} cores' worth of time, the devices have {wanted} threads")
+    part = 1.0 if quota is None else min(1.0, quota / wanted)
+    if part < 1:
+        problems.append(
+            f"the control group allows {quota:g} cores' worth of time, the devices have {wanted} threads: rates are those within it"
+        )
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > _BUSY * cores:
         problems.append(f"other programs keep {load:.1f} of {cores} cores busy: times of several threads and of links are too long")
-    devices = _measured_devices(planned, say, problems)
+    devices = _measured_devices(planned, part, say, problems)
     gpus, why = machine.gpus()
     if why and (gpus or any(Path("/dev").glob("nvidia[0-9]*")) or "not installed" not in why):
         problems.append(f"GPUs: {why}")
@@ -146,7 +149,8 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
     except (PenstockError, OSError) as error:
         problems.append(str(error))
     if found.ends:
-        socket_bandwidth, overhead = _rounded(fit(found.ends))
+        # Ends of messages take processor time, too, so much longer as a quota needs to grant it.
+        socket_bandwidth, overhead = _rounded(fit([(size, seconds / part) for size, seconds in found.ends]))
         devices = [replace(d, message_overhead=overhead, socket_bandwidth=socket_bandwidth) for d in devices]
     return HostFacts(
         socket.gethostname(),
@@ -177,25 +181,25 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _measured_devices(planned: Cluster, say: Say, problems: list[str]) -> list[Device]:
-    """The planned devices with rates measured, all at once; as they are, and a problem, where that fails."""
+def _measured_devices(planned: Cluster, part: float, say: Say, problems: list[str]) -> list[Device]:
+    """The planned devices with rates measured, all at once, within the part of their time that a quota leaves; as they are, and a problem, where that fails."""
     with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as name:
         folder = Path(name)
         say("compiling kernels to measure with")
         try:
             compile_yardsticks(folder)
             say(f"measuring {len(planned.devices)} devices with {', '.join(str(d.threads) for d in planned.devices)} threads, all at once")
-            rates = _run_yardsticks(folder, [d.threads for d in planned.devices])
+            rates = _run_yardsticks(folder, [d.threads for d in planned.devices], part)
         except (PenstockError, ImportError, OSError) as error:
             problems.append(f"nothing could be measured, rates are guesses: {error}")
             return list(planned.devices)
     return [_with_rates(device, found) for device, found in zip(planned.devices, rates, strict=True)]
 
 
-def _run_yardsticks(folder: Path, threads: Sequence[int]) -> list[Rates]:
+def _run_yardsticks(folder: Path, threads: Sequence[int], part: float) -> list[Rates]:
     running = [
         subprocess.Popen(
-            [sys.executable, "-P", "-m", "penstock.runtime.yardsticks", str(folder), "--threads", str(count)],
+            [sys.executable, "-P", "-m", "penstock.runtime.yardsticks", str(folder), "--threads", str(count), "--part", repr(part)],
             env=os.environ | thread_environment(count), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for count in threads

@@ -1,10 +1,11 @@
 """What one device of this machine can do, measured with kernels of our own: what a cluster file says of its rates.
 
-    python -m penstock.runtime.yardsticks FOLDER --threads N
+    python -m penstock.runtime.yardsticks FOLDER --threads N --part P
 
-In: a folder with the compiled yardsticks (`compile_yardsticks`), and a process whose environment has the threads. Out: `Rates` as JSON. Each yardstick is
-a graph of one operation; its time is the lower quartile of repeated calls, as what else
-runs on the machine only makes them longer. From these:
+In: a folder with the compiled yardsticks (`compile_yardsticks`), a process whose environment has the threads, and the part of their time that a quota of
+the control group leaves them. Out: `Rates` as JSON. Each yardstick is a graph of one operation; its time is the lower quartile of repeated calls, as
+what else runs on the machine only makes them longer. Under a quota it is their mean: being held back costs more than the time in which nothing runs, as
+each start is a cold one (5 % of a product's rate with half a core by turns of 5 ms). From these:
 
     flops            a float32 product of 1024 x 1024 matrices                    bandwidth    a list of 128 MiB added to another
     efficiency       per family: operations / (seconds * flops), over some shapes that models have; of bytes: bytes / (seconds * bandwidth)
@@ -38,6 +39,8 @@ from .store import TORCH_DTYPES
 
 # A measurement ends after so many calls and so many seconds.
 _CALLS, _SECONDS = 5, 0.12
+# Under a quota it goes on for several of its periods, which are 100 ms at most as a rule.
+_HELD_BACK = 0.5
 _SIDE, _LENGTH = 1024, 1 << 25
 # Elements of the variable that is updated: with its gradient and its state more than caches hold.
 _UPDATED = 1 << 23
@@ -162,16 +165,18 @@ def compile_yardsticks(folder: Path, progress: Progress | None = None) -> None:
     (folder / "files.json").write_text(json.dumps(files[0]), encoding="utf-8")
 
 
-def measure(folder: Path, threads: int) -> Rates:
-    """Run all yardsticks in this process, which must have that many threads."""
+def measure(folder: Path, threads: int, part: float = 1.0) -> Rates:
+    """Run all yardsticks in this process, which must have that many threads, and no more than that part of their time."""
     files = [folder / name for name in json.loads((folder / "files.json").read_text(encoding="utf-8"))]
     program = backend_of("tvm").load_stage(_module(), 0, files, threads)
-    return rates_of({y.name: _seconds(program, y.graph, threads, y.key in _RESTED) for y in yardsticks()}, threads)
+    return rates_of({y.name: _seconds(program, y.graph, threads, part, y.key in _RESTED) for y in yardsticks()}, threads)
 
 
-def _seconds(program: StageProgram, graph: Graph, threads: int, rested: bool) -> float:
-    """With one thread processor time, which other programs change little; the time of several threads is that of the clock."""
-    clock = time.process_time if threads == 1 else time.perf_counter
+def _seconds(program: StageProgram, graph: Graph, threads: int, part: float, rested: bool) -> float:
+    """With one thread processor time, which other programs change little; the time of several threads is that of the clock. Under a quota it is
+    processor time in any case: so much of it takes as long as the quota needs to grant it."""
+    clock = time.process_time if threads == 1 or part < 1 else time.perf_counter
+    enough = _SECONDS if part == 1 else _HELD_BACK * threads * part
     source = torch.Generator().manual_seed(0)
     variables = [slot.var for slot in signature(graph).slots]
     types = {v.name: v.type for v in graph.ins} | {name: _module().vars[name].type for name in variables}
@@ -187,13 +192,13 @@ def _seconds(program: StageProgram, graph: Graph, threads: int, rested: bool) ->
     for args in sets:
         program.call(graph.name, args)
     times: list[float] = []
-    while len(times) < _CALLS or sum(times) < _SECONDS:
+    while len(times) < _CALLS or sum(times) < enough:
         args = sets[len(times) % len(sets)]
         begin = clock()
         kept = program.call(graph.name, args)
         times.append(clock() - begin)
         del kept  # freeing results is not the kernel's time
-    return sorted(times)[len(times) // 4]
+    return sorted(times)[len(times) // 4] if part == 1 else statistics.fmean(times) / (threads * part)
 
 
 # ------------------------------------------------------------------------------------------------ from seconds to rates
@@ -258,9 +263,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="penstock.runtime.yardsticks", description="Rates of this machine, as JSON.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--part", type=float, default=1.0)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
-    print(msgspec.json.encode(measure(arguments.folder, arguments.threads)).decode())
+    print(msgspec.json.encode(measure(arguments.folder, arguments.threads, arguments.part)).decode())
 
 
 if __name__ == "__main__":

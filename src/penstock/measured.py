@@ -7,7 +7,8 @@ An entry is found again by what was timed (the kernel whatever its names, the gr
 sources that made the code. Entries lie in the user's cache folder, each in a file of its own, with a hash that is checked when it is read, written
 under a temporary name and renamed; one that is damaged or is no time counts as absent. With PENSTOCK_CACHE=off nothing is kept.
 
-Limits: times are of this machine. A device of the cluster is taken to be this machine if its host is localhost or has this machine's name, and it is a CPU.
+Limits: times are of this machine. A device of the cluster is taken to be this machine if its host is localhost or has this machine's name, and it is a CPU;
+a quota that one rank has and another has not is not seen.
 """
 
 from __future__ import annotations

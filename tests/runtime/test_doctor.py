@@ -163,7 +163,7 @@ def test_gpus_are_asked_what_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled, and nothing but the pretended machine is measured."""
     monkeypatch.setattr(doctor, "compile_yardsticks", lambda folder: None)
-    monkeypatch.setattr(doctor, "_run_yardsticks", lambda folder, threads: [rates_of(seconds_of(RATES), n) for n in threads])
+    monkeypatch.setattr(doctor, "_run_yardsticks", lambda folder, threads, part: [rates_of(seconds_of(RATES), n) for n in threads])
     loopback = Loopback([(n, 5e-5 + n / 2e9) for n in SIZES], [(n, 4e-5 + n / 3e9) for n in SIZES])
     monkeypatch.setattr(doctor, "measure_loopback", lambda timeout: loopback)
     monkeypatch.setattr(machine, "gpus", lambda: ([], "nvidia-ml-py is not installed"))
@@ -183,6 +183,39 @@ def test_the_command_writes_a_file_that_plans_take(quick: None, tmp_path: Path, 
         assert told["hosts"][0]["cores"] == machine.usable_cores()
     assert main(["doctor", "--devices", "2"]) == 0
     assert "same-host" in capsys.readouterr().out
+
+
+def test_a_quota_makes_ends_of_messages_longer(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = []
+    monkeypatch.setattr(doctor, "_run_yardsticks", lambda folder, threads, part: [parts.append(part), rates_of(seconds_of(RATES), 1)][1:])
+    for quota, times in ((None, 1), (2.0, 1), (0.5, 2)):
+        monkeypatch.setattr(machine, "core_quota", lambda quota=quota: quota)
+        report = examine([1])
+        assert report is not None
+        (device,) = report.cluster.devices
+        assert (device.message_overhead, device.socket_bandwidth) == pytest.approx((4e-5 * times, 3e9 / times), rel=1e-2)
+    assert parts == [1.0, 1.0, 0.5]
+
+
+def test_quotas_of_both_kinds_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The narrowest of all groups that a process is in."""
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    read = machine._read
+    own = "4:memory:/job\n2:cpuacct,cpu:/job/rank\n0::/job/rank"
+    monkeypatch.setattr(machine, "_read", lambda path: own if path == Path("/proc/self/cgroup") else read(path))
+    assert machine.core_quota() is None
+    for top in (tmp_path, tmp_path / "cpu"):
+        (top / "job" / "rank").mkdir(parents=True)
+    (tmp_path / "job" / "rank" / "cpu.max").write_text("max 100000")
+    assert machine.core_quota() is None
+    (tmp_path / "job" / "cpu.max").write_text("150000 100000")
+    assert machine.core_quota() == 1.5
+    for name, quota in (("job", 20_000), ("job/rank", -1)):
+        (tmp_path / "cpu" / name / "cpu.cfs_quota_us").write_text(str(quota))
+        (tmp_path / "cpu" / name / "cpu.cfs_period_us").write_text("100000")
+    assert machine.core_quota() == 0.2
+    (tmp_path / "cpu" / "job" / "rank" / "cpu.cfs_quota_us").write_text("5000")
+    assert machine.core_quota() == 0.05
 
 
 def test_all_problems_are_said(quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
