@@ -284,8 +284,10 @@ class Job:
         # After an error the pipeline may be full: nothing can be stopped in good order. Workers that reported one have been ended.
         if kind is None or (not self._busy and not self.workers.ended and issubclass(kind, UsageError)):
             self.close()
-        else:
-            self.abort()
+            return
+        if kind is not None and issubclass(kind, Exception):
+            self.workers.await_saves()
+        self.abort()
 
     # -------------------------------------------------------------------------------------------- talking to the workers
 

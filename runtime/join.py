@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -113,8 +113,10 @@ class Reports:
             self.failure = error
 
 
-def run_rank(options: RunOptions, interface: Interface, status: Status, channel: Channel, watch: int) -> None:
-    """Join the group, run all steps, leave. `watch` is the port of the keeper."""
+def run_rank(
+    options: RunOptions, interface: Interface, status: Status, channel: Channel, watch: int, failing: list[Callable[[], None]]
+) -> None:
+    """Join the group, run all steps, leave. `watch` is the port of the keeper; `failing` gets what is to be done before a failure is reported."""
     seat = place_of()
     rank, world = seat.rank, seat.world
     bundle = open_bundle(options.bundle, rank)
@@ -180,6 +182,7 @@ def run_rank(options: RunOptions, interface: Interface, status: Status, channel:
         evaluation=options.evaluation,
     )
     worker = Worker(bundle, rank, group, setup, reply, receive, status)
+    failing.append(worker.saver.settle)
     reports = Reports(rank, module, tables, metrics)
     _agree_on_samples(group, "samples", count)
     evaluation = _agree_on_samples(group, "samples to evaluate on", to_evaluate)
@@ -297,11 +300,14 @@ def main(argv: list[str] | None = None) -> None:
     status = Status(arguments.status, 0)
     status.show("starting")
     status.start_heart()
+    failing: list[Callable[[], None]] = []
     try:
-        run_rank(options, msgspec.json.decode(arguments.interface, type=Interface), status, channel, arguments.watch)
+        run_rank(options, msgspec.json.decode(arguments.interface, type=Interface), status, channel, arguments.watch, failing)
         ties.part()
     except BaseException as error:
         try:
+            for action in failing:
+                action()
             channel.send(describe_failure(error))
         finally:
             # Threads may be stuck in gloo: do not wait for them.

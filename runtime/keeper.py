@@ -36,7 +36,7 @@ from .hosts import Interface, Place, check_world, choose_interface, place_of, sa
 from .launch import START_SECONDS, thread_environment
 from .mesh import Bye, Mesh, Pulse, Said, Told, Verdict
 from .options import RunOptions
-from .status import Patience, StatusBoard, describe_line, is_stopped
+from .status import Patience, StatusBoard, await_saves, describe_line, is_stopped
 from .trouble import ending, error_of, named, others, place, reached
 
 # The stronger the sooner: what a rank knows of itself comes before what others see of it.
@@ -206,7 +206,10 @@ class Keeper:
             return  # it has ended, which is seen elsewhere
 
     def end(self) -> None:
-        """End the worker, whatever it is doing."""
+        """End the worker, whatever it is doing; but a checkpoint that is being written is waited for, as long as it gets on."""
+        lost = self._troubles.get(0)
+        if lost is None or lost.kind in ("error", "ended", "symptom"):
+            await_saves(lambda: [self._board.save_of(0)] if self._process.poll() is None and not is_stopped(self._process.pid) else [])
         if self._process.poll() is None:
             self._process.kill()
         # It is stuck in the kernel, in a file server perhaps, if it is there even then.

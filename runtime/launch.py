@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
 import numpy as np
@@ -28,7 +28,7 @@ import numpy as np
 from ..backends.bundle import Bundle
 from ..ir.errors import PeerLost, VerifyError
 from .control import Arrays, Channel, Failed, Hosting, Join, Message, Ready, Record, Setup, Wake
-from .status import Patience, StatusBoard, describe_line, is_stopped
+from .status import Patience, StatusBoard, await_saves, describe_line, is_stopped
 from .trouble import ending, error_of, named, others, place, reached
 
 # Importing and loading, beside the timeout for the group to meet.
@@ -229,6 +229,17 @@ class Workers:
             log.close()
         self._board.close()
 
+    def await_saves(self, silent: Sequence[int] = ()) -> None:
+        """Wait for a checkpoint that is being written. Rank 0 has to live for that, and whoever else has not done its part."""
+
+        def look() -> list[float]:
+            saves = [self._board.save_of(rank) for rank in range(self.count)]
+            gone = [r for r, process in enumerate(self._processes) if process.poll() is not None or r in silent]
+            return [] if 0 in gone or not saves[0] or any(saves[r] > 0 for r in gone) else saves
+
+        if not self._closed:
+            await_saves(look)
+
     @property
     def ended(self) -> bool:
         """Whether there is nobody left to talk to."""
@@ -262,6 +273,7 @@ class Workers:
         # A stopped process is the cause of what its peers report, whether or not its silence has lasted long enough.
         stopped = [r for r, process in enumerate(self._processes) if codes[r] is None and self._silence.limit and is_stopped(process.pid)]
         silent = stopped or [r for r in range(self.count) if codes[r] is None and self._is_silent(r)]
+        self.await_saves(silent)
         note = reached(self._board.last_step(), self.checkpoints)
         heard = {r: self._board.last_beat(r) for r in silent}
         self.end()

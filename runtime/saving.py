@@ -8,7 +8,8 @@ the disk before each rename. So the index is there when everything is, and never
 
 One save at a time: the next one waits until the one before is done, and says so. A save without `background` waits for its own end, and takes
 no copy. An error of a thread comes out of the rank's main thread at its next action (`check`), and ends the run. Waiting is bounded by
-progress: a save of which nothing more is written for `_STALLED` seconds ends the run, too.
+progress: a save of which nothing more is written for `_STALLED` seconds ends the run, too. A run that fails while a checkpoint is being written
+ends when that is there, as long as it gets on (`status.await_saves`).
 
     .step-000100.<token>.tmp     being written                .step-000100.<token>.old     replaced by one of the same step
     .latest.<token>.tmp          the pointer, being written   .step-000100.<token>.gone    being removed
@@ -55,7 +56,7 @@ from .checkpoint import (
 )
 from .control import Setup
 from .program import microbatch_size
-from .status import Status
+from .status import Status, await_saves
 from .store import Store, as_array
 from .transport import Group
 
@@ -74,6 +75,7 @@ class _Writing:
     directory: Path
     total: int
     written: int = 0
+    told: bool = False
     thread: threading.Thread | None = None
     failure: BaseException | None = None
     work: Path | None = field(default=None)
@@ -114,6 +116,7 @@ class Saver:
         writing = _Writing(step, directory, total, work=work)
         writing.thread = threading.Thread(target=self._write, args=(writing, key, parts, keep_last), name="saving", daemon=True)
         self._writing = writing
+        self._status.save(0)
         # Made here, not by two threads at once.
         _ = self._exchange
         writing.thread.start()
@@ -154,6 +157,15 @@ class Saver:
         self._writing = None
         return time.monotonic() - started
 
+    def settle(self) -> None:
+        """The run has failed: wait until this rank is not needed any more for the save under way, if that gets on."""
+        writing = self._writing
+        if writing is not None:
+            await_saves(lambda: [float(writing.written + 1)] if self._is_needed(writing) else [])
+
+    def _is_needed(self, writing: _Writing) -> bool:
+        return writing.thread is not None and writing.thread.is_alive() and (self._rank == 0 or not writing.told)
+
     # -------------------------------------------------------------------------------------------- parts of a save
 
     def _meet(self, key: str, directory: Path, step: int) -> Path:
@@ -184,6 +196,7 @@ class Saver:
 
         def count(size: int) -> None:
             writing.written += size
+            self._status.save(writing.written)
 
         try:
             files = {}
@@ -193,6 +206,8 @@ class Saver:
                 types = {tensor: str(self._bundle.module.vars[tensor].type) for tensor in arrays}
                 files[name] = SavedFile(digest, size, version, types)
             self._exchange.set(f"{key}/part/{self._rank}", msgspec.json.encode(files).decode())
+            writing.told = True
+            self._status.save(writing.written, told=self._rank != 0)
             if self._rank == 0:
                 for rank in range(1, self._group.world):
                     files |= msgspec.json.decode(self._await(f"{key}/part/{rank}"), type=dict[str, SavedFile])
@@ -207,6 +222,8 @@ class Saver:
             if self._rank == 0:
                 shutil.rmtree(writing.work, ignore_errors=True)
             writing.failure = error
+        finally:
+            self._status.end_save()
 
     def _await(self, key: str) -> bytes:
         """A value that another rank's thread puts there. Whoever waits for this thread bounds the wait; the process ends it otherwise."""

@@ -1,5 +1,5 @@
-"""What every rank is doing, in memory that the launcher shares with its workers: a line of text per rank, the time of its last heartbeat, and the
-steps it has finished, written without a system call.
+"""What every rank is doing, in memory that the launcher shares with its workers: a line of text per rank, the time of its last heartbeat, the
+steps it has finished, and how far a checkpoint is that it writes, all written without a system call.
 
 The file has no name and is inherited as a descriptor, so nothing is left behind. A line may be read while it is written: it serves messages.
 The heart is a thread: it beats while kernels compute, however long, and stops with its process. So silence means that a process is stopped, dead
@@ -13,14 +13,17 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..ir.schedule import RECEIVES, Action
 
-# Text, then a double with the time of the last heartbeat and one with the number of finished steps.
+# Text, then doubles: the time of the last heartbeat, the number of finished steps, and where a save is.
 _LINE = 128
 _SLOT = 192
-_BEAT, _STEPS = _LINE // 8, _LINE // 8 + 1
+_BEAT, _STEPS, _SAVE = _LINE // 8, _LINE // 8 + 1, _LINE // 8 + 2
+# When a run has failed, a checkpoint that is being written is waited for as long as it gets on, and for so many seconds in all.
+_SAVE_QUIET_SECONDS, _SAVE_SECONDS = 4.0, 30.0
 # Seconds between two heartbeats.
 BEAT_SECONDS = 0.25
 _WORDS = {
@@ -77,6 +80,16 @@ class Status:
         if self._numbers is not None:
             self._numbers[_STEPS] = step + 1.0
 
+    def save(self, written: int, told: bool = False) -> None:
+        """So many bytes of a checkpoint are written; `told` that this rank's part of it is done, so that the others can finish it without this one."""
+        if self._numbers is not None:
+            self._numbers[_SAVE] = -1.0 - written if told else 1.0 + written
+
+    def end_save(self) -> None:
+        """No checkpoint is being written."""
+        if self._numbers is not None:
+            self._numbers[_SAVE] = 0.0
+
     def beat(self) -> None:
         if self._numbers is not None:
             self._numbers[_BEAT] = time.monotonic()
@@ -111,6 +124,10 @@ class StatusBoard:
         """When a rank gave its last sign of life; None before the first."""
         return self._numbers[rank * _SLOT // 8 + _BEAT] or None
 
+    def save_of(self, rank: int) -> float:
+        """Where the save of a rank is: 0 when there is none, less than 0 when its own part is done; another number means that it got on."""
+        return self._numbers[rank * _SLOT // 8 + _SAVE]
+
     def last_step(self) -> int | None:
         """The newest step that a rank has finished in this run."""
         newest = max(int(self._numbers[start // 8 + _STEPS]) for start in range(0, len(self._memory), _SLOT))
@@ -140,6 +157,19 @@ class Patience:
     def over(self, heard: float) -> bool:
         """Whether what was last heard then has been silent for too long."""
         return 0 < self.limit < self._looked - max(heard, self._since)
+
+
+def await_saves(look: Callable[[], Sequence[float]]) -> None:
+    """Wait for a checkpoint that is being written though the run has failed. `look` says where the saves are of those who can still finish it."""
+    started = moved = time.monotonic()
+    seen: list[float] = []
+    while any(found := list(look())):
+        now = time.monotonic()
+        if found != seen:
+            seen, moved = found, now
+        if now - moved > _SAVE_QUIET_SECONDS or now - started > _SAVE_SECONDS:
+            return
+        time.sleep(0.02)
 
 
 def is_stopped(pid: int) -> bool:

@@ -318,6 +318,7 @@ def main(argv: list[str] | None = None) -> None:
     def receive(wait: bool) -> tuple[Message, Arrays] | None:
         return commands.receive(wait)
 
+    worker: Worker | None = None
     try:
         first = receive(True)
         assert first is not None
@@ -341,6 +342,8 @@ def main(argv: list[str] | None = None) -> None:
         if isinstance(error, PeerLost) and not error.where:
             failure = describe_failure(PeerLost(error.what, where=f"rank {rank}, {status.text}", hint=error.hint))
         try:
+            if worker is not None:
+                worker.saver.settle()
             reply(failure, {})
         finally:
             # Threads may be stuck in gloo: do not wait for them.

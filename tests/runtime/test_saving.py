@@ -18,7 +18,7 @@ from penstock.backends.bundle import stage_vars
 from penstock.backends.tensor_file import write_tensors
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
 from penstock.ir.graph import stepped_vars
-from penstock.runtime import saving
+from penstock.runtime import saving, status
 from penstock.runtime.checkpoint import FORMAT, Index, SavedFile, read_index, read_tensors
 from penstock.runtime.choosing import choose, damage_of, decide_together, find_checkpoint
 from penstock.runtime.control import Setup
@@ -294,7 +294,38 @@ def test_an_error_of_a_writer_comes_out_once_and_nothing_is_left_half(ranks):
     assert choose(ranks.directory).place.name == "step-000001"
 
 
+def test_a_run_that_fails_waits_for_a_save_that_gets_on(ranks, monkeypatch):
+    """Rank 0 until the checkpoint is there, the others until their parts are; nobody for one that stands still."""
+    ranks.may_write.clear()
+    ranks.together(lambda saver: saver.save(ranks.directory, 1, background=True))
+    monkeypatch.setattr(status, "_SAVE_QUIET_SECONDS", 0.1)
+    assert ranks.together(lambda saver: saver.settle()) == [None, None]
+    assert not (ranks.directory / "step-000001").exists()
+    monkeypatch.setattr(status, "_SAVE_QUIET_SECONDS", TIMEOUT)
+    timer = threading.Timer(0.3, ranks.may_write.set)
+    timer.start()
+    assert ranks.together(lambda saver: saver.settle()) == [None, None]
+    timer.join()
+    assert damage_of(ranks.directory / "step-000001") == []
+
+
 # ------------------------------------------------------------------------------------------------ whole runs
+
+
+def test_a_run_that_fails_leaves_the_checkpoint_that_it_was_writing(bundle_of, tmp_path, monkeypatch):
+    """A loss that is not finite comes with the next step, while a slow disk is still at it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nflush = os.fsync\ndef slowly(file):\n    time.sleep(0.5)\n    flush(file)\nos.fsync = slowly\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    batches = make_batches(2, 2)
+    arrays = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    arrays["x"][len(arrays["x"]) // 2 :] = np.nan
+    np.savez(tmp_path / "data.npz", **arrays)
+    options = {"data": tmp_path / "data.npz", "checkpoint": tmp_path / "ckpt", "checkpoint_every": 1, "nan": "stop", "progress": False}
+    with pytest.raises(PenstockError, match=r"step 1 has a loss nan.*newest checkpoint .*step-000001"):
+        run_bundle(bundle_of(2, "1f1b", 2).path, steps=2, **options)
+    assert damage_of(tmp_path / "ckpt" / "step-000001") == []
 
 
 def test_a_run_keeps_the_newest_and_changes_nothing(bundle_of, tmp_path):
