@@ -18,7 +18,7 @@ import torch
 
 from ..backends.interface import StageProgram
 from ..ir.errors import VerifyError
-from ..ir.graph import MICROBATCH, NORM, Graph, Module, Signature, Value, signature
+from ..ir.graph import MICROBATCH, NORM, Graph, Module, Value, signature
 from ..ir.memory import LOOK_AHEAD
 from ..ir.ops import OPS
 from ..ir.schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action
@@ -74,7 +74,9 @@ class Executor:
         self._started = 0.0
         found = {kind: module.stage_graph(stage, kind) for kind in COMPUTE}
         self.graphs: dict[str, Graph] = {kind: graph for kind, graph in found.items() if graph is not None}
-        self.signatures: dict[str, Signature] = {kind: signature(graph) for kind, graph in self.graphs.items()}
+        self._calls = {
+            kind: (graph.name, signature(graph).slots, tuple(value.name for value in graph.results)) for kind, graph in self.graphs.items()
+        }
         self.fed = {value.name: value.type for value in module.inputs if value.name in fed_inputs(module, stage)}
         self._buffers = Recycled(store.device)
         self.tables = tables_of(module) if tables is None else tables
@@ -131,28 +133,29 @@ class Executor:
         self.feed = feed
         if not self._held and not self._changes:
             # Variables keep their values as long as the job runs.
-            for kind, graph in self.graphs.items():
-                self.program.hold(graph.name, [self.store.buffer(slot, None) for slot in self.signatures[kind].slots])
+            for name, slots, _ in self._calls.values():
+                self.program.hold(name, [self.store.buffer(slot, None) for slot in slots])
             self._held = True
-        stream = ActionStream(self.schedule, self.rank, first, feed, unit)
+        stream, handlers, expect = ActionStream(self.schedule, self.rank, first, feed, unit), self._handlers, self.transport.expect
         while (upcoming := stream.pop()) is not None:
-            action = upcoming.action
-            for later in stream.peek(LOOK_AHEAD):
-                if later.kind in RECEIVES:
-                    self.transport.post(later)
+            action, retires = upcoming
+            for later in stream.receives(LOOK_AHEAD):
+                expect(later)
             self._check()
             self.status.show(action)
-            if action.kind in ("P", "N", "U"):
+            kind = action.kind
+            if kind in ("P", "N", "U"):
                 # Waiting for other ranks is no part of the computation's time.
                 self.transport.finish_sum(action)
             started = self._started = time.monotonic()
-            self._handlers[action.kind](action)
-            self.pace.keep(action, started)
+            handlers[kind](action)
+            if self.pace.asked:
+                self.pace.keep(action, started)
             if self.events is not None:
                 self.events.append((str(action), started, time.monotonic()))
-            if upcoming.retires is not None and self.retire:
-                self.store.retire(upcoming.retires)
-            if action.kind == self._last_kind and (unit == 1 or action.mb % self.schedule.microbatches == self._share[-1]):
+            if retires is not None and self.retire:
+                self.store.retire(retires)
+            if kind == self._last_kind and (unit == 1 or action.mb % self.schedule.microbatches == self._share[-1]):
                 feed.finish(action.mb // unit)
         self.status.show(None)
         self.transport.flush()
@@ -202,8 +205,7 @@ class Executor:
             self.store.keep_only(action.mb, self._sent_later[action.kind])
 
     def receive(self, action: Action) -> None:
-        for name, tensor in self.transport.receive(action).items():
-            self.store.put(action.holder, name, tensor)
+        self.store.put_all(action.holder, self.transport.receive(action))
 
     def drop(self, action: Action) -> None:
         self.store.keep_only(action.mb, frozenset())
@@ -215,13 +217,11 @@ class Executor:
         return self._call(kind, action, [self._value(action.mb, value) for value in self.graphs[kind].ins])
 
     def _call(self, kind: str, action: Action, ins: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        graph = self.graphs[kind]
-        batch = action.batch(self.schedule.microbatches)
-        buffers = [self.store.buffer(slot, action.version, batch) for slot in self.signatures[kind].slots]
-        results = dict(zip((v.name for v in graph.results), self.program.call(graph.name, [*ins, *buffers]), strict=True))
+        name, slots, names = self._calls[kind]
+        buffers = self.store.buffers(name, slots, action.version, action.batch(self.schedule.microbatches))
+        results = dict(zip(names, self.program.call(name, [*ins, *buffers]), strict=True))
         if kind != "U":
-            for name, tensor in results.items():
-                self.store.put(action.holder, name, tensor)
+            self.store.put_all(action.holder, results)
         return results
 
     def _value(self, mb: int, value: Value) -> torch.Tensor:

@@ -32,6 +32,7 @@ class Pace:
 
     def __init__(self, pace: Mapping[str, float], kinds: Collection[str]) -> None:
         self._least = dict(pace)
+        self.asked = bool(pace)
         if "W" in kinds and "B" in pace:
             self._least["B"] = pace["B"] - pace.get("W", 0.0)
 

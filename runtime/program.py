@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count
 from math import gcd
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ..ir.graph import Module
-from ..ir.schedule import Action, Program, Schedule
+from ..ir.schedule import PER_BATCH, RECEIVES, Action, Program, Schedule
+
+# Actions that are made at once, beyond those that are asked for: in one go they cost less.
+_CHUNK = 16
 
 
 class Feed(Protocol):
@@ -53,8 +56,8 @@ def retiring(program: Program) -> dict[int, int]:
 
 
 class ActionStream:
-    """The program of one rank from batch `first` on. `peek` never waits; `pop` waits for the feed when it has to. `unit` is how many microbatches
-    the feed counts as one: those of a batch unless told otherwise."""
+    """The program of one rank from batch `first` on. `peek` and `receives` never wait; `pop` waits for the feed when it has to. `unit` is how many
+    microbatches the feed counts as one: those of a batch unless told otherwise."""
 
     def __init__(self, schedule: Schedule, rank: int, first: int, feed: Feed, unit: int | None = None) -> None:
         self._per_batch = schedule.microbatches
@@ -63,13 +66,19 @@ class ActionStream:
         self._first, self._feed = first, feed
         self._raw = self._unroll(schedule.ranks[rank], first)
         self._ahead: deque[Upcoming] = deque()
+        # How many actions were popped, the receives ahead with their places, and the last of what the feed counts that is known to exist.
+        self._popped, self._known = 0, -1
+        self._receives: deque[tuple[int, Action]] = deque()
         self._next = next(self._raw, None)
 
     def pop(self) -> Upcoming | None:
         """The next action; None at the end of the run."""
         if not self._ahead:
             self._advance(1, wait=True)
-        return self._ahead.popleft() if self._ahead else None
+            if not self._ahead:
+                return None
+        self._popped += 1
+        return self._ahead.popleft()
 
     def peek(self, number: int) -> Iterator[Action]:
         """Up to `number` actions that follow, as far as they are known."""
@@ -77,32 +86,58 @@ class ActionStream:
         for i in range(min(number, len(self._ahead))):
             yield self._ahead[i].action
 
-    def _unroll(self, program: Program, first: int) -> Iterator[tuple[int, Upcoming]]:
+    def receives(self, number: int) -> list[Action]:
+        """The receives among the `number` actions that follow, each of them once."""
+        if len(self._ahead) < number:
+            self._advance(number + _CHUNK, wait=False)
+        found: list[Action] = []
+        end = self._popped + number
+        while self._receives and self._receives[0][0] < end:
+            place, action = self._receives.popleft()
+            if place >= self._popped:
+                found.append(action)
+        return found
+
+    def _unroll(self, program: Program, first: int) -> Iterator[tuple[int, int, Upcoming]]:
+        """Part of the list, number as the feed counts, action."""
         m, last_reader = self._per_batch, retiring(program)
-        for action in program.start:
-            yield first, Upcoming(action.shifted(first - 1, m), None)
-        for t in count(first):
-            for i, action in enumerate(program.batch):
-                version = last_reader.get(i, -1) + t - 1 if i in last_reader else -1
-                yield t, Upcoming(action.shifted(t - 1, m), version if version >= 0 else None)
+        start: tuple[int, tuple[Action, ...], dict[int, int]] = (first, program.start, {})
+        for t, actions, retires in chain([start], ((t, program.batch, last_reader) for t in count(first))):
+            shift = t - 1
+            for i, (kind, stage, mb, version, peer) in enumerate(actions):
+                once = kind in PER_BATCH
+                number = mb + shift * (1 if once else m)
+                read = None if version is None else max(0, version + shift)
+                gone = retires[i] + shift if i in retires else -1
+                counted = number if once else number // self._unit
+                yield t, counted, Upcoming(Action(kind, stage, number, read, peer), gone if gone >= 0 else None)
 
     def _advance(self, number: int, *, wait: bool) -> None:
         while len(self._ahead) < number and self._next is not None:
-            part, upcoming = self._next
-            counted = upcoming.action.batch(self._unit)
+            part, counted, upcoming = self._next
             if counted >= self._first * self._units:
-                known = self._feed.exists(counted)
+                known = self._exists(counted)
                 if known is None:
                     if not wait:
                         return
                     self._feed.wait(counted)
                     continue
                 if known:
+                    if upcoming.action.kind in RECEIVES:
+                        self._receives.append((self._popped + len(self._ahead), upcoming.action))
                     self._ahead.append(upcoming)
-            if part > self._first and self._feed.exists((part - 1) * self._units) is False:
+            if part > self._first and self._exists((part - 1) * self._units) is False:
                 self._next = None
                 return
             self._next = next(self._raw, None)
+
+    def _exists(self, counted: int) -> bool | None:
+        if counted <= self._known:
+            return True
+        known = self._feed.exists(counted)
+        if known:
+            self._known = counted
+        return known
 
 
 def fed_inputs(module: Module, stage: int) -> tuple[str, ...]:

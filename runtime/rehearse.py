@@ -79,6 +79,9 @@ class _Silent:
     def post(self, action: Action) -> bool:
         return True
 
+    def expect(self, action: Action) -> None:
+        pass
+
     def receive(self, action: Action) -> dict[str, torch.Tensor]:
         return {value.name: self._value(value) for value in self.edge_of(action).values}
 

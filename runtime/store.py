@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 
 from ..ir.errors import VerifyError
 from ..ir.graph import GRAD, Slot, Var
-from ..ir.types import TensorType
+from ..ir.types import TensorType, numpy_dtype
 
 TORCH_DTYPES = {
     "f32": torch.float32,
@@ -53,29 +53,57 @@ def allocate(type: TensorType, device: torch.device = CPU) -> torch.Tensor:
     return tensor
 
 
+@dataclass(slots=True)
+class _Block:
+    """Memory, the arrays of it by type, and who has it: an array is alive as long as any tensor has its memory, whoever made that of which."""
+
+    memory: np.ndarray
+    arrays: dict[TensorType, np.ndarray] = field(default_factory=dict)
+    user: Callable[[], np.ndarray | None] = lambda: None
+
+
 class Recycled:
     """Tensors whose memory is used again, by size, once nobody holds it any more. Freed and allocated anew for each microbatch, aligned blocks
     leave holes in glibc's heap (a fifth of a worker's memory), or are mapped and cleared by the system every time. On GPUs torch does this itself."""
 
     def __init__(self, device: torch.device = CPU, pinned: bool = False) -> None:
         self.device, self.pinned = device, pinned
-        # An array is alive as long as any tensor has its memory, whoever made that of which.
-        self._blocks: dict[int, list[tuple[np.ndarray, weakref.ref[np.ndarray]]]] = {}
+        self._blocks: dict[int, list[_Block]] = {}
+        self._lenders: dict[TensorType, Callable[[], torch.Tensor]] = {}
 
     def tensor(self, type: TensorType) -> torch.Tensor:
         """An uninitialised tensor."""
+        return self.lender(type)()
+
+    def lender(self, type: TensorType) -> Callable[[], torch.Tensor]:
+        """What gives uninitialised tensors of a type, for those who want many."""
+        if type not in self._lenders:
+            self._lenders[type] = self._make_lender(type)
+        return self._lenders[type]
+
+    def _make_lender(self, type: TensorType) -> Callable[[], torch.Tensor]:
         if self.device != CPU or not type.nbytes:
-            return allocate(type, self.device)
-        blocks = self._blocks.setdefault(type.nbytes, [])
-        index = next((i for i, (_, user) in enumerate(blocks) if user() is None), None)
-        if index is None:
-            memory = allocate(TensorType("u8", (type.nbytes,)))
-            block = (memory.pin_memory() if self.pinned else memory).numpy()
-        else:
-            block, _ = blocks.pop(index)
-        lent = block[:]
-        blocks.append((block, weakref.ref(lent)))
-        return torch.from_numpy(lent).view(TORCH_DTYPES[type.dtype]).view(type.dims)
+            return lambda: allocate(type, self.device)
+        blocks, brain = self._blocks.setdefault(type.nbytes, []), type.dtype == "bf16"
+        # NumPy and torch share no bfloat16.
+        like = np.dtype(np.int16) if brain else numpy_dtype(type.dtype)
+
+        def lend() -> torch.Tensor:
+            for block in blocks:
+                if block.user() is None:
+                    break
+            else:
+                memory = allocate(TensorType("u8", (type.nbytes,)))
+                block = _Block((memory.pin_memory() if self.pinned else memory).numpy())
+                blocks.append(block)
+            array = block.arrays.get(type)
+            if array is None:
+                array = block.arrays[type] = block.memory.view(like).reshape(type.dims)
+            lent = array[...]
+            block.user = weakref.ref(lent)
+            return torch.from_numpy(lent).view(torch.bfloat16) if brain else torch.from_numpy(lent)
+
+        return lend
 
 
 def fill(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:
@@ -118,7 +146,7 @@ class Versions:
     def place(self, version: int) -> torch.Tensor:
         """The buffer that holds a version."""
         for buffer, held in self.held.items():
-            if held == version and version in self.live():
+            if held == version and (version not in self.retired or version == self.newest):
                 return self.buffers[buffer]
         present = ", ".join(map(str, self.live()))
         raise VerifyError(f"version {version} was asked for, versions present: {present}", where=f"@{self.var.name}")
@@ -193,6 +221,8 @@ class Store:
                 self.versioned[name] = Versions(var, buffers, {version % var.versions: version}, device, newest=version, most_live=1)
             else:
                 self.single[name] = allocate(var.type, device)
+        # What `buffers` found since versions last changed.
+        self._found: dict[tuple[str, int | None, int], list[torch.Tensor]] = {}
         self.values: dict[int, dict[str, torch.Tensor]] = {}
         self.value_bytes = self.most_value_bytes = 0
         # When tracing: (when, microbatch, value, bytes more or less).
@@ -236,6 +266,7 @@ class Store:
 
     def restore_older(self, version: int, name: str) -> torch.Tensor:
         """Make an older version live again and give its buffer, to be filled from a checkpoint."""
+        self._found.clear()
         versions = self.versioned[name]
         buffer = version % versions.var.versions
         if versions.held.get(buffer) is not None:
@@ -260,20 +291,31 @@ class Store:
                 return versions.target(self.version + 1, self.grow)
         return versions.place(versions.newest)
 
+    def buffers(self, graph: str, slots: Sequence[Slot], version: int | None, batch: int) -> list[torch.Tensor]:
+        """The tensors for all slots of a graph; between two changes of versions they are looked up once."""
+        key = (graph, version, batch)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = [self.buffer(slot, version, batch) for slot in slots]
+        return found
+
     def start_update(self, version: int) -> None:
         """Versions are made one after the other; anything else is a broken schedule."""
         if version != self.version + 1:
             raise VerifyError(f"an update makes version {version}, the newest one is {self.version}")
+        self._found.clear()
         for versions in self.versioned.values():
             versions.start(version, self.grow)
 
     def finish_update(self, version: int) -> None:
+        self._found.clear()
         for versions in self.versioned.values():
             versions.finish(version, self.grow)
         self.version = version
 
     def retire(self, version: int) -> None:
         """No microbatch will read this version again."""
+        self._found.clear()
         for versions in self.versioned.values():
             if version in versions.held.values():
                 versions.retired.add(version)
@@ -288,6 +330,10 @@ class Store:
             self.changes.append((time.monotonic(), mb, name, more))
         held[name] = tensor
         self.most_value_bytes = max(self.most_value_bytes, self.value_bytes)
+
+    def put_all(self, mb: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.put(mb, name, tensor)
 
     def get(self, mb: int, name: str) -> torch.Tensor | None:
         return self.values.get(mb, {}).get(name)

@@ -10,8 +10,9 @@ values on an edge. Gloo matches by (source, tag) and keeps equal tags in order, 
 taken for that of another microbatch; 4096 keeps the number of tags bounded. Nothing is packed: one value per message costs no copy, and edges of
 many values are rare.
 
-Receives are posted ahead of their action (their buffers exist from then on), so that a message flows while its receiver computes. Gloo moves
-data in its own thread; a send holds its tensor until the peer has it, which one thread per channel waits for. Every wait has a deadline, and
+Receives are posted ahead of their action (their buffers exist from then on), so that a message flows while its receiver computes; a receive that finds
+its channel full is posted as soon as one before it is taken, while that one is waited for. Gloo moves
+data in its own thread; a send holds its tensor until the peer has it, which one thread per channel waits for (senders.py). Every wait has a deadline, and
 a failure says who waited for whom, for what. After a timeout gloo closes the connection, so a timeout is final.
 
 A stage on a GPU sends from pinned host memory: the copy is made on torch's current stream and waited for, since gloo reads with the CPU. A receive
@@ -30,10 +31,9 @@ Data between hosts is plain text: gloo's encryption is not part of the torch whe
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,6 +47,7 @@ from ..ir.errors import PeerLost, VerifyError
 from ..ir.graph import Edge
 from ..ir.memory import POSTED
 from ..ir.schedule import PHASES, SENDS, Action
+from .senders import Failures, Link, Sender, Works
 from .status import describe
 from .store import CPU, Recycled
 
@@ -138,6 +139,13 @@ class Group:
             raise PeerLost(f"waited up to {self.timeout:g} s for {waited_for}: {first}", where=f"rank {self.rank}") from error
 
 
+def _world() -> dist.ProcessGroup:
+    """The group of all ranks. Its own `send` and `recv` take a third of the time of torch's functions around them, which look up the same each time."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def gpu_of(device: torch.device) -> str:
     """Which GPU of the world a device is, if NCCL could use it from this process; else nothing."""
     if device.type != "cuda" or not dist.is_nccl_available():
@@ -187,67 +195,21 @@ def not_met(address: str, timeout: float, error: Exception, where: str = "") -> 
 # ------------------------------------------------------------------------------------------------ messages
 
 
-@dataclass(frozen=True, slots=True)
-class _Posted:
-    """A receive under way."""
+@dataclass(slots=True)
+class _Channel:
+    """One direction of one phase between this rank and a peer, and what is under way on it. `tag` is that of the first value of microbatch 0."""
 
-    tensors: dict[str, torch.Tensor]
-    works: list[dist.Work]
-
-
-_Works = list[tuple[dist.Work, torch.Tensor]]
-
-
-class _Sender(threading.Thread):
-    """Holds the tensors of one channel's sends until the peer has them, in order."""
-
-    def __init__(self, timeout: timedelta, failed: list[tuple[Action, RuntimeError]]) -> None:
-        super().__init__(name="sender", daemon=True)
-        self._timeout, self._failed = timeout, failed
-        self.queue: queue.SimpleQueue[tuple[Action, _Works] | threading.Event] = queue.SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            item = self.queue.get()
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            action, works = item
-            try:
-                # No variable of a loop, which would keep the last tensor while the queue is empty.
-                while works:
-                    works[0][0].wait(self._timeout)
-                    del works[0]
-            except RuntimeError as error:
-                self._failed.append((action, error))
-            # Nor these, after an error.
-            del item, works
-
-
-class _Link(threading.Thread):
-    """Starts the sends of one channel some time after they were handed over, in order, and gives them to the channel's sender."""
-
-    def __init__(self, latency: float, sender: _Sender, failed: list[tuple[Action, RuntimeError]]) -> None:
-        super().__init__(name="link", daemon=True)
-        self._latency, self._sender, self._failed = latency, sender, failed
-        self.queue: queue.SimpleQueue[tuple[float, Action, Callable[[], _Works]] | threading.Event] = queue.SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            item = self.queue.get()
-            if isinstance(item, threading.Event):
-                self._sender.queue.put(item)
-                continue
-            handed, action, start = item
-            time.sleep(max(0.0, handed + self._latency - time.monotonic()))
-            try:
-                self._sender.queue.put((action, start()))
-            except RuntimeError as error:
-                self._failed.append((action, error))
-            # As in the sender: hold no tensors while there is nothing to do.
-            del item, start
+    edge: Edge
+    peer: int
+    tag: int
+    names: tuple[str, ...]
+    # Of receives: what gives the tensor of each value, and whether it has elements, without which nothing is sent.
+    lend: list[tuple[Callable[[], torch.Tensor], bool]]
+    posted: dict[int, tuple[list[torch.Tensor], list[dist.Work]]]
+    expected: deque[Action]
+    # Of sends.
+    sender: Sender | None = None
+    link: Link | None = None
 
 
 class Transport:
@@ -270,10 +232,8 @@ class Transport:
         self._width = max((len(edge.values) for edge in edges), default=1)
         # Where gloo may write.
         self._buffers = Recycled(pinned=device != CPU)
-        self._posted: dict[tuple[int, int, str], dict[int, _Posted]] = {}
-        self._senders: dict[tuple[int, int, str], _Sender] = {}
-        self._links: dict[tuple[int, int, str], _Link] = {}
-        self._failed: list[tuple[Action, RuntimeError]] = []
+        self._channels: dict[tuple[str, int | None], _Channel] = {}
+        self._failed: Failures = []
         # Sums under way, by batch: the works, and where copies of them have to go.
         self._sums: dict[int, tuple[list[dist.Work], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
@@ -289,47 +249,59 @@ class Transport:
 
     def send(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> None:
         """Start a send; it goes on in the background."""
-        self.check()
-        edge, key = self.edge_of(action), self._channel(action)
-        if key not in self._senders:
-            self._senders[key] = _Sender(self._timeout, self._failed)
-            if self._latency:
-                self._links[key] = _Link(self._latency, self._senders[key], self._failed)
-        values = [self._on_host(tensors[value.name].contiguous()) for value in edge.values]
-        if self._latency:
-            self._links[key].queue.put((time.monotonic(), action, lambda: self._start_send(action, edge, values)))
+        if self._failed:
+            self.check()
+        channel = self._channels.get((action.kind, action.peer)) or self._open(action)
+        values = [self._on_host(tensors[name].contiguous()) for name in channel.names]
+        if channel.link is not None:
+            channel.link.begin(action, lambda: self._start_send(action, channel, values))
             return
+        assert channel.sender is not None
         try:
-            self._senders[key].queue.put((action, self._start_send(action, edge, values)))
+            channel.sender.hold(action, self._start_send(action, channel, values))
         except RuntimeError as error:
             raise self._lost(action, error) from error
 
     def post(self, action: Action) -> bool:
         """Post a receive ahead of its action, unless its channel has enough of them under way."""
-        edge, posted = self.edge_of(action), self._posted.setdefault(self._channel(action), {})
-        if action.mb in posted:
+        channel = self._channels.get((action.kind, action.peer)) or self._open(action)
+        if action.mb in channel.posted:
             return True
-        if len(posted) >= POSTED:
+        if len(channel.posted) >= POSTED:
             return False
-        self._post(action, edge, posted)
+        self._post(action, channel)
         return True
+
+    def expect(self, action: Action) -> None:
+        """Post a receive, now or as soon as its channel has room; those of a channel in their order, each once."""
+        channel = self._channels.get((action.kind, action.peer)) or self._open(action)
+        if channel.expected or len(channel.posted) >= POSTED:
+            channel.expected.append(action)
+        else:
+            self._post(action, channel)
 
     def receive(self, action: Action) -> dict[str, torch.Tensor]:
         """Wait for the values of a receive action."""
-        edge, posted = self.edge_of(action), self._posted.setdefault(self._channel(action), {})
-        if action.mb not in posted:
-            self._post(action, edge, posted)
-        message = posted.pop(action.mb)
-        for work in message.works:
+        channel = self._channels.get((action.kind, action.peer)) or self._open(action)
+        if action.mb not in channel.posted:
+            if action in channel.expected:
+                channel.expected.remove(action)
+            self._post(action, channel)
+        tensors, works = channel.posted.pop(action.mb)
+        if channel.expected:
+            # While this one is on its way there is time for it.
+            self._post(channel.expected.popleft(), channel)
+        for work in works:
             try:
                 work.wait(self._timeout)
             except RuntimeError as error:
                 raise self._lost(action, error) from error
-        self.check()
-        if self.device == CPU:
-            return message.tensors
-        # The pinned memory may be used again only when the copy is done, so it is waited for.
-        return {name: tensor.to(self.device) for name, tensor in message.tensors.items()}
+        if self._failed:
+            self.check()
+        if self.device != CPU:
+            # The pinned memory may be used again only when the copy is done, so it is waited for.
+            tensors = [tensor.to(self.device) for tensor in tensors]
+        return dict(zip(channel.names, tensors, strict=True))
 
     def sum_up(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Start to sum up tensors over the ranks of the stage, in place; nobody may touch them until `finish_sum`."""
@@ -378,9 +350,10 @@ class Transport:
 
     def flush(self) -> None:
         """Wait until the peers have everything that was sent."""
-        done = [threading.Event() for _ in self._senders]
-        for key, event in zip(self._senders, done, strict=True):
-            (self._links[key] if self._latency else self._senders[key]).queue.put(event)
+        ends = [end for channel in self._channels.values() if (end := channel.link or channel.sender) is not None]
+        done = [threading.Event() for _ in ends]
+        for end, event in zip(ends, done, strict=True):
+            end.tell(event)
         for event in done:
             event.wait()  # bounded: each wait of the sender's thread is
         self.check()
@@ -391,31 +364,40 @@ class Transport:
             action, error = self._failed[0]
             raise self._lost(action, error) from error
 
-    def _start_send(self, action: Action, edge: Edge, tensors: Sequence[torch.Tensor]) -> _Works:
-        peer = action.peer
-        assert peer is not None
-        tags = (self._tag(edge, action.mb, index) for index in range(len(tensors)))
-        return [(dist.isend(x, peer, tag=tag), x) for x, tag in zip(tensors, tags, strict=True) if x.numel()]  # type: ignore[misc]
+    def _start_send(self, action: Action, channel: _Channel, tensors: Sequence[torch.Tensor]) -> Works:
+        tag, group, peer = self._tag(channel, action.mb), _world(), channel.peer
+        return [(group.send([x], peer, tag + len(PHASES) * i), x) for i, x in enumerate(tensors) if x.numel()]
 
-    def _post(self, action: Action, edge: Edge, posted: dict[int, _Posted]) -> None:
-        tensors = {value.name: self._buffers.tensor(value.type) for value in edge.values}
-        peer, works = action.peer, []
-        assert peer is not None
-        for index, tensor in enumerate(tensors.values()):
-            if tensor.numel():
-                try:
-                    works.append(dist.irecv(tensor, peer, tag=self._tag(edge, action.mb, index)))
-                except RuntimeError as error:
-                    raise self._lost(action, error) from error
-        posted[action.mb] = _Posted(tensors, works)  # type: ignore[arg-type]
+    def _post(self, action: Action, channel: _Channel) -> None:
+        tag, group, peer = self._tag(channel, action.mb), _world(), channel.peer
+        tensors, works = [], []
+        try:
+            for lend, filled in channel.lend:
+                tensor = lend()
+                tensors.append(tensor)
+                if filled:
+                    works.append(group.recv([tensor], peer, tag))
+                tag += len(PHASES)
+        except RuntimeError as error:
+            raise self._lost(action, error) from error
+        channel.posted[action.mb] = (tensors, works)
 
-    def _channel(self, action: Action) -> tuple[int, int, str]:
+    def _open(self, action: Action) -> _Channel:
+        """The channel of a send or receive, from its first use on."""
+        edge = self.edge_of(action)
         assert action.peer is not None
-        ends = (self.rank, action.peer) if action.kind in SENDS else (action.peer, self.rank)
-        return (*ends, action.kind[1])
+        names, tag = tuple(value.name for value in edge.values), _FIRST_TAG + PHASES.index(edge.phase)
+        channel = _Channel(edge, action.peer, tag, names, [], {}, deque())
+        if action.kind in SENDS:
+            channel.sender = Sender(self._timeout, self._failed)
+            channel.link = Link(self._latency, channel.sender, self._failed) if self._latency else None
+        else:
+            channel.lend = [(self._buffers.lender(value.type), value.type.size > 0) for value in edge.values]
+        self._channels[action.kind, action.peer] = channel
+        return channel
 
-    def _tag(self, edge: Edge, mb: int, index: int) -> int:
-        return _FIRST_TAG + len(PHASES) * (mb % _MICROBATCHES * self._width + index) + PHASES.index(edge.phase)
+    def _tag(self, channel: _Channel, mb: int) -> int:
+        return channel.tag + len(PHASES) * (mb % _MICROBATCHES * self._width)
 
     def _lost(self, action: Action, error: RuntimeError) -> PeerLost:
         assert action.peer is not None

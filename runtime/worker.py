@@ -12,6 +12,7 @@ Threads are set by the launcher's environment before anything is imported, and a
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import queue
 import socket
@@ -130,6 +131,9 @@ class Worker:
             stop_at_nan=setup.nan == "stop",
             check=self.saver.check,
         )
+        # What is there now stays: looking through it for garbage, again and again, would cost more than the rest of the loop.
+        gc.collect()
+        gc.freeze()
         status.show(None)
 
     def obey(self, command: Message) -> bool:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.ir.errors import VerifyError
+from penstock.ir.schedule import RECEIVES
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
 from penstock.passes.weight_versions import weight_versions
 from penstock.runtime.feeds import DataFeed, NoSamples
@@ -69,6 +70,25 @@ def test_stream_is_expand(kind, stages, m, first, batches, ahead):
                 seen.append(upcoming.action)
                 assert not peeked or peeked[0] == upcoming.action
             assert seen == expected
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(KINDS), st.integers(2, 4), st.integers(1, 6), st.integers(0, 3), st.integers(1, 4), st.integers(1, 9))
+def test_receives_are_told_of_when_they_come_into_sight(kind, stages, m, first, batches, ahead):
+    """What looking at all that lies ahead would find new, as soon as it would."""
+    found = versioned(kind, stages, m)
+    if found is None:
+        return
+    for rank in range(stages):
+        for feed in (DataFeed(NoSamples(), first, batches), LateFeed(first, batches)):
+            stream, looking = ActionStream(found, rank, first, feed), ActionStream(found, rank, first, feed)
+            known = set()
+            while (upcoming := stream.pop()) is not None:
+                assert looking.pop() == upcoming
+                known.add(upcoming.action)
+                new = [action for action in looking.peek(ahead) if action.kind in RECEIVES and action not in known]
+                assert stream.receives(ahead) == new
+                known.update(new)
 
 
 @settings(deadline=None, max_examples=40)

@@ -1,0 +1,320 @@
+"""What a message costs: a pipeline of two stages with empty kernels over loopback, beside gloo by itself between the same two processes.
+
+    python benchmarks/transport.py                          both parts: a minute
+    python benchmarks/transport.py --only pipeline --sizes 65536 --json transport.json
+
+pipeline   Training under 1f1b and 2bw and inference, through the runtime's own executor, store, transport and feed; only the kernels are left out: a
+           stage hands back tensors that were made before. Per microbatch of training there is one message each way, of inference one. `gloo` is a
+           loop of torch.distributed's isend, irecv and wait with the same messages in the same order, which does nothing else.
+stream     Messages one way, as fast as they go: through the transport, posted ahead as it does it, and by isend and irecv with as many posted.
+
+Two processes on one machine, one core each where there are two. Contenders take turns in the same processes; figures are medians over turns, and each turn ends
+when both processes are done. What arrives is compared with what was sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import penstock as ps
+from penstock.backends.bundle import open_bundle, stage_vars
+from penstock.ir.graph import Edge, Module, Value, stepped_vars
+from penstock.ir.memory import POSTED
+from penstock.ir.schedule import PHASES, RECEIVES, SENDS, Action
+from penstock.ir.types import TensorType, numpy_dtype
+from penstock.models import write_mlp
+from penstock.runtime.children import failure, outputs
+from penstock.runtime.executor import Executor
+from penstock.runtime.feeds import DataFeed
+from penstock.runtime.launch import loopback_name, thread_environment
+from penstock.runtime.status import Status
+from penstock.runtime.store import TORCH_DTYPES, Store
+from penstock.runtime.transport import Group, Transport, host_store, join_store
+
+WIDTH = 1024
+SIZES = (64 << 10, 1 << 20, 16 << 20)
+SCHEDULES = ("1f1b", "2bw", "forward")
+MICROBATCHES = 8
+TIMEOUT = 120.0
+_TAG = 5
+
+
+def write_bundle(folder: Path, size: int, schedule: str) -> Path:
+    """Two products, cut between them: what travels has so many bytes."""
+    path = write_mlp(folder / "model.onnx", (4, WIDTH, 4), None, seed=1)
+    model = ps.from_onnx(path, dims={"batch": size // (4 * WIDTH)})
+    products = [op.outs[0].name for op in model.module.graphs["main"].ops if op.kind == "matmul"]
+    cluster = ps.Cluster.local(2)
+    if schedule == "forward":
+        plan = ps.plan(model, cluster, split_at=products[1:])
+    else:
+        training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.01), microbatches=MICROBATCHES)
+        plan = ps.plan(model, cluster, training, schedule=schedule, split_at=products[1:])
+    return ps.compile(plan, folder / f"{schedule}{size}", backend="numpy")
+
+
+class Empty:
+    """A stage program without kernels: results are always the same tensors. `checks`: what arrives is compared with what is sent."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, module: Module) -> None:
+        self._graphs = module.graphs
+        self._results = {g.name: [filled(v) for v in g.results] for g in module.graphs.values()}
+        self._moved = {v.name for e in module.edges for v in e.values}
+        self.checks = False
+
+    def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self.checks:
+            for value, x in zip(self._graphs[graph].ins, args, strict=False):
+                if value.name in self._moved and not torch.equal(x, filled(value)):
+                    raise SystemExit(f"@{graph}: other contents of %{value.name} arrived than were sent")
+        return self._results[graph]
+
+
+def filled(value: Value) -> torch.Tensor:
+    """The contents of a value: a function of its name."""
+    numbers = torch.arange(value.type.size, dtype=torch.float64).reshape(value.type.dims) * 1e-3 + sum(value.name.encode())
+    return numbers.to(TORCH_DTYPES[value.type.dtype])
+
+
+class Noise:
+    """Samples that are there already."""
+
+    def __init__(self, module: Module) -> None:
+        self._arrays = {v.name: np.zeros(v.type.dims, numpy_dtype(v.type.dtype)) for v in module.data_inputs}
+
+    def microbatch(self, mb: int, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+
+class Pipeline:
+    """One rank of a bundle whose kernels are empty, and the same messages over gloo alone."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        module = open_bundle(path).module
+        assert module.schedule is not None
+        self.schedule, self.rank, self.first = module.schedule, rank, 0
+        store = Store(stage_vars(module, rank), stepped_vars(module))
+        self.program, self.samples = Empty(module), Noise(module)
+        transport = Transport(rank, module.edges, module.rank_stages(), TIMEOUT)
+        self.executor = Executor(module, rank, self.program, store, transport, lambda record, arrays: None, Status(None, rank))
+        ends = {(f"S{e.phase}" if e.src == rank else f"R{e.phase}"): e for e in module.edges}
+        self.sent = {kind: [filled(v) for v in e.values] for kind, e in ends.items() if kind[0] == "S"}
+        blank = {
+            kind: [torch.empty(v.type.dims, dtype=TORCH_DTYPES[v.type.dtype]) for v in e.values]
+            for kind, e in ends.items()
+            if kind[0] == "R"
+        }
+        self.buffers = {kind: [[x.clone() for x in values] for _ in range(POSTED + 1)] for kind, values in blank.items()}
+        self.program.checks = True
+        self.run(2)
+        self.program.checks = False
+
+    def run(self, batches: int) -> None:
+        """So many batches from an empty pipeline to an empty pipeline."""
+        self.executor.run(self.first, DataFeed(self.samples, self.first, batches))  # type: ignore[arg-type]
+        self.first += batches
+
+    def run_gloo(self, batches: int) -> None:
+        actions = [a for a in self.schedule.expand(self.rank, batches) if a.kind in (*SENDS, *RECEIVES)]
+        waiting = {kind: deque(a for a in actions if a.kind == kind) for kind in self.buffers}
+        posted: dict[str, deque[list[Any]]] = {kind: deque() for kind in self.buffers}
+        number = dict.fromkeys(self.buffers, 0)
+        sends = []
+
+        def post(kind: str) -> None:
+            if waiting[kind]:
+                waiting[kind].popleft()
+                into = self.buffers[kind][number[kind] % (POSTED + 1)]
+                number[kind] += 1
+                posted[kind].append([dist.irecv(x, 1 - self.rank, tag=_tag(kind, i)) for i, x in enumerate(into)])
+
+        for kind in self.buffers:
+            for _ in range(POSTED):
+                post(kind)
+        for action in actions:
+            if action.kind in SENDS:
+                sends += [dist.isend(x, 1 - self.rank, tag=_tag(action.kind, i)) for i, x in enumerate(self.sent[action.kind])]
+            else:
+                for work in posted[action.kind].popleft():
+                    work.wait()
+                post(action.kind)
+        for work in sends:
+            assert work is not None
+            work.wait()
+
+
+def _tag(kind: str, index: int) -> int:
+    return _TAG + 4 * index + PHASES.index(kind[1])
+
+
+class Stream:
+    """Messages from rank 0 to rank 1."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.value, self.rank, self.first = Value("x", TensorType("f32", (size // 4,))), rank, 0
+        self.transport = Transport(rank, [Edge(0, 1, "F", (self.value,))], [0, 1], TIMEOUT)
+        self.x = filled(self.value)
+        self.buffers = [torch.empty_like(self.x) for _ in range(POSTED + 1)]
+        self.run(3, checks=True)
+
+    def run(self, messages: int, checks: bool = False) -> None:
+        numbers = range(self.first, self.first + messages)
+        self.first += messages
+        for mb in numbers:
+            if self.rank == 0:
+                self.transport.send(Action("SF", 0, mb, peer=1), {"x": self.x})
+                continue
+            for later in range(mb, min(mb + POSTED, self.first)):
+                self.transport.post(Action("RF", 1, later, peer=0))
+            found = self.transport.receive(Action("RF", 1, mb, peer=0))
+            if checks and not torch.equal(found["x"], self.x):
+                raise SystemExit("other contents arrived than were sent")
+            del found
+        self.transport.flush()
+
+    def run_gloo(self, messages: int) -> None:
+        works: deque[Any] = deque()
+        for number in range(messages):
+            if self.rank == 0:
+                works.append(dist.isend(self.x, 1, tag=_TAG))
+            else:
+                if len(works) == POSTED:
+                    works.popleft().wait()
+                works.append(dist.irecv(self.buffers[number % (POSTED + 1)], 0, tag=_TAG))
+        for work in works:
+            work.wait()
+
+
+# ------------------------------------------------------------------------------------------------ one rank
+
+
+def turns(contenders: dict[str, Callable[[int], None]], count: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each turn; the first round does not count."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, run in contenders.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            run(count)
+            dist.barrier()
+            if number:
+                times[name].append(time.perf_counter() - begin)
+    return times
+
+
+def work(orders: list[dict[str, Any]], rank: int, rounds: int) -> list[dict[str, Any]]:
+    found = []
+    for order in orders:
+        size, count = order["bytes"], order["count"]
+        one = Pipeline(Path(order["bundle"]), rank) if order["part"] == "pipeline" else Stream(size, rank)
+        times = turns({"penstock": one.run, "gloo": one.run_gloo}, count, rounds)
+        per = count * (one.schedule.microbatches if isinstance(one, Pipeline) else 1)
+        found.append({**order, "times": {name: [t / per for t in part] for name, part in times.items()}})
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ the parent
+
+
+def measure(orders: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
+    store = host_store(2, TIMEOUT)
+    environment = os.environ | thread_environment(1) | {"GLOO_SOCKET_IFNAME": loopback_name()}
+    command = [sys.executable, __file__, "--orders", json.dumps(orders), "--rounds", str(rounds), "--port", str(store.port)]
+    running = [
+        subprocess.Popen(
+            [*command, "--rank", str(rank)], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for rank in (0, 1)
+    ]
+    told = outputs(running, 600.0)
+    if told is None:
+        raise SystemExit("the two processes did not finish within 600 s")
+    if (problem := failure(running, told)) is not None:
+        raise SystemExit(problem)
+    lines: list[dict[str, Any]] = json.loads(told[0][0])
+    for line in lines:
+        line["seconds"] = {name: statistics.median(times) for name, times in line["times"].items()}
+        line.pop("bundle", None)
+    return lines
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    rows = ["| part | message | penstock | gloo | |", "| --- | --- | --- | --- | --- |"]
+    for line in lines:
+        ours, gloo = line["seconds"]["penstock"], line["seconds"]["gloo"]
+        size = f"{line['bytes'] >> 20} MiB" if line["bytes"] >= 1 << 20 else f"{line['bytes'] >> 10} KiB"
+        if line["part"] == "pipeline":
+            cells = (
+                line["schedule"],
+                size,
+                f"{ours * 1e6:.0f} us per microbatch",
+                f"{gloo * 1e6:.0f} us",
+                f"{(ours - gloo) * 1e6:+.0f} us",
+            )
+        else:
+            speeds = [line["bytes"] / t / 1e9 for t in (ours, gloo)]
+            cells = ("stream", size, f"{speeds[0]:.2f} GB/s", f"{speeds[1]:.2f} GB/s", f"{speeds[0] / speeds[1]:.0%}")
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("pipeline", "stream"))
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="BYTES", help=f"of messages, multiples of {4 * WIDTH}")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="turns of each contender (default: 7)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    for name in ("--orders", "--rank", "--port"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        rank = int(arguments.rank)
+        group = Group(join_store(int(arguments.port), 2, TIMEOUT), rank, 2, TIMEOUT)
+        group.connect()
+        found = work(json.loads(arguments.orders), rank, arguments.rounds)
+        if rank == 0:
+            print(json.dumps(found))
+        group.leave()
+        return
+    if any(size <= 0 or size % (4 * WIDTH) for size in arguments.sizes):
+        parser.error(f"sizes must be multiples of {4 * WIDTH}")
+    orders: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        for size in arguments.sizes:
+            for schedule in arguments.schedules if arguments.only != "stream" else ():
+                bundle = write_bundle(Path(folder), size, schedule)
+                batches = max(2, min(25, (64 << 20) // size))
+                orders.append({"part": "pipeline", "schedule": schedule, "bytes": size, "count": batches, "bundle": str(bundle)})
+            if arguments.only != "pipeline":
+                orders.append({"part": "stream", "bytes": size, "count": max(16, min(400, (512 << 20) // size))})
+        lines = measure(orders, arguments.rounds)
+    print(table(lines))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"lines": lines}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
