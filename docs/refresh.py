@@ -195,7 +195,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "grid-eager-2bw": grid("eager-2bw", 3, 4, 2),
     "grid-zb-1f1b": grid("zb-1f1b", 3, 4, 2),
     "period-2bw": period("2bw", 3, 4),
-    "sinks": lambda: docstring("penstock.runtime.sinks", "tensorboard:DIR", "Servers, keys"),
+    "sinks": lambda: docstring("penstock.runtime.sinks", "tensorboard:DIR", "Where PENSTOCK"),
     "cluster-file": lambda: docstring("penstock.ir.cluster_file", "[[device]]", "Numbers are in bytes"),
     "planner-model": lambda: docstring("penstock.passes.planner.cost", "Notation"),
     "workload-format": lambda: docstring("penstock.passes.placement.workload", "maxSizePerFPGA", "Accelerators pay"),

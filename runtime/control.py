@@ -50,7 +50,7 @@ class Setup(Record, frozen=True):
     microbatches are read ahead of what is computed; with 0, data is read when it is asked for.
     `evaluation` is what Evaluate computes the loss of. `offset` is the sample that microbatch 0 would begin
     with, and `key` is what random draws are made from beside the module's seed (runtime/resuming.py). `nan` says what a loss that is not finite does:
-    `stop` ends the run, with the others it goes on."""
+    `stop` ends the run, with the others it goes on. `secret` is what the ranks of this start seal the values of their meeting point with."""
 
     bundle: str
     timeout: float
@@ -67,6 +67,7 @@ class Setup(Record, frozen=True):
     key: int = 0
     nan: str = "warn"
     evaluation: DataSpec | None = None
+    secret: str = ""
 
 
 class Join(Record, frozen=True):

@@ -46,6 +46,7 @@ from .steps import Steps
 from .tables import Tables, learning_rate
 from .trace import Event, Held, write_trace
 from .transport import Group, time_span
+from .trust import open_trust
 from .worker import Worker, describe_failure
 
 # Below the tags of the pipeline's channels.
@@ -131,7 +132,7 @@ def run_rank(
         found = count_evaluation(module, options.evaluation, bundle.renamed, fed)
         to_evaluate = found if fed else None
     status.show("joining")
-    group = Group(join_place(seat, interface, options.timeout), rank, world, options.timeout)
+    group = Group(join_place(seat, interface, options.timeout, open_trust(options.secret, options.tls)), rank, world, options.timeout)
     present = _gather_keepers(group, Present(seat.host, interface.address, interface.name, os.getpid(), watch), channel)
     warnings = check_hosts(bundle, present)
     beginning = restarts.begin_together(group, options)

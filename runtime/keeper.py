@@ -38,6 +38,7 @@ from .mesh import Bye, Mesh, Pulse, Said, Told, Verdict
 from .options import RunOptions
 from .status import Patience, StatusBoard, await_saves, describe_line, is_stopped
 from .trouble import ending, error_of, named, others, place, reached
+from .trust import open_trust
 
 # The stronger the sooner: what a rank knows of itself comes before what others see of it.
 KINDS = ("error", "died", "silent", "closed", "unreachable", "ended", "symptom")
@@ -99,6 +100,7 @@ class Keeper:
     def __init__(self, options: RunOptions, bundle: Bundle, seat: Place, interface: Interface) -> None:
         self.options, self.bundle, self.seat, self.rank = options, bundle, seat, seat.rank
         self.module: Module = bundle.module
+        self._trust = open_trust(options.secret, options.tls)
         self._board = StatusBoard(1)
         self._patience = Patience(options.heartbeat)
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -234,7 +236,7 @@ class Keeper:
                     now = time.monotonic()
                     self._heard = {rank: now for rank in range(len(message.hosts)) if rank != self.rank}
                     addresses = list(zip(message.addresses, message.ports, strict=True))
-                    self._mesh = Mesh(self._listener, self.rank, addresses, message.token, _CONNECT_SECONDS)
+                    self._mesh = Mesh(self._listener, self.rank, addresses, message.token, _CONNECT_SECONDS, self._trust)
                 case Done():
                     self._answer()
                 case Failed(error, what, where, hint):

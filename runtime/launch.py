@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
+import msgspec
 import numpy as np
 
 from ..backends.bundle import Bundle
@@ -112,6 +114,8 @@ class Workers:
         threading.Thread(target=self._read, args=(rank, self._channels[-1]), name=f"rank {rank}", daemon=True).start()
 
     def _meet(self, setup: Setup) -> None:
+        # New in every start, and known to nobody else: it goes over inherited connections.
+        setup = msgspec.structs.replace(setup, secret=secrets.token_hex(32))
         for rank in range(self.count):
             self.send(rank, setup)
         waiting, deadline = set(range(self.count)), time.monotonic() + START_SECONDS + setup.timeout

@@ -13,7 +13,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from ..ir.errors import UsageError
 from .hosts import INTERFACE_VARIABLE, Interface, Place, choose_interface, interfaces, place_of, resolve
-from .transport import not_met, time_span
+from .sealed import SealedStore
+from .transport import Group, not_met, time_span
+from .trust import Trust
 
 
 def join_environment(timeout: float) -> tuple[Store, int, int]:
@@ -22,8 +24,9 @@ def join_environment(timeout: float) -> tuple[Store, int, int]:
     return join_place(place, choose_interface(place), timeout), place.rank, place.world
 
 
-def join_place(place: Place, interface: Interface, timeout: float) -> Store:
-    """The store of this start of the group. Gloo talks through the interface from now on."""
+def join_place(place: Place, interface: Interface, timeout: float, trust: Trust | None = None) -> Store:
+    """The store of this start of the group. Gloo talks through the interface from now on. With `trust` the ranks compare what they trust, and
+    values are sealed where there is a secret (sealed.py)."""
     os.environ[INTERFACE_VARIABLE] = interface.name
     try:
         if place.served or place.rank:
@@ -33,7 +36,14 @@ def join_place(place: Place, interface: Interface, timeout: float) -> Store:
         start = store.add(f"penstock/start/{place.rank}", 1)
     except RuntimeError as error:
         raise not_met(f"{place.address}:{place.port}", timeout, error, f"rank {place.rank} on {place.host}") from error
-    return PrefixStore(f"penstock/{start}", store)
+    prefix = f"penstock/{start}"
+    met = PrefixStore(prefix, store)
+    if trust is None:
+        return met
+    Group(met, place.rank, place.world, timeout).agree(
+        "trust", trust.shown, hint="give --secret and --tls on all hosts, with the same files"
+    )
+    return SealedStore(store, trust.secret, prefix) if trust.secret else met
 
 
 def _serve(place: Place, interface: Interface, timeout: float) -> TCPStore:

@@ -1,18 +1,24 @@
-"""What keepers of ranks tell each other, over one TCP connection for each pair of them. In: where everybody listens, and the token of this start of
-the group. Out: their records, and whose connection ended.
+"""What keepers of ranks tell each other, over one TCP connection for each pair of them. In: where everybody listens, the token of this start of
+the group, and what its members trust (trust.py). Out: their records, and whose connection ended.
 
-    4 bytes: length · a record in msgpack
+    4 bytes: length · a record in msgpack; inside of TLS where that was asked for
 
 A keeper connects to those of lower ranks and is connected to by those of higher ones. Nothing here waits: what cannot be sent now is kept, up to
-a limit. Whoever does not begin with the token, which only those who met at the store know, is cut off and changes nothing.
+a limit. A connection begins with three records, which show both ends that the other one has the key of this start:
+
+    Hello(rank, nonce) >    < Welcome(nonce, proof)    Proof(proof) >
+
+The key is made of the token, which those who met at the store know, and of the secret where there is one, which nobody else has. Whoever cannot
+prove to have it is cut off and changes nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
+import secrets
 import selectors
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Sequence
@@ -20,9 +26,13 @@ from collections.abc import Sequence
 import msgspec
 
 from .control import Record
+from .trust import Trust, is_proof, proof
 
 _HEAD = struct.Struct("<I")
 _LARGEST = 1 << 20
+# Of a record of which nobody knows yet whose it is.
+_GREETING = 1024
+_CONNECTS, _ACCEPTS = "connects", "accepts"
 _CHUNK = 1 << 16
 # Connections of which nobody knows yet whose they are.
 _MOST_UNKNOWN = 64
@@ -32,7 +42,20 @@ class Hello(Record, frozen=True):
     """The first record of the one who connects."""
 
     rank: int
-    token: str
+    nonce: str
+
+
+class Welcome(Record, frozen=True):
+    """The answer of the one who was connected to."""
+
+    nonce: str
+    proof: str
+
+
+class Proof(Record, frozen=True):
+    """The second record of the one who connects; anything else follows it."""
+
+    proof: str
 
 
 class Pulse(Record, frozen=True):
@@ -63,21 +86,64 @@ class Bye(Record, frozen=True):
     """The rank has finished, and well."""
 
 
-Said = Hello | Pulse | Told | Verdict | Bye
+Said = Hello | Welcome | Proof | Pulse | Told | Verdict | Bye
 
 
 class _Link:
-    def __init__(self, connection: socket.socket, rank: int | None) -> None:
+    """One connection. `rank` is whose it is: known from the beginning where we connected, and when it was proved where others did. `unsent`
+    goes out as it can, `later` once the other end has proved who it is."""
+
+    def __init__(self, connection: socket.socket, rank: int | None, context: ssl.SSLContext | None) -> None:
         connection.setblocking(False)
+        self.secured = None
+        if context is not None:
+            accepts = rank is None
+            connection = self.secured = context.wrap_socket(connection, server_side=accepts, do_handshake_on_connect=False)
         self.connection, self.rank = connection, rank
-        self.received, self.unsent = bytearray(), bytearray()
+        self.shaking = context is not None
+        self.broken: ssl.SSLError | None = None
+        self.received, self.unsent, self.later = bytearray(), bytearray(), bytearray()
+        self.nonce = secrets.token_hex(16)
+        self.hello: Hello | None = None
+        self.proved = False
+
+    def shake(self) -> None:
+        """Get on with TLS; raises while it waits."""
+        if self.shaking and self.secured is not None:
+            self.secured.do_handshake()
+            self.shaking = False
+
+    def receive(self) -> bool:
+        """Take what came; whether the connection has ended."""
+        if self.broken is not None:
+            raise self.broken
+        self.shake()
+        while True:
+            data = self.connection.recv(_CHUNK)
+            self.received += data
+            if not data or self.secured is None or not self.secured.pending():
+                return not data
+
+    def flush(self) -> None:
+        try:
+            self.shake()
+            while self.unsent:
+                del self.unsent[: self.connection.send(self.unsent)]
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return
+        except ssl.SSLError as error:
+            self.broken = error
+        except OSError:
+            return  # a connection that broke is noticed when it is read
 
 
 class Mesh:
     """`hear` gives (rank, record), and (rank, None) when a connection ended, (rank, "...") when what came is no record."""
 
-    def __init__(self, listener: socket.socket, rank: int, addresses: Sequence[tuple[str, int]], token: str, timeout: float) -> None:
-        self._rank, self._world, self._token = rank, len(addresses), token
+    def __init__(
+        self, listener: socket.socket, rank: int, addresses: Sequence[tuple[str, int]], token: str, timeout: float, trust: Trust
+    ) -> None:
+        self._rank, self._world, self._trust, self._key = rank, len(addresses), trust, trust.key(token)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Said).decode
         self._selector = selectors.DefaultSelector()
@@ -92,11 +158,14 @@ class Mesh:
             # Everybody listens since before the group met: who cannot be reached within moments is lost. The time is that of all of them.
             left = max(deadline - time.monotonic(), timeout / 20)
             try:
-                self._take(_Link(socket.create_connection(addresses[other], left, (listener.getsockname()[0], 0)), other))
+                connection = socket.create_connection(addresses[other], left, (listener.getsockname()[0], 0))
+                link = _Link(connection, other, trust.client)
             except OSError:
                 self._lost.append(other)
                 continue
-            self.send(other, Hello(rank, token))
+            self._links[other] = link
+            self._selector.register(link.connection, selectors.EVENT_READ, link)
+            self._send(link, Hello(rank, link.nonce))
 
     def hear(self, timeout: float) -> list[tuple[int, Said | str | None]]:
         """What came until now, or within the timeout if nothing did."""
@@ -107,19 +176,28 @@ class Mesh:
                 self._accept()
             else:
                 heard += self._read(key.data)
-        for rank in list(self._links):
-            self._flush(rank)
+        for link in [*self._links.values(), *self._unknown]:
+            link.flush()
         return heard
 
     def send(self, rank: int, record: Said) -> None:
         link = self._links.get(rank)
         if link is None:
             return
-        data = self._encode(record)
-        # Nobody reads there: it will be found silent.
+        if link.proved:
+            self._send(link, record)
+        elif len(link.later) < _LARGEST:
+            link.later += self._framed(record)
+
+    def _send(self, link: _Link, record: Said) -> None:
+        # Where nobody reads, the rank will be found silent.
         if len(link.unsent) < _LARGEST:
-            link.unsent += _HEAD.pack(len(data)) + data
-        self._flush(rank)
+            link.unsent += self._framed(record)
+        link.flush()
+
+    def _framed(self, record: Said) -> bytes:
+        data = self._encode(record)
+        return _HEAD.pack(len(data)) + data
 
     def send_all(self, record: Said) -> None:
         for rank in list(self._links):
@@ -136,21 +214,9 @@ class Mesh:
             connection, _ = self._listener.accept()
             if len(self._unknown) >= _MOST_UNKNOWN:
                 self._drop(self._unknown[0])
-            link = _Link(connection, None)
+            link = _Link(connection, None, self._trust.server)
             self._unknown.append(link)
-            self._selector.register(connection, selectors.EVENT_READ, link)
-
-    def _take(self, link: _Link) -> None:
-        assert link.rank is not None
-        self._links[link.rank] = link
-        self._selector.register(link.connection, selectors.EVENT_READ, link)
-
-    def _flush(self, rank: int) -> None:
-        link = self._links[rank]
-        # A connection that broke is noticed when it is read.
-        with contextlib.suppress(OSError):
-            while link.unsent:
-                del link.unsent[: link.connection.send(link.unsent)]
+            self._selector.register(link.connection, selectors.EVENT_READ, link)
 
     def _read(self, link: _Link) -> list[tuple[int, Said | str | None]]:
         heard: list[tuple[int, Said | str | None]] = []
@@ -158,15 +224,18 @@ class Mesh:
             return []  # it made room for another one, just now
         ended = False
         try:
-            data = link.connection.recv(_CHUNK)
-            ended = not data
-            link.received += data
-        except BlockingIOError:
-            return []
+            ended = link.receive()
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if not link.received:
+                return []
+        except ssl.SSLError as error:
+            if link.rank is not None:
+                heard.append((link.rank, f"TLS: {error.reason or error}"))
+            ended = True
         except OSError:
             ended = True
         try:
-            # The first record may say whose connection this is.
+            # The first ones may say whose connection this is.
             records = self._records(link)
             heard += [(link.rank, record) for record in records if link.rank is not None]
         except msgspec.MsgspecError as error:
@@ -183,26 +252,45 @@ class Mesh:
         found = []
         while len(link.received) >= _HEAD.size:
             (length,) = _HEAD.unpack_from(link.received)
-            if length > (_LARGEST if link.rank is not None else 1024):
+            if length > (_LARGEST if link.proved else _GREETING):
                 raise msgspec.DecodeError(f"a record of {length} bytes")
             if len(link.received) < _HEAD.size + length:
                 break
             record = self._decode(bytes(link.received[_HEAD.size : _HEAD.size + length]))
             del link.received[: _HEAD.size + length]
-            if link.rank is not None:
+            if link.proved:
                 found.append(record)
-            elif not self._introduce(link, record):
-                raise msgspec.DecodeError("a stranger")
+            elif not (self._meet_lower(link, record) if link.rank is not None else self._meet_higher(link, record)):
+                raise msgspec.DecodeError("it does not know the secret of this start")
         return found
 
-    def _introduce(self, link: _Link, record: Said) -> bool:
-        """Whether the first record of a connection says who it is, and with the right token."""
-        known = isinstance(record, Hello) and hmac.compare_digest(record.token.encode(), self._token.encode())
-        if not known or not isinstance(record, Hello) or not self._rank < record.rank < self._world or record.rank in self._links:
+    def _meet_lower(self, link: _Link, record: Said) -> bool:
+        """Whether the one that we connected to shows that it belongs to the group."""
+        assert link.rank is not None
+        ranks = (self._rank, link.rank)
+        if not isinstance(record, Welcome) or not is_proof(record.proof, self._key, _ACCEPTS, ranks, (link.nonce, record.nonce)):
+            return False
+        link.proved = True
+        self._send(link, Proof(proof(self._key, _CONNECTS, ranks, (link.nonce, record.nonce))))
+        link.unsent += link.later
+        link.later.clear()
+        return True
+
+    def _meet_higher(self, link: _Link, record: Said) -> bool:
+        """Whether one that connected to us goes on as somebody who belongs to the group."""
+        if link.hello is None:
+            if not isinstance(record, Hello) or not self._rank < record.rank < self._world:
+                return False
+            link.hello, ranks = record, (record.rank, self._rank)
+            self._send(link, Welcome(link.nonce, proof(self._key, _ACCEPTS, ranks, (record.nonce, link.nonce))))
+            return True
+        hello, ranks = link.hello, (link.hello.rank, self._rank)
+        known = isinstance(record, Proof) and is_proof(record.proof, self._key, _CONNECTS, ranks, (hello.nonce, link.nonce))
+        if not known or hello.rank in self._links:
             return False
         self._unknown.remove(link)
-        link.rank = record.rank
-        self._links[record.rank] = link
+        link.rank, link.proved = hello.rank, True
+        self._links[hello.rank] = link
         return True
 
     def _drop(self, link: _Link) -> None:

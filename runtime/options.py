@@ -21,6 +21,7 @@ from .data_files import absolute_source
 from .hosts import in_group, place_of
 from .launch import HEARTBEAT
 from .sinks import sink_problems
+from .trust import trust_problems
 
 # Milliseconds of a timeout have to fit into 32 bits in some system calls.
 LONGEST_TIMEOUT = 1e6
@@ -55,6 +56,8 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     log: tuple[str, ...] = ()
     keep_last: int | None = None
     checkpoint_wait: bool = False
+    secret: str | None = None
+    tls: str | None = None
 
     def check(self) -> None:
         problems = []
@@ -80,6 +83,10 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             problems.append(f"--max-restarts must be 0 to {MOST_RESTARTS}, got {self.max_restarts}")
         if self.max_restarts and in_group():
             problems.append("--max-restarts is for local runs; here the launcher starts again (torchrun --max-restarts)")
+        for flag, path in (("--secret", self.secret), ("--tls", self.tls)):
+            if path is not None and not in_group():
+                problems.append(f"{flag} is for groups that a launcher starts; ranks of a local run are reached over inherited connections")
+        problems += trust_problems(self.secret, self.tls)
         problems += self._path_problems()
         # Rank 0 writes them, and other hosts need no packages for it.
         problems += sink_problems(self.log) if not in_group() or place_of().rank == 0 else []

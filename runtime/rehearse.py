@@ -55,7 +55,7 @@ class _Alone(Group):
     def form_team(self, ranks: Sequence[int], device: torch.device) -> None:
         pass
 
-    def agree(self, what: str, value: str) -> None:
+    def agree(self, what: str, value: str, hint: str = "") -> None:
         pass
 
     def leave(self) -> None:

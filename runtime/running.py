@@ -67,6 +67,8 @@ def run_bundle(
     log: Sequence[str] = (),
     keep_last: int | None = None,
     checkpoint_wait: bool = False,
+    secret: str | os.PathLike[str] | None = None,
+    tls: str | os.PathLike[str] | None = None,
 ) -> RunSummary:
     """Train for `steps` steps. Where torchrun or srun started this process, it becomes its rank and does not come back."""
     options = RunOptions(
@@ -90,6 +92,8 @@ def run_bundle(
         log=tuple(log),
         keep_last=keep_last,
         checkpoint_wait=checkpoint_wait,
+        secret=_absolute(secret),
+        tls=_absolute(tls),
     )
     options.check()
     if in_group():

@@ -6,6 +6,7 @@
     prometheus:PORT        http://127.0.0.1:PORT/metrics, newest numbers    (prometheus:HOST:PORT listens elsewhere)
     prometheus:FILE.prom   the newest numbers in a file, replaced as a whole, for node_exporter's textfile collector
 
+Where PENSTOCK_METRICS_TOKEN names a file, whoever asks the server of Prometheus has to send the token in it (Authorization: Bearer TOKEN).
 Servers, keys and the like are those of each package's own settings (WANDB_MODE, MLFLOW_TRACKING_URI). Packages are imported when a run uses them.
 What a row does not know (null) is left out. A sink that cannot be opened ends the run before its first step; one that fails later is named on stderr and gets no more rows; the run goes on.
 """
@@ -16,14 +17,19 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from hmac import compare_digest
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..ir.errors import UsageError
+from ..backends.signing import read_key
+from ..ir.errors import PenstockError, UsageError
 
 Row = Mapping[str, float | int | str | None]
+# Names the file with what a client of the server has to send.
+TOKEN_VARIABLE = "PENSTOCK_METRICS_TOKEN"
+
 Warn = Callable[[str], None]
 
 
@@ -113,10 +119,10 @@ class PrometheusFile:
 class PrometheusServer:
     """The newest numbers at /metrics; nothing else is answered. Port 0 is any that is free."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, token: bytes | None = None) -> None:
         self._numbers: dict[str, float] = {}
         self._text = b""
-        self._server = ThreadingHTTPServer((host, port), partial(_Handler, lambda: self._text))
+        self._server = ThreadingHTTPServer((host, port), partial(_Handler, lambda: self._text, token))
         self._server.daemon_threads = True
         self.address = self._server.server_address[:2]
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
@@ -133,11 +139,15 @@ class PrometheusServer:
 class _Handler(BaseHTTPRequestHandler):
     timeout = 5
 
-    def __init__(self, text: Callable[[], bytes], *args: Any) -> None:
-        self._newest = text
+    def __init__(self, text: Callable[[], bytes], token: bytes | None, *args: Any) -> None:
+        self._newest, self._token = text, token
         super().__init__(*args)
 
     def do_GET(self) -> None:
+        given = self.headers.get("Authorization", "").encode("utf-8", "replace")
+        if self._token is not None and not compare_digest(given, b"Bearer " + self._token):
+            self.send_error(401)
+            return
         if self.path != "/metrics":
             self.send_error(404)
             return
@@ -168,6 +178,10 @@ def _problem(text: str) -> str:
     kind, _, where = text.partition(":")
     if kind == "prometheus":
         host, _, port = where.rpartition(":")
+        try:
+            _token()
+        except PenstockError as error:
+            return f"--log {text}: {TOKEN_VARIABLE}: {error.where}: {error.what}"
         if where.endswith(".prom") or (port.isdecimal() and int(port) < 65536 and (host or ":" not in where)):
             return ""
         return f"--log {text}: prometheus takes a port, HOST:PORT, or a file that ends with .prom"
@@ -181,6 +195,11 @@ def _problem(text: str) -> str:
     return ""
 
 
+def _token() -> bytes | None:
+    path = os.environ.get(TOKEN_VARIABLE)
+    return read_key(path) if path else None
+
+
 def open_sink(text: str) -> Sink:
     if problem := _problem(text):
         raise UsageError(problem)
@@ -191,7 +210,7 @@ def open_sink(text: str) -> Sink:
         if where.endswith(".prom"):
             return PrometheusFile(where)
         host, _, port = where.rpartition(":")
-        return PrometheusServer(host or "127.0.0.1", int(port))
+        return PrometheusServer(host or "127.0.0.1", int(port), _token())
     except OSError as error:
         raise UsageError(f"--log {text}: {error.strerror or error}") from error
     except Exception as error:  # of other people's code, which has its own kinds: no key, no server, a package half installed

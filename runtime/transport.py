@@ -115,7 +115,7 @@ class Group:
         self.put(f"{key}/{self.rank}", value)
         return [self.get(f"{key}/{rank}", f"{key!r} of rank {rank}") for rank in (range(self.world) if ranks is None else ranks)]
 
-    def agree(self, what: str, value: str) -> None:
+    def agree(self, what: str, value: str, hint: str = "copy one bundle to all hosts") -> None:
         """Refuse to go on when a rank has another value than this one."""
         found = [v.decode() for v in self.gather(f"agree/{what}", value.encode())]
         if any(v != value for v in found):
@@ -123,9 +123,7 @@ class Group:
             with contextlib.suppress(PeerLost):
                 self.gather(f"agree/{what}/read", b"")
             listed = "".join(f"\n  - rank {rank}: {v}" for rank, v in enumerate(found))
-            raise VerifyError(
-                f"the ranks do not have the same {what}:{listed}", where=f"rank {self.rank}", hint="copy one bundle to all hosts"
-            )
+            raise VerifyError(f"the ranks do not have the same {what}:{listed}", where=f"rank {self.rank}", hint=hint)
 
     def leave(self) -> None:
         if dist.is_initialized():

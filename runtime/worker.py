@@ -63,6 +63,7 @@ from .message_feeds import BatchFeed, Receive, RequestFeed
 from .program import fed_inputs, microbatch_size, share_of
 from .resuming import fill_tensors, load_state
 from .saving import Saver
+from .sealed import SealedStore
 from .status import Status
 from .store import Store, as_array
 from .tables import tables_of
@@ -337,7 +338,8 @@ def main(argv: list[str] | None = None) -> None:
             assert told is not None
             assert isinstance(told[0], Join)
             store = join_store(told[0].port, world, setup.timeout)
-        worker = Worker(bundle, rank, Group(store, rank, world, setup.timeout), setup, reply, receive, status)
+        met = SealedStore(store, setup.secret.encode()) if setup.secret else store
+        worker = Worker(bundle, rank, Group(met, rank, world, setup.timeout), setup, reply, receive, status)
         reply(Ready(), {})
         while (command := receive(True)) is not None and worker.obey(command[0]):
             pass

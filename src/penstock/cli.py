@@ -216,6 +216,14 @@ def _parser() -> argparse.ArgumentParser:
         help="send metrics there, too: tensorboard:DIR, wandb:PROJECT, mlflow:EXPERIMENT, prometheus:[HOST:]PORT or prometheus:FILE.prom; "
         "may be given several times",
     )
+    run.add_argument(
+        "--secret",
+        metavar="FILE",
+        help="in a group: what its ranks have in common and nobody else has, at least 32 bytes (docs/security.md)",
+    )
+    run.add_argument(
+        "--tls", metavar="DIR", help="in a group: let the keepers of the ranks speak over TLS, with cert.pem and key.pem of this directory"
+    )
 
     infer = add("infer", "run an inference bundle on arrays, and write its outputs")
     infer.add_argument("bundle", metavar="BUNDLE")

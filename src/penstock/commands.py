@@ -302,6 +302,8 @@ def run_command(arguments: Namespace) -> None:
         nan=arguments.nan,
         max_restarts=arguments.max_restarts,
         log=arguments.log,
+        secret=arguments.secret,
+        tls=arguments.tls,
         trace=arguments.trace,
     )
 

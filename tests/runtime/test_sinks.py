@@ -15,7 +15,7 @@ from penstock.ir.errors import UsageError
 from penstock.runtime.control import Step
 from penstock.runtime.evaluation import Evaluation
 from penstock.runtime.metrics import Metrics
-from penstock.runtime.sinks import PrometheusServer, Sinks, exposition, open_sink, sink_problems
+from penstock.runtime.sinks import TOKEN_VARIABLE, PrometheusServer, Sinks, exposition, open_sink, sink_problems
 
 STEPS = [Step(3, 4.5, (4.5,), 0.1, 10.0), Step(4, float("nan"), (float("nan"),), 0.1, 10.5, 2.0)]
 
@@ -119,6 +119,28 @@ def test_prometheus_as_a_file_and_over_loopback(tmp_path):
             open_sink(f"prometheus:{port}")
     finally:
         sink.close()
+
+
+def test_prometheus_demands_a_token(tmp_path, monkeypatch):
+    token = "t0ken" * 8
+    (tmp_path / "token").write_text(f"{token}\n")
+    monkeypatch.setenv(TOKEN_VARIABLE, str(tmp_path / "token"))
+    sink = open_sink("prometheus:0")
+    assert isinstance(sink, PrometheusServer)
+    address = f"http://127.0.0.1:{sink.address[1]}/metrics"
+    try:
+        sink.add(7, {"loss": 0.5})
+        for wrong in ({}, {"Authorization": "Bearer "}, {"Authorization": f"Bearer {token}x"}, {"Authorization": token}):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(urllib.request.Request(address, headers=wrong), timeout=5)
+        with urllib.request.urlopen(urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"}), timeout=5) as answer:
+            assert answer.read().decode() == exposition(7, {"loss": 0.5})
+    finally:
+        sink.close()
+    (tmp_path / "token").write_text("short")
+    (problem,) = sink_problems(["prometheus:0"])
+    assert "PENSTOCK_METRICS_TOKEN" in problem
+    assert "short" not in problem
 
 
 def test_what_cannot_be_opened_is_said_at_once(monkeypatch):
