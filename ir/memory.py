@@ -15,8 +15,8 @@ Results and temporaries of compiled graphs come from an allocator that keeps a f
 holds is, for each size, the most blocks of that size at once; the walk counts them. Memory of received values and of inputs is used again in the same
 way. Receives are posted ahead, and have their memory from then on.
 What is sent stays until the next send of its channel.
-Known limits: scratch memory inside kernels and rounding to pages need more. The interpreter and its libraries are not
-counted: a worker measures them before it loads its variables.
+Known limits: scratch memory inside kernels and rounding to pages need more; small values that share a message (parcels.py) are counted as if each had
+memory of its own. The interpreter and its libraries are not counted: a worker measures them before it loads its variables.
 """
 
 from __future__ import annotations

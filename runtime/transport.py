@@ -1,14 +1,13 @@
 """Messages between ranks, sums over the ranks of a stage, and the meeting of the group, over gloo.
 
-A channel is (source rank, destination rank, phase); a message is the values of the edge between their stages for one microbatch. Every value travels
-on its own, straight from and into its tensor, with the tag
+A channel is (source rank, destination rank, phase). The values of the edge between their stages travel, for each microbatch, in few messages: large values
+straight from and into their tensors, small ones together (ir/parcels.py). A message has the tag
 
-    16 + 4 · ((number mod 4096) · width + index in the edge) + phase
+    16 + 4 · ((number mod 4096) · width + its number among those of the edge) + phase
 
 where the number is that of the microbatch, or of the batch in phases P and N, phase is 0 to 3 for F, B, P, N and width the largest number of
-values on an edge. Gloo matches by (source, tag) and keeps equal tags in order, so that two channels cannot be mixed up and a message cannot be
-taken for that of another microbatch; 4096 keeps the number of tags bounded. Nothing is packed: one value per message costs no copy, and edges of
-many values are rare.
+messages of an edge. Gloo matches by (source, tag) and keeps equal tags in order, so that two channels cannot be mixed up and a message cannot be
+taken for that of another microbatch; 4096 keeps the number of tags bounded.
 
 Receives are posted ahead of their action (their buffers exist from then on), so that a message flows while its receiver computes; a receive that finds
 its channel full is posted as soon as one before it is taken, while that one is waited for. Gloo moves
@@ -46,7 +45,9 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from ..ir.errors import PeerLost, VerifyError
 from ..ir.graph import Edge
 from ..ir.memory import POSTED
+from ..ir.parcels import parcels
 from ..ir.schedule import PHASES, SENDS, Action
+from .packing import Packing
 from .senders import Failures, Link, Sender, Works
 from .status import describe
 from .store import CPU, Recycled
@@ -195,14 +196,14 @@ def not_met(address: str, timeout: float, error: Exception, where: str = "") -> 
 
 @dataclass(slots=True)
 class _Channel:
-    """One direction of one phase between this rank and a peer, and what is under way on it. `tag` is that of the first value of microbatch 0."""
+    """One direction of one phase between this rank and a peer, and what is under way on it. `tag` is that of the first message of microbatch 0."""
 
     edge: Edge
     peer: int
     tag: int
     names: tuple[str, ...]
-    # Of receives: what gives the tensor of each value, and whether it has elements, without which nothing is sent.
-    lend: list[tuple[Callable[[], torch.Tensor], bool]]
+    packing: Packing
+    # Of receives.
     posted: dict[int, tuple[list[torch.Tensor], list[dist.Work]]]
     expected: deque[Action]
     # Of sends.
@@ -227,7 +228,7 @@ class Transport:
         self.rank, self._homes, self.seconds = rank, list(homes), timeout
         self._timeout = time_span(timeout)
         self._edges = {(edge.src, edge.dst, edge.phase): edge for edge in edges}
-        self._width = max((len(edge.values) for edge in edges), default=1)
+        self._width = max((len(parcels(edge.values)) for edge in edges), default=1)
         # Where gloo may write.
         self._buffers = Recycled(pinned=device != CPU)
         self._channels: dict[tuple[str, int | None], _Channel] = {}
@@ -250,13 +251,13 @@ class Transport:
         if self._failed:
             self.check()
         channel = self._channels.get((action.kind, action.peer)) or self._open(action)
-        values = [self._on_host(tensors[name].contiguous()) for name in channel.names]
+        messages = [self._on_host(x) for x in channel.packing.pack([tensors[name].contiguous() for name in channel.names])]
         if channel.link is not None:
-            channel.link.begin(action, lambda: self._start_send(action, channel, values))
+            channel.link.begin(action, lambda: self._start_send(action, channel, messages))
             return
         assert channel.sender is not None
         try:
-            channel.sender.hold(action, self._start_send(action, channel, values))
+            channel.sender.hold(action, self._start_send(action, channel, messages))
         except RuntimeError as error:
             raise self._lost(action, error) from error
 
@@ -285,7 +286,7 @@ class Transport:
             if action in channel.expected:
                 channel.expected.remove(action)
             self._post(action, channel)
-        tensors, works = channel.posted.pop(action.mb)
+        messages, works = channel.posted.pop(action.mb)
         if channel.expected:
             # While this one is on its way there is time for it.
             self._post(channel.expected.popleft(), channel)
@@ -298,8 +299,8 @@ class Transport:
             self.check()
         if self.device != CPU:
             # The pinned memory may be used again only when the copy is done, so it is waited for.
-            tensors = [tensor.to(self.device) for tensor in tensors]
-        return dict(zip(channel.names, tensors, strict=True))
+            messages = [message.to(self.device) for message in messages]
+        return dict(zip(channel.names, channel.packing.unpack(messages), strict=True))
 
     def sum_up(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Start to sum up tensors over the ranks of the stage, in place; nobody may touch them until `finish_sum`."""
@@ -362,35 +363,28 @@ class Transport:
             action, error = self._failed[0]
             raise self._lost(action, error) from error
 
-    def _start_send(self, action: Action, channel: _Channel, tensors: Sequence[torch.Tensor]) -> Works:
+    def _start_send(self, action: Action, channel: _Channel, messages: Sequence[torch.Tensor]) -> Works:
         tag, group, peer = self._tag(channel, action.mb), _world(), channel.peer
-        return [(group.send([x], peer, tag + len(PHASES) * i), x) for i, x in enumerate(tensors) if x.numel()]
+        return [(group.send([x], peer, tag + len(PHASES) * i), x) for i, x in enumerate(messages)]
 
     def _post(self, action: Action, channel: _Channel) -> None:
         tag, group, peer = self._tag(channel, action.mb), _world(), channel.peer
-        tensors, works = [], []
+        messages = channel.packing.messages()
         try:
-            for lend, filled in channel.lend:
-                tensor = lend()
-                tensors.append(tensor)
-                if filled:
-                    works.append(group.recv([tensor], peer, tag))
-                tag += len(PHASES)
+            works = [group.recv([x], peer, tag + len(PHASES) * i) for i, x in enumerate(messages)]
         except RuntimeError as error:
             raise self._lost(action, error) from error
-        channel.posted[action.mb] = (tensors, works)
+        channel.posted[action.mb] = (messages, works)
 
     def _open(self, action: Action) -> _Channel:
         """The channel of a send or receive, from its first use on."""
         edge = self.edge_of(action)
         assert action.peer is not None
         names, tag = tuple(value.name for value in edge.values), _FIRST_TAG + PHASES.index(edge.phase)
-        channel = _Channel(edge, action.peer, tag, names, [], {}, deque())
+        channel = _Channel(edge, action.peer, tag, names, Packing(edge.values, self._buffers, self.device), {}, deque())
         if action.kind in SENDS:
             channel.sender = Sender(self._timeout, self._failed)
             channel.link = Link(self._latency, channel.sender, self._failed) if self._latency else None
-        else:
-            channel.lend = [(self._buffers.lender(value.type), value.type.size > 0) for value in edge.values]
         self._channels[action.kind, action.peer] = channel
         return channel
 

@@ -12,6 +12,7 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 import torch
 import torch.distributed as dist
 
+from penstock.ir import parcels
 from penstock.ir.errors import PenstockError
 from penstock.ir.graph import Edge, Value
 from penstock.ir.schedule import Action
@@ -68,6 +69,43 @@ def exchange(rank, group, latency=0.0):
         for mb in microbatches:
             assert same(transport.receive(Action("RB", 1, mb, peer=0)), content(ODD, mb, 50)), mb
         transport.flush()
+    group.gather("end", b"")
+
+
+class Counting:
+    """The group, which counts messages."""
+
+    def __init__(self, group):
+        self.group, self.sent, self.posted = group, 0, 0
+
+    def send(self, *words):
+        self.sent += 1
+        return self.group.send(*words)
+
+    def recv(self, *words):
+        self.posted += 1
+        return self.group.recv(*words)
+
+
+def together(rank, group):
+    """Small values of an edge share a message, large ones have their own; without sharing each has one."""
+    large = [Value(name, parse_type("f32[300,200]")) for name in ("first", "second")]
+    edge = Edge(0, 1, "F", (large[0], *MANY, large[1], *ODD))
+    counting = Counting(transports._world())
+    transports._world = lambda: counting
+    for limit, expected in ((parcels.TOGETHER, 3), (0, 2 + len(MANY) + 2)):
+        parcels.TOGETHER = limit
+        transport = Transport(rank, (edge,), {0: 0, 1: 1}, 10)
+        counting.sent = counting.posted = 0
+        for mb in range(3):
+            if rank == 0:
+                transport.send(Action("SF", 0, mb, peer=1), content(edge.values, mb, 7))
+            else:
+                found = transport.receive(Action("RF", 1, mb, peer=0))
+                assert same(found, content(edge.values, mb, 7)), mb
+                assert all(x.data_ptr() % 64 == 0 and x.is_contiguous() for x in found.values())
+        transport.flush()
+        assert (counting.sent, counting.posted) == ((3 * expected, 0) if rank == 0 else (0, 3 * expected))
     group.gather("end", b"")
 
 
@@ -178,7 +216,7 @@ def main(scenario, rank, port):
     os._exit(0)
 
 
-SCENARIOS = {f.__name__: f for f in (exchange, slow_exchange, raw_tags, team, agree, silent, deaf, gone, absent)}
+SCENARIOS = {f.__name__: f for f in (exchange, slow_exchange, together, raw_tags, team, agree, silent, deaf, gone, absent)}
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

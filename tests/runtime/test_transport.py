@@ -37,7 +37,7 @@ def talk(scenario, seconds=40):
     return [p.returncode for p in processes], said, time.monotonic() - started
 
 
-@pytest.mark.parametrize("scenario", ["exchange", "slow_exchange", "raw_tags", "team"])
+@pytest.mark.parametrize("scenario", ["exchange", "slow_exchange", "together", "raw_tags", "team"])
 def test_messages_arrive_where_they_belong(scenario):
     codes, said, _ = talk(scenario)
     assert codes == [0, 0], said
