@@ -23,6 +23,7 @@ from .simplify import SimplifyOptions, simplify
 from .split import SplitOptions, split
 from .split_backward import SplitBackwardOptions, split_backward
 from .weight_versions import WeightVersionsOptions, weight_versions
+from .wire import WireOptions, check_wire, wire
 
 PASSES: dict[str, Pass] = {
     row.name: row
@@ -38,6 +39,7 @@ PASSES: dict[str, Pass] = {
         Pass("split-backward", split_backward, SplitBackwardOptions, needs=("staged",)),
         Pass("schedule", schedule, ScheduleOptions, needs=("staged",), gives=("scheduled",)),
         Pass("weight-versions", weight_versions, WeightVersionsOptions, needs=("scheduled",), gives=("versioned",)),
+        Pass("wire", wire, WireOptions, needs=("staged",)),
         Pass("communicate", communicate, CommunicateOptions, needs=("scheduled",), gives=("wired",)),
         Pass("lifetimes", lifetimes, LifetimesOptions, needs=("wired",), gives=("freed",)),
         Pass("libraries", libraries, LibrariesOptions, needs=("staged",)),
@@ -62,11 +64,14 @@ def training_pipeline(
     guard: dict[str, Attr] | None = None,
     again: str = "auto",
     shares: tuple[Scalar, ...] = (),
+    travels: str = "f32",
 ) -> list[Call]:
     """From a model with its loss to the program of every rank. `compute` is the element type of activations; `library`, where there are GPUs,
     who computes contractions on them; `guard` what is done about the gradient before it is used; `again` what is computed again in the
-    backward pass: auto, none or all; `shares` how many microbatches each device of a stage runs. With f16 the loss is scaled, and guarded in any case."""
+    backward pass: auto, none or all; `shares` how many microbatches each device of a stage runs; `travels` the
+    element type of activations and gradients between stages. With f16 the loss is scaled, and guarded in any case."""
     check_precision(compute)
+    check_wire(travels)
     if guard is None and compute == "f16":
         guard = {}
     scaled: dict[str, Attr] = {"loss_scale": LOSS_SCALE} if compute == "f16" else {}
@@ -88,6 +93,7 @@ def training_pipeline(
             *_split_backward(schedule),  # what a stage sends is known now, and the schedule needs to know which stages have a W
             ("schedule", {"kind": schedule, "microbatches": microbatches, "shares": shares}),  # needs to know the stages only
             ("weight-versions", {}),  # needs to know which forwards run before which update
+            *_wire(travels),  # before edges get their types; after gradients and W, so that no pass sees two forms of a value
             ("communicate", {}),  # after versions, so that the diff of that pass shows nothing but versions
             *_libraries(library),  # before kernels are chosen: what a library computes is a kernel of its own
             ("recompute", {"mode": again}),  # needs to know what is in flight, and who computes what, for memory and time
@@ -98,10 +104,16 @@ def training_pipeline(
 
 
 def inference_pipeline(
-    partition: dict[str, Attr], microbatches: int, compute: str = "f32", library: str = "", shares: tuple[Scalar, ...] = ()
+    partition: dict[str, Attr],
+    microbatches: int,
+    compute: str = "f32",
+    library: str = "",
+    shares: tuple[Scalar, ...] = (),
+    travels: str = "f32",
 ) -> list[Call]:
     """From a model to the forward program of every rank."""
     check_precision(compute)
+    check_wire(travels)
     partition = {**partition, "microbatches": microbatches, "schedule": "forward"}
     return _calls(
         [
@@ -112,6 +124,7 @@ def inference_pipeline(
             ("split", {}),  # annotations become one graph per stage
             ("schedule", {"kind": "forward", "microbatches": microbatches, "shares": shares}),  # forwards in order
             ("weight-versions", {}),  # one version; the verifier wants it said
+            *_wire(travels),  # before edges get their types
             ("communicate", {}),  # activations between stages
             *_libraries(library),  # before kernels are chosen: what a library computes is a kernel of its own
             ("fuse", {}),  # kernels are chosen in graphs that no longer change
@@ -122,6 +135,10 @@ def inference_pipeline(
 
 def _precision(compute: str) -> list[Entry]:
     return [("precision", {"compute": compute})] if compute != "f32" else []
+
+
+def _wire(travels: str) -> list[Entry]:
+    return [("wire", {"dtype": travels})] if travels != "f32" else []
 
 
 def _decompose(library: str) -> list[Entry]:

@@ -29,6 +29,7 @@ from ...ir.ops import OPS
 from ...ir.types import FLOATS
 from ..cost import ROOFLINE, GraphCost, Prices
 from ..partition import chain_of, forward_graph, positions_of, replicable
+from ..wire import travelling
 from .chain import Amount, Calls, Chain, Floats, Layer, Times
 
 MOST_LAYERS = 96
@@ -45,9 +46,11 @@ class Profile:
     largest: float
 
 
-def profile_chain(modules: Mapping[int, Module], device: Device, prices: Prices = ROOFLINE, most: int = MOST_LAYERS) -> Profile:
-    """`modules` by samples per microbatch; layers are of about the same time on `device`."""
-    parts = {b: _Sized(module, prices) for b, module in sorted(modules.items())}
+def profile_chain(
+    modules: Mapping[int, Module], device: Device, prices: Prices = ROOFLINE, most: int = MOST_LAYERS, wire: str = "f32"
+) -> Profile:
+    """`modules` by samples per microbatch; layers are of about the same time on `device`; float32 values travel as `wire`."""
+    parts = {b: _Sized(module, prices, wire) for b, module in sorted(modules.items())}
     last = parts[max(parts)]
     alike = {b: part for b, part in parts.items() if part.names == last.names}
     if len(alike) < len(parts):
@@ -102,8 +105,8 @@ def _amount(low: int, a: int, high: int, z: int) -> Amount:
 class _Sized:
     """A module at one size of a microbatch."""
 
-    def __init__(self, module: Module, prices: Prices) -> None:
-        self.module, self.prices = module, prices
+    def __init__(self, module: Module, prices: Prices, wire: str) -> None:
+        self.module, self.prices, self.wire = module, prices, wire
         self.chain = chain_of(module)
         if not self.chain:
             raise UsageError("the model computes nothing from its inputs: there is no operation to plan for")
@@ -180,15 +183,16 @@ class _Sized:
     # -------------------------------------------------------------------------------------------- layers and bytes
 
     def crossing(self, floats: bool = False) -> Floats:
-        """Entry i: bytes of values made before operation i and used at or after it."""
+        """Entry i: bytes of values made before operation i and used at or after it, as they would travel."""
         delta = np.zeros(len(self.chain) + 1)
         last: dict[Value, int] = {}
         for i, op in enumerate(self.chain):
             last.update((v, i) for v in op.ins if v in self.made)
         for value, at in last.items():
             if not floats or value.type.dtype in FLOATS:
-                delta[self.made[value] + 1] += value.type.nbytes
-                delta[at + 1] -= value.type.nbytes
+                size = travelling(value.type, self.wire)
+                delta[self.made[value] + 1] += size
+                delta[at + 1] -= size
         return np.cumsum(delta)
 
     def cuts(self, device: Device, most: int) -> list[int]:

@@ -62,6 +62,7 @@ class Plan:
         from penstock.passes.manager import print_pipeline
         from penstock.passes.precision import PrecisionOptions
         from penstock.passes.recompute import RecomputeOptions
+        from penstock.passes.wire import WireOptions
         from penstock.placement import stage_starts
         from penstock.runtime.program import microbatch_size
 
@@ -74,6 +75,7 @@ class Plan:
             "microbatches": schedule.microbatches,
             "samples_per_microbatch": microbatch_size(self.module),
             "precision": next((call.options.compute for call in self.calls if isinstance(call.options, PrecisionOptions)), "f32"),
+            "wire": next((call.options.dtype for call in self.calls if isinstance(call.options, WireOptions)), "f32"),
             "recompute": next((call.options.mode for call in self.calls if isinstance(call.options, RecomputeOptions)), "none"),
             "stages": [
                 {
@@ -137,6 +139,7 @@ def plan(
     precision: str | None = None,
     recompute: str = "auto",
     cuda_libraries: str = "torch",
+    wire: str = "f32",
     hints: bool = True,
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
@@ -146,7 +149,8 @@ def plan(
     each of them runs: such that they are done at about the same time if not given. `precision` is f32, bf16 or
     f16; if it is not given, training settings say it. `recompute` says what stages compute again in the backward pass instead of
     saving it: auto (what the memory of their devices asks for), none or all. `cuda_libraries` says who computes contractions on GPUs: torch,
-    which calls the vendor's libraries, or none. `hints` is whether placement hints of the model are followed, where it has some and `split_at`
+    which calls the vendor's libraries, or none. `wire` is the element type of float32 activations and gradients on their way between stages: f32, bf16
+    or f16. `hints` is whether placement hints of the model are followed, where it has some and `split_at`
     is not given."""
     from penstock.passes.manager import Call, run_passes
     from penstock.passes.pipelines import PASSES
@@ -159,7 +163,7 @@ def plan(
     dealt = tuple(share for of_stage in fair for share in of_stage)
     named = tuple(" ".join(names) for names in placed)
     cuts: dict[str, Attr] = {"stages": stages, "split_at": tuple(split_at), "devices": named, "shares": dealt}
-    module, calls = _pipeline(model, cluster, training, cuts, schedule, microbatches, precision, recompute, cuda_libraries)
+    module, calls = _pipeline(model, cluster, training, cuts, schedule, microbatches, precision, recompute, cuda_libraries, wire)
     seen: list[Module] = []
     made: list[Call] = []
     notes: list[str] = []
@@ -209,6 +213,7 @@ def _pipeline(
     precision: str | None,
     recompute: str,
     cuda_libraries: str,
+    wire: str = "f32",
 ) -> tuple[Module, list[Call]]:
     """What passes start from, and which ones run. `cuts` are options for `partition`."""
     from penstock.frontends.moving import at_rest
@@ -220,10 +225,11 @@ def _pipeline(
     assert isinstance(shares, tuple)
     if training is None:
         module = at_rest(module, pure=model.imported.structure is not None)
-        return module, inference_pipeline(cuts, microbatches, precision or "f32", library, shares)
+        return module, inference_pipeline(cuts, microbatches, precision or "f32", library, shares, wire)
     compute, guard = precision or training.precision, training.guard_options()
     module = attach_loss(module, training, model.imported.names)
-    return module, training_pipeline(training.pass_options(), cuts, schedule, microbatches, compute, library, guard, recompute, shares)
+    rest = (compute, library, guard, recompute, shares, wire)
+    return module, training_pipeline(training.pass_options(), cuts, schedule, microbatches, *rest)
 
 
 def _in_groups(cluster: Cluster, stages: int, replicas: int) -> tuple[tuple[str, ...], ...]:

@@ -8,7 +8,7 @@ Errors are relative to the largest magnitude of the expected array.
 What passes: 1e-5 where everything is computed in f32 or f64. Where a model has 16-bit floats, of unit roundoff u (2^-8 for bf16, 2^-11 for
 f16), no fixed number would do, because roundings add up along the model. So the interpreter runs it twice, in float64 and rounding every
 result as the IR says; the distance of the two is what these roundings do to this model, and compiled stages, which round at no more places
-than that but add up in another order, may be MARGIN times as far off, or u, whichever is more. `--tolerance` overrides this.
+than that (values that travel in 16 bits are rounded there, too) but add up in another order, may be MARGIN times as far off, or u, whichever is more. `--tolerance` overrides this.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from penstock.ir.interp import DictStore, initial_arrays, run_graph, run_recurre
 from penstock.ir.numpy_ops import F64, TYPED
 from penstock.ir.types import UNIT_ROUNDOFF
 from penstock.ir.verify import check
+from penstock.passes.wire import round_trips
 from penstock.terminal import say, table
 
 Arrays = Mapping[str, np.ndarray]
@@ -164,7 +165,7 @@ def _verify_training(bundle: Bundle, reference: Module, weights: Arrays, steps: 
 
     schedule = bundle.module.schedule
     assert schedule is not None
-    delay = delay_of(bundle.module)
+    delay, rounding = delay_of(bundle.module), round_trips(reference, bundle.module)
     batches = [synthetic_batch(bundle.module, schedule.microbatches, seed, t) for t in range(steps)]
     say(f"{bundle.module.name}: {steps} steps of {schedule.name}, every microbatch loss against the float64 recurrence with delay {delay}")
     expected = run_recurrence(reference, weights, batches, delay=delay, precision=F64).losses
@@ -176,16 +177,16 @@ def _verify_training(bundle: Bundle, reference: Module, weights: Arrays, steps: 
     ]
 
     def roundings() -> list[float]:
-        losses = run_recurrence(reference, weights, batches, delay=delay, precision=TYPED).losses
+        losses = run_recurrence(rounding, weights, batches, delay=delay, precision=TYPED).losses
         return [relative_error(np.array(a), np.array(b)) for a, b in zip(losses, expected, strict=True)]
 
-    return _report(rows, allowed_error(reference, tolerance, roundings))
+    return _report(rows, allowed_error(rounding, tolerance, roundings))
 
 
 def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: int, tolerance: float | None) -> int:
     from penstock.runtime.job import open as open_job
 
-    inputs = synthetic_batch(bundle.module, 1, seed)
+    inputs, rounding = synthetic_batch(bundle.module, 1, seed), round_trips(reference, bundle.module)
     store = DictStore(initial_arrays(reference, weights, list(reference.vars), F64))
     expected = run_graph(reference.graphs["main"], inputs, store, precision=F64)
     with open_job(bundle.path) as job:
@@ -194,8 +195,8 @@ def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: 
 
     def roundings() -> list[float]:
         typed = DictStore(initial_arrays(reference, weights, list(reference.vars), TYPED))
-        rounded = run_graph(reference.graphs["main"], inputs, typed, precision=TYPED)
+        rounded = run_graph(rounding.graphs["main"], inputs, typed, precision=TYPED)
         return [relative_error(a, b) for a, b in zip(rounded, expected, strict=True)]
 
     rows = [(name, relative_error(found[name], b)) for name, b in zip(reference.outputs, expected, strict=True)]
-    return _report(rows, allowed_error(reference, tolerance, roundings))
+    return _report(rows, allowed_error(rounding, tolerance, roundings))

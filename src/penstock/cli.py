@@ -400,6 +400,11 @@ def _model_arguments(parser: argparse.ArgumentParser, optional: bool = False) ->
         choices=("f32", "bf16", "f16"),
         help="element type of activations and products; weights, sums and losses stay f32; with f16 the loss is scaled in training (default: f32)",
     )
+    parser.add_argument(
+        "--wire",
+        choices=("f32", "bf16", "f16"),
+        help="element type of float32 activations and gradients on their way between stages: half the bytes for a rounding at each boundary (default: f32)",
+    )
     training = parser.add_argument_group("training (without a loss, the bundle is for inference)")
     training.add_argument("--train", metavar="FILE", help="training settings (TOML); the flags below override it")
     training.add_argument("--loss", metavar="L", help="cross_entropy or mse on the first output, or output:NAME")

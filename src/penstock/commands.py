@@ -94,7 +94,9 @@ def _plan(arguments: Namespace) -> Plan:
         own = dims if size is None or batch_dim is None else dims | {batch_dim: size}
         return api.from_onnx(arguments.model, dims=own, known=_known(arguments.known), **names)
 
-    options = {"cuda_libraries": arguments.cuda_libraries, "progress": Progress("passes")}
+    options: dict[str, Any] = {"cuda_libraries": arguments.cuda_libraries, "progress": Progress("passes")}
+    if arguments.wire is not None:
+        options["wire"] = arguments.wire
     dump = Dump(arguments.dump_ir) if arguments.dump_ir else None
     batch_dim = _batch_dimension(arguments, dims)
     if arguments.batch is not None:
@@ -139,6 +141,8 @@ def _planned(
     asked, samples = load_plan_file(arguments.plan)
     if arguments.precision is not None and asked.setdefault("precision", arguments.precision) != arguments.precision:
         raise UsageError(f"--precision {arguments.precision}, but the plan is in {asked['precision']}", where=arguments.plan)
+    if options.get("wire", wire := asked.setdefault("wire", options.get("wire", "f32"))) != wire:
+        raise UsageError(f"--wire {options['wire']}, but values travel as {wire} in the plan", where=arguments.plan)
     if SCHEDULES[asked["schedule"]].trains != (training is not None):
         what = "is for training, but there is no loss" if training is None else "is for inference, but there is a loss"
         raise UsageError(f"schedule {asked['schedule']} {what}", where=arguments.plan)
@@ -150,7 +154,7 @@ def _planned(
         say(line)
     if training is not None:
         training = replace(training, microbatches=asked["microbatches"])
-    return api.plan(model, cluster, training, **asked, hints=False, **options)
+    return api.plan(model, cluster, training, **(options | asked), hints=False)
 
 
 def _batch_dimension(arguments: Namespace, dims: dict[str, int]) -> str | None:

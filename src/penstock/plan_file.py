@@ -1,6 +1,6 @@
 """A plan as a file that people may edit: what `penstock plan --json` prints, and plan.json of a bundle. In: a path. Out: options of `ps.plan`.
 
-Read are `schedule`, `microbatches`, `samples_per_microbatch`, `precision`, `recompute` and of every stage its `devices`, their `shares` and what it `starts_at`: a node or value of the
+Read are `schedule`, `microbatches`, `samples_per_microbatch`, `precision`, `wire`, `recompute` and of every stage its `devices`, their `shares` and what it `starts_at`: a node or value of the
 model (nothing for the first stage). Everything else in such a file says what was predicted, and is not read. All that is wrong is one error.
 """
 
@@ -14,8 +14,9 @@ from penstock.ir.errors import UsageError
 from penstock.ir.schedule import MOST_MICROBATCHES
 from penstock.passes.recompute import MODES
 from penstock.passes.schedules import SCHEDULES
+from penstock.passes.wire import WIRES
 
-_READ = ("schedule", "microbatches", "samples_per_microbatch", "precision", "recompute", "stages")
+_READ = ("schedule", "microbatches", "samples_per_microbatch", "precision", "wire", "recompute", "stages")
 _TOLD = ("memory", "model", "notes", "pipeline", "planner", "predicted")
 _PRECISIONS = ["f32", "bf16", "f16"]
 _STAGE = ("stage", "starts_at", "devices", "shares")
@@ -43,6 +44,8 @@ def load_plan_file(path: str | Path) -> tuple[dict[str, Any], int | None]:
         problems.append(f"samples_per_microbatch must be a number from 1 on, got {samples!r}")
     if found.get("precision", "f32") not in _PRECISIONS:
         problems.append(f"precision {found['precision']!r} is none of {', '.join(_PRECISIONS)}")
+    if found.get("wire", "f32") not in list(WIRES):
+        problems.append(f"wire {found['wire']!r} is none of {', '.join(WIRES)}")
     stages = found.get("stages", [])
     if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages) or ("stages" in found and not stages):
         problems.append("stages must be a list of objects, one or more")
@@ -59,7 +62,7 @@ def load_plan_file(path: str | Path) -> tuple[dict[str, Any], int | None]:
         "devices": [stage["devices"] for stage in stages],
         "shares": [stage.get("shares", [count]) for stage in stages],
     }
-    return options | ({"precision": found["precision"]} if "precision" in found else {}), samples
+    return options | {name: found[name] for name in ("precision", "wire") if name in found}, samples
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -112,7 +112,9 @@ def plan_best(
             size: api.before_partition(model, cluster, alone, precision=precision, progress=progress, **library)
             for size, model in models.items()
         }
-        return profile_chain(modules, max(cluster.devices, key=lambda device: device.flops), prices or best_prices())
+        return profile_chain(
+            modules, max(cluster.devices, key=lambda device: device.flops), prices or best_prices(), wire=options.get("wire", "f32")
+        )
 
     profile = profile_in(precision)
     wanted = Wanted(batch, tuple(schedules), recompute, tuple(sorted(models)), replicas=replicas)
