@@ -134,7 +134,9 @@ class Stop(Record, frozen=True):
 
 
 class Alive(Record, frozen=True):
-    """A keeper's sign of life."""
+    """A keeper's sign of life; `busy` are the seconds that each rank has computed, where they are known."""
+
+    busy: tuple[float, ...] = ()
 
 
 # ------------------------------------------------------------------------------------------------ from a worker

@@ -151,8 +151,11 @@ class Executor:
             handlers[kind](action)
             if self.pace.asked:
                 self.pace.keep(action, started)
+            ended = time.monotonic()
+            if kind in COMPUTE:
+                self.status.spend(ended - started)
             if self.events is not None:
-                self.events.append((str(action), started, time.monotonic()))
+                self.events.append((str(action), started, ended))
             if retires is not None and self.retire:
                 self.store.retire(retires)
             if kind == self._last_kind and (unit == 1 or action.mb % self.schedule.microbatches == self._share[-1]):

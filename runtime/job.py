@@ -16,7 +16,7 @@ Limit: one thread uses a Job, and one iterator of `run` at a time; `submit` is f
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -93,6 +93,7 @@ class Job:
         nan: str = "warn",
         mode: str = "throughput",
         queue: int = 64,
+        log_ranks: Collection[int] = (),
     ) -> None:
         problems = timeout_problems(timeout, heartbeat) + nan_problems(nan, bundle.module) + ([] if data is None else data_problems(data))
         problems += serving_problems(mode, queue)
@@ -144,7 +145,7 @@ class Job:
             nan,
             evaluation,
         )
-        self.workers = Workers(bundle, setup, heartbeat)
+        self.workers = Workers(bundle, setup, heartbeat, log_ranks)
         self.inference = None if self.trains else Inference(self.workers, bundle, self._fed, mode, queue, self._note)
 
     # -------------------------------------------------------------------------------------------- training

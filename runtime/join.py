@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from ..ir.errors import PeerLost, PenstockError, UsageError
 from ..ir.graph import Module
 from . import restarts
 from .clocks import measure_offset
-from .control import Arrays, Channel, Done, Evaluate, Evaluated, Gathered, Message, Record, Run, Setup, Step, Stop, Trace
+from .control import Alive, Arrays, Channel, Done, Evaluate, Evaluated, Gathered, Message, Record, Run, Setup, Step, Stop, Trace
 from .data import check_data
 from .evaluation import Evaluation, count_evaluation, mean_loss
 from .hosts import Interface, Present, check_hosts, describe_hosts, place_of
@@ -47,6 +47,7 @@ from .tables import Tables, learning_rate
 from .trace import Event, Held, write_trace
 from .transport import Group, time_span
 from .trust import open_trust
+from .utilisation import Utilisation
 from .worker import Worker, describe_failure
 
 # Below the tags of the pipeline's channels.
@@ -115,9 +116,16 @@ class Reports:
 
 
 def run_rank(
-    options: RunOptions, interface: Interface, status: Status, channel: Channel, watch: int, failing: list[Callable[[], None]]
+    options: RunOptions,
+    interface: Interface,
+    status: Status,
+    channel: Channel,
+    watch: int,
+    failing: list[Callable[[], None]],
+    busy: Callable[[], Sequence[float]],
 ) -> None:
-    """Join the group, run all steps, leave. `watch` is the port of the keeper; `failing` gets what is to be done before a failure is reported."""
+    """Join the group, run all steps, leave. `watch` is the port of the keeper, which knows how many seconds all ranks were `busy`; `failing` gets
+    what is to be done before a failure is reported."""
     seat = place_of()
     rank, world = seat.rank, seat.world
     bundle = open_bundle(options.bundle, rank)
@@ -152,7 +160,16 @@ def run_rank(
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         samples = microbatch_size(module) * module.schedule.microbatches
         append = start.place is not None or beginning.again
-        metrics = Metrics(options.metrics, samples, first, end, progress=options.progress, append=append, log=options.log)
+        metrics = Metrics(
+            options.metrics,
+            samples,
+            first,
+            end,
+            progress=options.progress,
+            append=append,
+            log=options.log,
+            busy=Utilisation(module.rank_stages(), busy),
+        )
         record = restarts.begin(options, first)
 
     def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
@@ -256,6 +273,7 @@ class _Ties:
         self._channel, self._parent, self._patience = channel, parent, Patience(heartbeat)
         self._heard = time.monotonic()
         self._answered = threading.Event()
+        self.busy: tuple[float, ...] = ()
         # The system kills this process when its parent dies, even while it is stopped.
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != parent:
@@ -270,8 +288,10 @@ class _Ties:
         self._answered.wait(self._patience.limit + 5)
 
     def _read(self) -> None:
-        while self._channel.receive() is not None:
+        while (received := self._channel.receive()) is not None:
             self._heard = time.monotonic()
+            if isinstance(received[0], Alive):
+                self.busy = received[0].busy
             self._answered.set()
         os._exit(1)
 
@@ -303,7 +323,8 @@ def main(argv: list[str] | None = None) -> None:
     status.start_heart()
     failing: list[Callable[[], None]] = []
     try:
-        run_rank(options, msgspec.json.decode(arguments.interface, type=Interface), status, channel, arguments.watch, failing)
+        interface = msgspec.json.decode(arguments.interface, type=Interface)
+        run_rank(options, interface, status, channel, arguments.watch, failing, lambda: ties.busy)
         ties.part()
     except BaseException as error:
         try:

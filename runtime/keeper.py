@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from ..ir.graph import Module
 from .control import Alive, Channel, Done, Failed, Gathered, Message
 from .hosts import Interface, Place, check_world, choose_interface, place_of, same_host
 from .launch import START_SECONDS, thread_environment
+from .logs import Follower, chosen_ranks, tail
 from .mesh import Bye, Mesh, Pulse, Said, Told, Verdict
 from .options import RunOptions
 from .status import Patience, StatusBoard, await_saves, describe_line, is_stopped
@@ -108,11 +110,15 @@ class Keeper:
         self._group: Gathered | None = None
         self._heard: dict[int, float] = {}
         self._doing: dict[int, str] = {}
+        self._busy: dict[int, float] = {}
         self._steps = 0
         self._left: set[int] = set()
         self._troubles: dict[int, Trouble] = {}
         self._signal: int | None = None
         self._reported = False
+        self._log_ranks = chosen_ranks(options.log_ranks, bundle.world_size)
+        # Rank 0 speaks for the run.
+        self._log = tempfile.TemporaryFile(prefix="penstock-worker-") if self.rank else None  # noqa: SIM115 closed by end()
         self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._listener.bind((interface.address, 0))
         self._listener.listen(max(128, seat.world))
@@ -143,7 +149,11 @@ class Keeper:
                 env=os.environ | thread_environment(threads),
                 pass_fds=(theirs.fileno(), self._board.descriptor),
                 stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
             )
+        files = {} if self._log is None else {self.rank: self._log}
+        self._follower = Follower(files, {self.rank: self.bundle.rank(self.rank).stage}, self._log_ranks)
         self._channel = Channel(ours)
         self._started = time.monotonic()
         self._reader = threading.Thread(target=self._read, name="worker", daemon=True)
@@ -197,13 +207,15 @@ class Keeper:
     def _pulse(self) -> None:
         doing = self._own_doing()
         if self._mesh is not None:
-            self._mesh.send_all(Pulse(doing, self._own_steps()))
+            self._mesh.send_all(Pulse(doing, self._own_steps(), self._board.busy(0)))
         self._answer()
 
     def _answer(self) -> None:
         """A sign of life for the worker. One that is stopped does not read, and must not stop its keeper."""
         try:
-            self._channel.offer(Alive())
+            known = {**self._busy, self.rank: self._board.busy(0)}
+            whole = tuple(known[rank] for rank in sorted(known)) if len(known) == self.seat.world else ()
+            self._channel.offer(Alive(whole))
         except OSError:
             return  # it has ended, which is seen elsewhere
 
@@ -217,6 +229,9 @@ class Keeper:
         # It is stuck in the kernel, in a file server perhaps, if it is there even then.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_SECONDS)
+        self._follower.close()
+        if self._log is not None:
+            self._log.close()
         if self._mesh is not None:
             self._mesh.close()
         self._listener.close()
@@ -242,6 +257,8 @@ class Keeper:
                 case Failed(error, what, where, hint):
                     self._own("symptom" if error == PeerLost.__name__ else "error", error, what, where, hint)
         if code is not None and code != 0:
+            if self._log is not None and self.rank not in self._troubles and self.rank not in self._log_ranks and (said := tail(self._log)):
+                print(f"what rank {self.rank} wrote last:\n{said}", file=sys.stderr, flush=True)
             hint = "if memory ran out, use more stages or smaller microbatches" if code == -signal.SIGKILL else ""
             self._own("died", PeerLost.__name__, ending(code), hint=hint)
         beat = self._board.last_beat(0)
@@ -266,7 +283,8 @@ class Keeper:
         now = time.monotonic()
         self._heard[rank] = now
         match said:
-            case Pulse(doing, steps):
+            case Pulse(doing, steps, busy):
+                self._busy[rank] = busy
                 self._doing[rank] = doing
                 self._steps = max(self._steps, steps)
             case Told(kind, doing, error, what, where, hint):

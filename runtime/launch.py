@@ -5,7 +5,7 @@ terminal reaches the launcher alone. All of them end when the launcher does, bec
 ended (terminated, and killed after two seconds) and one error names rank, stage and action of the one that failed first: a process that died is
 the cause of its peers' broken connections, not the other way round.
 
-Output of the workers goes to unnamed files; its end is shown when a worker dies without a report.
+Output of the workers goes to unnamed files; that of ranks that were asked for is shown as it comes, the end of any when it dies without a report.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import IO, NoReturn
 
 import msgspec
@@ -30,6 +30,7 @@ import numpy as np
 from ..backends.bundle import Bundle
 from ..ir.errors import PeerLost, VerifyError
 from .control import Arrays, Channel, Failed, Hosting, Join, Message, Ready, Record, Setup, Wake
+from .logs import Follower, tail
 from .status import Patience, StatusBoard, await_saves, describe_line, is_stopped
 from .trouble import ending, error_of, named, others, place, reached
 
@@ -53,7 +54,7 @@ def thread_environment(threads: int) -> dict[str, str]:
 class Workers:
     """The processes of one local run."""
 
-    def __init__(self, bundle: Bundle, setup: Setup, heartbeat: float = HEARTBEAT) -> None:
+    def __init__(self, bundle: Bundle, setup: Setup, heartbeat: float = HEARTBEAT, log_ranks: Collection[int] = ()) -> None:
         self.bundle = bundle
         self.count = bundle.world_size
         self._board = StatusBoard(self.count)
@@ -61,6 +62,8 @@ class Workers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._logs: list[IO[bytes]] = []
+        self._stages = [entry.stage for entry in bundle.manifest.ranks]
+        self._follower: Follower | None = None
         self._closed = False
         self._ending = False
         # Longer than any wait of a rank for another one, which has the better message.
@@ -71,6 +74,7 @@ class Workers:
         try:
             for rank in range(self.count):
                 self._start(rank)
+            self._follower = Follower(dict(enumerate(self._logs)), dict(enumerate(self._stages)), log_ranks)
             self._meet(setup)
         except BaseException:
             self.end()
@@ -229,6 +233,8 @@ class Workers:
                     process.wait(max(0.0, deadline - time.monotonic()))
         for channel in self._channels:
             channel.close()
+        if self._follower is not None:
+            self._follower.close()
         for log in self._logs:
             log.close()
         self._board.close()
@@ -243,6 +249,10 @@ class Workers:
 
         if not self._closed:
             await_saves(look)
+
+    def busy_seconds(self) -> list[float]:
+        """What each rank has computed so far."""
+        return [] if self._closed else [self._board.busy(rank) for rank in range(self.count)]
 
     @property
     def ended(self) -> bool:
@@ -273,7 +283,7 @@ class Workers:
         doing = {r: self._board.read(r) or "starting" for r in range(self.count)}
         # Codes before anything is ended from here.
         codes = [process.poll() for process in self._processes]
-        tails = [_tail(log) for log in self._logs]
+        tails = [tail(log) for log in self._logs]
         # A stopped process is the cause of what its peers report, whether or not its silence has lasted long enough.
         stopped = [r for r, process in enumerate(self._processes) if codes[r] is None and self._silence.limit and is_stopped(process.pid)]
         silent = stopped or [r for r in range(self.count) if codes[r] is None and self._is_silent(r)]
@@ -311,11 +321,6 @@ class Workers:
         state = "is stopped" if stopped else "hangs"
         what = f"{self._named(rank)} {state}: no sign of life for {seconds:.0f} s during {describe_line(doing[rank])}"
         return PeerLost("; ".join([what, note, *others(doing, rank)]), where=self._place(rank, doing[rank]))
-
-
-def _tail(log: IO[bytes], lines: int = 12) -> str:
-    log.seek(0)
-    return "\n".join("  | " + line for line in log.read().decode("utf-8", "replace").splitlines()[-lines:])
 
 
 def loopback_name() -> str:

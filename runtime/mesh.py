@@ -59,10 +59,11 @@ class Proof(Record, frozen=True):
 
 
 class Pulse(Record, frozen=True):
-    """A sign of life, several times per second: what the rank is at, and how many steps it has finished."""
+    """A sign of life, several times per second: what the rank is at, how many steps it has finished, and how many seconds it has computed."""
 
     doing: str
     steps: int
+    busy: float = 0.0
 
 
 class Told(Record, frozen=True):

@@ -9,7 +9,7 @@ An evaluation (evaluation.py) has a row of its own, behind that of the step it f
 `step_s` is the time since the step before (since the start of the run for the first one); `grad_norm`, that of the whole gradient before it is
 clipped, is null where training does not ask for it (`clip`, `skip_nonfinite`, f16), and an update by one that is not finite was skipped. A
 number that is not finite is written as the string "nan" or "inf", because JSON has no such numbers, and the first loss that is not is warned of. A
-terminal gets one line that is written over, anything else a plain line every few seconds and one at the end.
+terminal gets one line that is written over, anything else a plain line every few seconds and one at the end; it has how busy each stage is (utilisation.py).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ..terminal import StatusLine
 from .control import Step
 from .evaluation import Evaluation
 from .sinks import Row, Sinks
+from .utilisation import Utilisation
 
 # Seconds between two forms of the progress line on a terminal.
 _TERMINAL_EVERY = 0.1
@@ -47,6 +48,7 @@ class Metrics:
         progress: bool = True,
         append: bool = False,
         log: Sequence[str] = (),
+        busy: Utilisation | None = None,
     ) -> None:
         self._file: IO[str] | None = None
         self._path = path
@@ -60,6 +62,7 @@ class Metrics:
             except OSError as error:
                 raise self._unwritable(error) from error
         self._samples, self._first, self._total = samples, first, total
+        self._busy = busy
         self._line = StatusLine(not progress, _TERMINAL_EVERY)
         self._sinks = Sinks(log, self._line.interrupt)
         self._started = self._last = time.monotonic()
@@ -68,6 +71,8 @@ class Metrics:
 
     def start(self) -> None:
         """The run begins now: loading is not part of the first step."""
+        if self._busy is not None:
+            self._busy.look()
         self._started = self._last = time.monotonic()
 
     def add(self, step: Step) -> None:
@@ -140,8 +145,9 @@ class Metrics:
         if not (last or len(self.losses) == 1 or self._line.due):
             return
         left = (self._total - step.step - 1) * (self._last - self._started) / len(self.losses)
-        text = f"step {step.step + 1}/{self._total}  loss {step.loss:.4f}  {self.samples_per_second:.1f} samples/s  {format_seconds(left)} left"
-        self._line.show(text)
+        parts = [f"step {step.step + 1}/{self._total}", f"loss {step.loss:.4f}", f"{self.samples_per_second:.1f} samples/s"]
+        parts += [self._busy.text() if self._busy is not None else "", f"{format_seconds(left)} left"]
+        self._line.show("  ".join(filter(None, parts)))
 
 
 def _number(value: float | None) -> float | str | None:

@@ -20,6 +20,7 @@ from .data import LAST
 from .data_files import absolute_source
 from .hosts import in_group, place_of
 from .launch import HEARTBEAT
+from .logs import DEFAULT, log_ranks_problems
 from .sinks import sink_problems
 from .trust import trust_problems
 
@@ -56,6 +57,7 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     log: tuple[str, ...] = ()
     keep_last: int | None = None
     checkpoint_wait: bool = False
+    log_ranks: str = DEFAULT
     secret: str | None = None
     tls: str | None = None
 
@@ -86,6 +88,7 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         for flag, path in (("--secret", self.secret), ("--tls", self.tls)):
             if path is not None and not in_group():
                 problems.append(f"{flag} is for groups that a launcher starts; ranks of a local run are reached over inherited connections")
+        problems += log_ranks_problems(self.log_ranks)
         problems += trust_problems(self.secret, self.tls)
         problems += self._path_problems()
         # Rank 0 writes them, and other hosts need no packages for it.

@@ -22,11 +22,13 @@ from .checkpoint import step_name
 from .hosts import in_group
 from .keeper import become_rank
 from .launch import HEARTBEAT, TIMEOUT
+from .logs import DEFAULT, chosen_ranks
 from .options import RunOptions, data_spec
 from .program import microbatch_size
 from .restarts import finished_saves, identity
 from .trace import write_trace
 from .trouble import is_passing
+from .utilisation import Utilisation
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def run_bundle(
     log: Sequence[str] = (),
     keep_last: int | None = None,
     checkpoint_wait: bool = False,
+    log_ranks: str = DEFAULT,
     secret: str | os.PathLike[str] | None = None,
     tls: str | os.PathLike[str] | None = None,
 ) -> RunSummary:
@@ -92,6 +95,7 @@ def run_bundle(
         log=tuple(log),
         keep_last=keep_last,
         checkpoint_wait=checkpoint_wait,
+        log_ranks=log_ranks,
         secret=_absolute(secret),
         tls=_absolute(tls),
     )
@@ -133,8 +137,9 @@ class _LocalRun:
 
         options, saved = self.options, self.saved
         resume = options.resume if saved is None else str(saved)
+        bundle = open_bundle(options.bundle)
         job = Job(
-            open_bundle(options.bundle),
+            bundle,
             timeout=options.timeout,
             data=options.data,
             evaluation=options.evaluation,
@@ -144,6 +149,7 @@ class _LocalRun:
             rate=options.rate,
             heartbeat=options.heartbeat,
             nan=options.nan,
+            log_ranks=chosen_ranks(options.log_ranks, bundle.world_size),
         )
         job.workers.checkpoints = options.checkpoint if saved is not None else None
         with job:
@@ -155,7 +161,8 @@ class _LocalRun:
             del self._losses[start - self._first :]
             again = options.resume is not None or self.restarts > 0
             samples = microbatch_size(job.module) * job.microbatches
-            record = Metrics(options.metrics, samples, start, end, progress=options.progress, append=again, log=options.log)
+            busy = Utilisation(job.module.rank_stages(), job.workers.busy_seconds)
+            record = Metrics(options.metrics, samples, start, end, progress=options.progress, append=again, log=options.log, busy=busy)
             try:
                 record.start()
                 for count in options.chunks(start, end):

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from ..ir.schedule import RECEIVES, Action
 
-# Text, then doubles: the time of the last heartbeat, the number of finished steps, and where a save is.
+# Text, then doubles: the time of the last heartbeat, the number of finished steps, where a save is, and the seconds that were computed.
 _LINE = 128
 _SLOT = 192
-_BEAT, _STEPS, _SAVE = _LINE // 8, _LINE // 8 + 1, _LINE // 8 + 2
+_BEAT, _STEPS, _SAVE, _BUSY = range(_LINE // 8, _LINE // 8 + 4)
 # When a run has failed, a checkpoint that is being written is waited for as long as it gets on, and for so many seconds in all.
 _SAVE_QUIET_SECONDS, _SAVE_SECONDS = 4.0, 30.0
 # Seconds between two heartbeats.
@@ -80,6 +80,11 @@ class Status:
         if self._numbers is not None:
             self._numbers[_STEPS] = step + 1.0
 
+    def spend(self, seconds: float) -> None:
+        """So many seconds were computed."""
+        if self._numbers is not None:
+            self._numbers[_BUSY] += seconds
+
     def save(self, written: int, told: bool = False) -> None:
         """So many bytes of a checkpoint are written; `told` that this rank's part of it is done, so that the others can finish it without this one."""
         if self._numbers is not None:
@@ -123,6 +128,10 @@ class StatusBoard:
     def last_beat(self, rank: int) -> float | None:
         """When a rank gave its last sign of life; None before the first."""
         return self._numbers[rank * _SLOT // 8 + _BEAT] or None
+
+    def busy(self, rank: int) -> float:
+        """The seconds that a rank has computed."""
+        return self._numbers[rank * _SLOT // 8 + _BUSY]
 
     def save_of(self, rank: int) -> float:
         """Where the save of a rank is: 0 when there is none, less than 0 when its own part is done; another number means that it got on."""

@@ -217,6 +217,13 @@ def _parser() -> argparse.ArgumentParser:
         "may be given several times",
     )
     run.add_argument(
+        "--log-ranks",
+        default="0",
+        metavar="LIST",
+        help="whose processes' own output to show, with rank and stage before each line: all, none, or numbers such as 0,2; "
+        "errors are shown in any case (default: 0)",
+    )
+    run.add_argument(
         "--secret",
         metavar="FILE",
         help="in a group: what its ranks have in common and nobody else has, at least 32 bytes (docs/security.md)",

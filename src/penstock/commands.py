@@ -306,6 +306,7 @@ def run_command(arguments: Namespace) -> None:
         nan=arguments.nan,
         max_restarts=arguments.max_restarts,
         log=arguments.log,
+        log_ranks=arguments.log_ranks,
         secret=arguments.secret,
         tls=arguments.tls,
         trace=arguments.trace,
