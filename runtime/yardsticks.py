@@ -5,7 +5,7 @@
 In: a folder with the compiled yardsticks (`compile_yardsticks`), a process whose environment has the threads, and the part of their time that a quota of
 the control group leaves them. Out: `Rates` as JSON. Each yardstick is a graph of one operation; its time is the lower quartile of repeated calls, as
 what else runs on the machine only makes them longer. Under a quota it is their mean: being held back costs more than the time in which nothing runs, as
-each start is a cold one (5 % of a product's rate with half a core by turns of 5 ms). From these:
+each start is a cold one. From these:
 
     flops            a float32 product of 1024 x 1024 matrices                    bandwidth    a list of 128 MiB added to another
     efficiency       per family: operations / (seconds * flops), over some shapes that models have; of bytes: bytes / (seconds * bandwidth)
