@@ -71,13 +71,20 @@ def _names(values: Iterable[Value]) -> str:
 
 def print_graph(graph: Graph) -> Iterator[str]:
     """The lines of one graph, indented as inside a module."""
-    yield f"  graph @{graph.name}({', '.join(map(repr, graph.ins))}) {{"
+    first, *last = print_frame(graph)
+    yield first
     for op in graph.ops:
         yield "    " + print_op(op)
+    yield from last
+    yield "  }"
+
+
+def print_frame(graph: Graph) -> Iterator[str]:
+    """What stands around the operations of a graph, but for the brace that closes it."""
+    yield f"  graph @{graph.name}({', '.join(map(repr, graph.ins))}) {{"
     if graph.saved:
         yield f"    save {_names(graph.saved)}"
     yield f"    return {_names(graph.outs)}" if graph.outs else "    return"
-    yield "  }"
 
 
 def print_schedule(schedule: Schedule) -> Iterator[str]:
@@ -106,7 +113,8 @@ def _print_fields(fields: Mapping[str, Scalar]) -> str:
     return "".join(f" {k}={print_literal(v)}" for k, v in fields.items())
 
 
-def _print_lines(module: Module) -> Iterator[str]:
+def print_head(module: Module) -> Iterator[str]:
+    """The lines above the graphs."""
     facts = f" facts({', '.join(module.facts)})" if module.facts else ""
     yield f"module @{module.name}{facts} {{"
     if module.cluster is not None:
@@ -131,6 +139,10 @@ def _print_lines(module: Module) -> Iterator[str]:
         yield _print_var(var)
     for edge in module.edges:
         yield f"  edge {edge.src}>{edge.dst} {edge.phase} : {', '.join(map(repr, edge.values))}"
+
+
+def _print_lines(module: Module) -> Iterator[str]:
+    yield from print_head(module)
     for graph in module.graphs.values():
         yield from print_graph(graph)
     if module.schedule is not None:

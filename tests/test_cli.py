@@ -71,12 +71,12 @@ def test_diff_around_weight_versions_shows_just_versions(built: Path, capsys: py
     (before,), (after,) = (built / "d").glob("*_schedule.ir"), (built / "d").glob("*_weight-versions.ir")
     assert call("diff", before, after) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 20
+    assert len(lines) > 5
     for line in lines:
-        assert line.startswith("~"), "no line is added or removed"
-        assert any(word in line for word in ("version", "@0", "facts"))
+        assert line.lstrip().startswith("~"), "no line is added or removed"
         marked = line.partition("{+")[2].partition("+}")[0]
-        assert "version" in marked or all("@" in word for word in marked.split())
+        assert "version" in marked or all("@" in word for word in marked.split()) or line.startswith("~ graph")
+    assert any("operations" in line and "{+, version=mb+}" in line for line in lines)
 
 
 def test_diff_of_a_file_with_itself_is_empty(built: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -310,7 +310,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--threads", metavar="LIST", help="threads of each CPU device, e.g. 3,1")
     doctor.add_argument("--json", action="store_true", help="print everything as JSON")
 
-    diff = add("diff", "compare two IR files or bundles: removed lines, new lines, and the words that changed")
+    diff = add("diff", "compare two IR files or bundles by name: what is gone, what is new, and the words that changed")
     diff.add_argument("a", metavar="A")
     diff.add_argument("b", metavar="B")
     diff.add_argument("--lines", action="store_true", help="whole lines with context, as `diff -u` prints them")

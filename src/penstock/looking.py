@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.differing import differences
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import GRAD, PARAM, Module
 from penstock.ir.schedule import PER_BATCH
@@ -185,38 +186,15 @@ def _print_summary(module: Module) -> None:
 
 
 def diff_command(arguments: Namespace) -> None:
-    a, b = (print_module(load_module(path)).splitlines() for path in (arguments.a, arguments.b))
+    a, b = (load_module(path) for path in (arguments.a, arguments.b))
+    if arguments.lines:
+        before, after = (print_module(module).splitlines() for module in (a, b))
+        lines = difflib.unified_diff(before, after, arguments.a, arguments.b, lineterm="", n=3)
+    else:
+        lines = differences(a, b)
     found = False
-    lines = difflib.unified_diff(a, b, arguments.a, arguments.b, lineterm="", n=3) if arguments.lines else _word_diff(a, b)
     for line in lines:
         found = True
         print(line)
     if not found:
         say("no difference")
-
-
-def _word_diff(a: list[str], b: list[str]) -> Iterator[str]:
-    """Removed lines with -, new lines with +, and changed lines once, with the words that changed marked [-old-] {+new+}."""
-    for tag, i, i_end, j, j_end in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        if tag == "equal":
-            continue
-        pairs = min(i_end - i, j_end - j)
-        for old, new in zip(a[i : i + pairs], b[j : j + pairs], strict=True):
-            yield f"~ {_mark_words(old.split(' '), new.split(' '))}"
-        yield from (f"- {line}" for line in a[i + pairs : i_end])
-        yield from (f"+ {line}" for line in b[j + pairs : j_end])
-
-
-def _mark_words(old: list[str], new: list[str]) -> str:
-    parts: list[str] = []
-    for tag, i, i_end, j, j_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        if tag == "equal":
-            same = old[i:i_end]
-            parts += same if len(same) <= _SAME_WORDS else [*same[: _SAME_WORDS // 2], "...", *same[-_SAME_WORDS // 2 :]]
-        else:
-            parts += [f"[-{' '.join(old[i:i_end])}-]"] * (i < i_end) + [f"{{+{' '.join(new[j:j_end])}+}}"] * (j < j_end)
-    return " ".join(parts)
-
-
-# Longer stretches of unchanged words are cut in the middle.
-_SAME_WORDS = 12
