@@ -218,11 +218,12 @@ class Evaluated(Record, frozen=True):
 
 
 class Trace(Record, frozen=True):
-    """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing. `held` are values of microbatches that
-    came into the store or left it: when, microbatch, value, bytes more or less."""
+    """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing. `held` is what the store
+    was given and let go of: when, microbatch (-1 - t for batch t), value, bytes more or less, address, None; and versions of variables that were
+    written or that nobody will read again: when, 0, variable, bytes more or less, number of the buffer, version."""
 
     events: tuple[tuple[str, float, float], ...]
-    held: tuple[tuple[float, int, str, int], ...] = ()
+    held: tuple[tuple[float, int, str, int, int, int | None], ...] = ()
 
 
 class Wake(Record, frozen=True):

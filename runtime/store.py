@@ -225,8 +225,8 @@ class Store:
         self._found: dict[tuple[str, int | None, int], list[torch.Tensor]] = {}
         self.values: dict[int, dict[str, torch.Tensor]] = {}
         self.value_bytes = self.most_value_bytes = 0
-        # When tracing: (when, microbatch, value, bytes more or less).
-        self.changes: list[tuple[float, int, str, int]] | None = None
+        # When tracing: what control.Trace calls held.
+        self.changes: list[tuple[float, int, str, int, int, int | None]] | None = None
 
     # -------------------------------------------------------------------------------------------- variables
 
@@ -309,16 +309,23 @@ class Store:
 
     def finish_update(self, version: int) -> None:
         self._found.clear()
-        for versions in self.versioned.values():
+        for name, versions in self.versioned.items():
             versions.finish(version, self.grow)
+            self._note_version(name, versions, version, 1)
         self.version = version
 
     def retire(self, version: int) -> None:
         """No microbatch will read this version again."""
         self._found.clear()
-        for versions in self.versioned.values():
+        for name, versions in self.versioned.items():
             if version in versions.held.values():
                 versions.retired.add(version)
+                self._note_version(name, versions, version, -1)
+
+    def _note_version(self, name: str, versions: Versions, version: int, sign: int) -> None:
+        if self.changes is not None:
+            block = next(buffer for buffer, held in versions.held.items() if held == version)
+            self.changes.append((time.monotonic(), 0, name, sign * versions.buffers[block].nbytes, block, version))
 
     # -------------------------------------------------------------------------------------------- values of microbatches
 
@@ -327,7 +334,7 @@ class Store:
         more = tensor.nbytes - (held[name].nbytes if name in held else 0)
         self.value_bytes += more
         if self.changes is not None:
-            self.changes.append((time.monotonic(), mb, name, more))
+            self.changes.append((time.monotonic(), mb, name, more, tensor.data_ptr(), None))
         held[name] = tensor
         self.most_value_bytes = max(self.most_value_bytes, self.value_bytes)
 
@@ -342,9 +349,9 @@ class Store:
         """Let go of every other value of a microbatch."""
         held = self.values.get(mb, {})
         for name in [n for n in held if n not in names]:
-            less = held.pop(name).nbytes
-            self.value_bytes -= less
+            gone = held.pop(name)
+            self.value_bytes -= gone.nbytes
             if self.changes is not None:
-                self.changes.append((time.monotonic(), mb, name, -less))
+                self.changes.append((time.monotonic(), mb, name, -gone.nbytes, gone.data_ptr(), None))
         if not held:
             self.values.pop(mb, None)

@@ -1,7 +1,9 @@
 """A timeline of a run as Chrome-trace JSON, which Perfetto opens: one row per rank, one slice per action, an arrow from every send to its receive.
 In: (action, start, end) of each rank, on one clock (runtime/clocks.py where there are several).
 
-Values that a store keeps for microbatches are a counter per rank, in bytes, and an instant for each that comes or goes (its name, microbatch and size).
+Values that a store keeps for microbatches are a counter per rank, in bytes, and an instant for each that comes or goes: its name, microbatch and size,
+the operation that made it, and the block of memory that it lies in (its address: blocks are used again). Versions of weights that are written, or that
+nobody will read again, are instants, too: variable, version, and which of the variable's buffers is the block.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from ..ir.graph import Module
 from ..ir.schedule import RECEIVES, SENDS, Action
 
 Event = tuple[str, float, float]
-# When, microbatch (-1 - t for batch t), value, bytes more (or less).
-Held = tuple[float, int, str, int]
+# As control.Trace says it.
+Held = tuple[float, int, str, int, int, int | None]
 _Entry = dict[str, object]
 
 
@@ -33,7 +35,7 @@ def write_trace(path: Path, ranks: Sequence[Sequence[Event]], *, module: Module 
             entries.append({"name": action, "cat": _kind(action), "ph": "X", "pid": rank, "tid": 0, **times})
     entries += _arrows(ranks, origin)
     for rank, changes in enumerate(held):
-        entries += _memory(rank, changes, origin)
+        entries += _memory(rank, changes, origin, {} if module is None else _makers(module, module.rank_stages()[rank]))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}), encoding="utf-8")
@@ -77,19 +79,28 @@ def _arrows(ranks: Sequence[Sequence[Event]], origin: float) -> Iterator[_Entry]
         yield {**shared, "ph": "f", "bp": "e", "pid": destination, "ts": _micros(ends["f"][message], origin)}
 
 
-def _memory(rank: int, changes: Sequence[Held], origin: float) -> Iterator[_Entry]:
+def _makers(module: Module, stage: int) -> dict[str, str]:
+    """What makes each value that a stage may hold: an operation, here or on the stage it comes from, with the source's name for it."""
+    found = {value.name: "input" for value in module.inputs}
+    own = f"s{stage}."
+    for name, graph in sorted(module.graphs.items(), key=lambda item: item[0].startswith(own)):
+        found |= {out.name: f"{name}: {op.kind}{f' ({op.loc})' if op.loc else ''}" for op in graph.ops for out in op.outs}
+    return found
+
+
+def _memory(rank: int, changes: Sequence[Held], origin: float, makers: Mapping[str, str]) -> Iterator[_Entry]:
     total = 0
-    for at, mb, name, size in changes:
-        total += size
+    for at, mb, name, size, block, version in changes:
         shared = {"pid": rank, "tid": 0, "ts": _micros(at, origin)}
+        event = {**shared, "cat": "memory", "ph": "i", "s": "t"}
+        if version is not None:
+            what = "write" if size > 0 else "retire"
+            yield {**event, "name": f"{what} @{name}", "args": {"variable": name, "version": version, "block": block, "bytes": abs(size)}}
+            continue
+        total += size
         owner = {"microbatch": mb} if mb >= 0 else {"batch": -1 - mb}
+        made = {"op": makers[name]} if name in makers else {}
         what = "keep" if size >= 0 else "drop"
-        yield {
-            **shared,
-            "name": f"{what} %{name}",
-            "cat": "memory",
-            "ph": "i",
-            "s": "t",
-            "args": {"value": name, **owner, "bytes": abs(size)},
-        }
+        arguments = {"value": name, **owner, "bytes": abs(size), **made, "block": hex(block)}
+        yield {**event, "name": f"{what} %{name}", "args": arguments}
         yield {**shared, "name": "values held", "ph": "C", "args": {"bytes": total}}

@@ -136,6 +136,7 @@ def test_a_local_run_shows_chosen_ranks_and_utilisation(bundle_of, noisy, capfd)
         run_bundle(path, steps=3, log_ranks="some")
 
 
+@pytest.mark.slow
 def test_a_group_shows_chosen_ranks(bundle_of, noisy, tmp_path):
     """Rank 0 speaks for the run: its words have no prefix."""
     both = start(bundle_of(2, "1f1b", 2).path, tmp_path, 6000, more=("--log-ranks", "1"))

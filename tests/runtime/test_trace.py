@@ -71,6 +71,56 @@ def test_a_run_of_two_stages(bundle_of, tmp_path):
         (e["args"]["value"], e["args"]["microbatch"]) for e in events if e["ph"] == "i" and e["pid"] == 1 and e["name"].startswith("keep")
     }
     assert {("h0", mb) for mb in range(6)} <= kept
+    check_memory(bundle.module, events)
+
+
+def check_memory(module, events):
+    """Against the module and the schedule: who made a value, where it lies, and which version of a weight lies in which buffer."""
+    stages = module.rank_stages()
+    for rank, stage in enumerate(stages):
+        own = [e for e in events if e["ph"] == "i" and e["pid"] == rank]
+        lying = {}
+        for event in own:
+            args = event["args"]
+            if "value" not in args:
+                continue
+            graph, _, made = args["op"].partition(": ")
+            if args["op"] != "input":
+                assert any(op.kind == made.split()[0] and args["value"] in [out.name for out in op.outs] for op in module.graphs[graph].ops)
+            key = (args["value"], args.get("microbatch"), args.get("batch"))
+            if event["name"].startswith("keep"):
+                lying[key] = args["block"]
+            else:
+                assert lying.pop(key) == args["block"]
+        assert not lying
+        versioned = {name: var for name, var in module.vars.items() if var.role == "param" and var.stage == stage}
+        assert versioned
+        for name, var in versioned.items():
+            written = [e["args"] for e in own if e["name"] == f"write @{name}"]
+            assert [(args["version"], args["block"]) for args in written] == [(v, v % var.versions) for v in range(1, len(written) + 1)]
+            assert all(args["bytes"] == var.type.nbytes for args in written)
+            retired = [e["args"]["version"] for e in own if e["name"] == f"retire @{name}"]
+            assert retired == sorted(set(retired))
+            updates = [e for e in events if e["ph"] == "X" and e["pid"] == rank and Action.parse(e["name"]).kind == "U"]
+            assert len(written) == len(updates) == 3
+            # Under 2bw the versions that two updates may still need are there.
+            times = {kind: {e["args"]["version"]: e["ts"] for e in own if e["name"] == f"{kind} @{name}"} for kind in ("write", "retire")}
+            for version, at in times["write"].items():
+                gone = version - var.versions
+                assert gone < 0 or times["retire"][gone] <= at
+
+
+def test_control_a_wrong_block_is_seen(bundle_of, tmp_path):
+    bundle, path = bundle_of(2, "2bw", 2), tmp_path / "t.json"
+    with Job(bundle, timeout=20, trace=True) as job:
+        list(job.run(make_batches(3, 2)))
+    for number, change in ((4, 1), (5, 1)):
+        held = [
+            [(*entry[:number], entry[number] + change, *entry[number + 1 :]) if entry[5] == 2 else entry for entry in of] for of in job.held
+        ]
+        write_trace(path, job.traces, module=job.module, held=held)
+        with pytest.raises(AssertionError):
+            check_memory(bundle.module, check_schema(path.read_text()))
 
 
 def test_control_an_arrow_to_the_wrong_receive_is_seen(tmp_path):
