@@ -2,7 +2,7 @@
 nothing had been.
 
     python benchmarks/failures.py --trials 30 --json failures.json      # kill -9, SIGSTOP and network cuts of 4 ranks in network namespaces
-    python benchmarks/failures.py --soak 2000 --every 200               # a local run that loses a worker every so often
+    python benchmarks/failures.py --soak 2000 --every 200               # a local run that loses a worker every so often, and its memory
 
 A trial starts four ranks with the variables of srun, each in a namespace of its own (root, iproute2), and fails one of them: its worker or the
 keeper of it is killed or stopped, or its host is taken off the bridge. It measures the seconds until every process on all hosts has ended. Then
@@ -211,58 +211,97 @@ def trials(count: int, seed: int, steps: int, heartbeat: float, recover: bool = 
     return found
 
 
-def soak(steps: int, every: int, seed: int, ranks: int = 2) -> dict[str, Any]:
-    """A local run that loses a random worker every so many steps. The slope of memory is that of the launcher, which lives through all of it, and
-    of workers between two losses, in MiB per 100 steps."""
-    chance = random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="penstock-soak-") as root:
-        folder = Path(root)
-        bundle = make_bundle(folder, ranks)
-        losses = run_bundle(bundle, steps=steps, progress=False).losses
-        metrics = folder / "metrics.jsonl"
-        command = [sys.executable, "-m", "penstock", "run", bundle, "--steps", str(steps), "--max-restarts", str(steps // every + 1)]
-        command += ["--metrics", str(metrics), "--checkpoint", str(folder / "ckpt"), "--checkpoint-every", str(max(1, every // 4))]
-        lost, launcher, workers = 0, [], []
-        life: list[tuple[int, int]] = []
-        slopes: list[float] = []
-        with (folder / "log").open("w+") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+# MiB per 100 steps.
+STEEPEST = 1.0
+Samples = list[tuple[int, int]]
+
+
+class Watched:
+    """A local run from the command line, with what its processes took of memory: samples of (step, bytes)."""
+
+    def __init__(self, bundle: str, folder: Path, steps: int, more: Sequence[str] = ()) -> None:
+        self.folder, self.steps, self.metrics = folder, steps, folder / "metrics.jsonl"
+        self.command = [sys.executable, "-m", "penstock", "run", bundle, "--steps", str(steps), "--metrics", str(self.metrics), *more]
+        self.launcher: Samples = []
+        # Of each start the samples of every worker.
+        self.lives: list[list[Samples]] = [[]]
+        self.lost = 0
+        self.problems: list[str] = []
+
+    def run(self, every: int | None, chance: random.Random) -> list[dict[str, Any]]:
+        """Run to the end, and kill a worker every so many steps; the records of the steps."""
+        own: list[int] = []
+        with (self.folder / "log").open("w+") as log:
+            process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
             try:
                 while process.poll() is None:
-                    time.sleep(0.1)
-                    done, own = steps_in(metrics), children(process.pid)
-                    launcher.append((done, resident_bytes(process.pid)))
-                    if own:
-                        life.append((done, resident_bytes(own[0])))
-                    workers = own or workers
-                    if done >= (lost + 1) * every and own and done < steps:
+                    time.sleep(0.05)
+                    done, own = steps_in(self.metrics), children(process.pid) or own
+                    self.launcher.append((done, resident_bytes(process.pid)))
+                    for number, pid in enumerate(own):
+                        if number == len(self.lives[-1]):
+                            self.lives[-1].append([])
+                        self.lives[-1][number].append((done, resident_bytes(pid)))
+                    if every is not None and (self.lost + 1) * every <= done < self.steps:
                         os.kill(chance.choice(own), signal.SIGKILL)
-                        lost += 1
-                        slopes += _slope(life)
-                        life.clear()
+                        self.lost += 1
+                        self.lives.append([])
+                        old = set(own)
+                        wait_for(lambda old=old: process.poll() is not None or not old & {*(children(process.pid) or old)})  # type: ignore[misc]
             finally:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
             log.seek(0)
             said = log.read()
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
-        problems = [] if process.returncode == 0 else [f"exit code {process.returncode}: {said[-2000:]}"]
-        if [record["step"] for record in records] != list(range(steps)) or [record["loss"] for record in records] != losses:
-            problems.append("other steps or losses than without failures")
-        problems += [f"process {pid} is left" for pid in workers if Path(f"/proc/{pid}").exists()]
-    found = {"steps": steps, "lost": lost, "problems": problems, "launcher_slope": (_slope(launcher) or [0.0])[0], "worker_slopes": slopes}
+        if process.returncode:
+            self.problems.append(f"exit code {process.returncode}: {said[-2000:]}")
+        self.problems += [f"process {pid} is left" for pid in own if Path(f"/proc/{pid}").exists()]
+        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+
+
+def soak(steps: int, every: int, seed: int, ranks: int = 2) -> dict[str, Any]:
+    """A local run that loses a random worker every so many steps, and one that loses none. Slopes of memory in MiB per 100 steps: of the launcher,
+    which lives through all of it, of what workers had reached when they were lost, over their lives, and of workers that lose nobody."""
+    with tempfile.TemporaryDirectory(prefix="penstock-soak-") as root:
+        folder = Path(root)
+        bundle = make_bundle(folder, ranks)
+        saves = ["--checkpoint", str(folder / "ckpt"), "--checkpoint-every", str(max(1, every // 4)), "--keep-last", "2"]
+        (folder / "calm").mkdir()
+        calm = Watched(bundle, folder / "calm", steps)
+        expected = calm.run(None, random.Random(seed))
+        run = Watched(bundle, folder, steps, [*saves, "--max-restarts", str(steps // every + 1)])
+        records = run.run(every, random.Random(seed))
+        problems = calm.problems + run.problems
+        if [record["step"] for record in records] != list(range(steps)):
+            problems.append("other steps than without failures")
+        if [record["loss"] for record in records] != [record["loss"] for record in expected]:
+            problems.append("other losses than without failures")
+        checkpoints = sorted(path.name for path in (folder / "ckpt").iterdir())
+        if checkpoints != ["latest", *(f"step-{step:06}" for step in (steps - max(1, every // 4), steps))]:
+            problems.append(f"left in the directory of checkpoints: {checkpoints}")
+    # What was killed has no pages any more.
+    ends = [max((step, size) for samples in life for step, size in samples if size) for life in run.lives if any(life)]
+    slopes = {
+        "launcher": slope(run.launcher),
+        "lives": slope(ends, 0.0),
+        "calm": max((slope(samples) for samples in calm.lives[0]), default=0.0),
+    }
+    if steps >= 1000:
+        problems += [f"memory grows by {found:.2f} MiB per 100 steps: {name}" for name, found in slopes.items() if found >= STEEPEST]
+    found = {"steps": steps, "lost": run.lost, "problems": problems, "slopes": slopes}
     print(json.dumps(found), flush=True)
     return found
 
 
-def _slope(samples: list[tuple[int, int]]) -> list[float]:
-    """MiB per 100 steps, over the second half: the first one is for caches to fill."""
-    half = [(step, size) for step, size in samples[len(samples) // 2 :] if size]
-    if len({step for step, _ in half}) < 3:
-        return []
-    steps, sizes = zip(*half, strict=True)
-    return [float(np.polyfit(steps, sizes, 1)[0]) * 100 / 2**20]
+def slope(samples: Samples, without: float = 0.25) -> float:
+    """MiB per 100 steps by least squares, without the first part of the steps: that is for caches to fill."""
+    last = max((step for step, _ in samples), default=0)
+    used = [(step, size) for step, size in samples if size and step >= last * without]
+    if len({step for step, _ in used}) < 3:
+        return 0.0
+    steps, sizes = zip(*used, strict=True)
+    return float(np.polyfit(steps, sizes, 1)[0]) * 100 / 2**20
 
 
 def _end(number: int, frame: FrameType | None) -> None:

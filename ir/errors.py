@@ -11,6 +11,8 @@ class PenstockError(Exception):
     """Base of all errors that are meant for a user's eyes."""
 
     exit_code = 1
+    # The rank that is the cause, where there are ranks and it is known.
+    rank: int | None = None
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
         self.what, self.where, self.hint = what, where, hint

@@ -193,6 +193,12 @@ class Gathered(Record, frozen=True):
     token: str
 
 
+class Planned(Record, frozen=True):
+    """To a keeper: the bundle that runs in the place of the one it was started for."""
+
+    bundle: str
+
+
 class LogEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True, array_like=True):
     """Weight version that a stage used (phase F or B) or made (phase U; `mb` is then the batch)."""
 
@@ -240,7 +246,7 @@ class Failed(Record, frozen=True):
 
 
 Message = (
-    Setup | Join | Run | Batch | End | Serve | Piece | Save | Evaluate | FetchParameters | FetchAudit | Stop | Alive | Gathered
+    Setup | Join | Run | Batch | End | Serve | Piece | Save | Evaluate | FetchParameters | FetchAudit | Stop | Alive | Gathered | Planned
     | Hosting | Ready | Step | Output | Done | Parameters | Audit | Evaluated | Trace | Wake | Failed
 )  # fmt: skip
 

@@ -214,9 +214,9 @@ def _is_loopback(address: str) -> bool:
 # ------------------------------------------------------------------------------------------------ the bundle's hosts
 
 
-def check_world(bundle: Bundle, place: Place) -> None:
-    """Refuse another number of processes than the bundle has ranks."""
-    if bundle.world_size == place.world:
+def check_world(bundle: Bundle, place: Place, elastic: bool = False) -> None:
+    """Refuse another number of processes than the bundle has ranks; fewer are well where it may be planned anew."""
+    if bundle.world_size == place.world or (elastic and place.world < bundle.world_size):
         return
     ranks = bundle.manifest.ranks
     listed = "".join(f"\n  - rank {r.rank}: stage {r.stage} on {r.device} of host {r.host}" for r in ranks[:16])
@@ -224,7 +224,8 @@ def check_world(bundle: Bundle, place: Place) -> None:
     raise UsageError(
         f"the bundle is for {len(ranks)} ranks, {place.world} were started by {place.launcher}:{listed}{more}",
         where=str(bundle.path),
-        hint=f"start {len(ranks)} processes, one for each",
+        hint=f"start {len(ranks)} processes, one for each"
+        + ("; or fewer with --elastic, which plans anew" if place.world < len(ranks) else ""),
     )
 
 

@@ -27,15 +27,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..backends.bundle import open_bundle
+from ..backends.bundle import Bundle, open_bundle
 from ..ir.errors import PeerLost, PenstockError, UsageError
 from ..ir.graph import Module
 from . import restarts
+from .choosing import decide_together
 from .clocks import measure_offset
-from .control import Alive, Arrays, Channel, Done, Evaluate, Evaluated, Gathered, Message, Record, Run, Setup, Step, Stop, Trace
+from .control import Alive, Arrays, Channel, Done, Evaluate, Evaluated, Gathered, Message, Planned, Record, Run, Setup, Step, Stop, Trace
 from .data import check_data
+from .elastic import Replanned, devices_on, lost_devices, replan
 from .evaluation import Evaluation, count_evaluation, mean_loss
 from .hosts import Interface, Present, check_hosts, describe_hosts, place_of
+from .launch import thread_environment
 from .meet import join_place
 from .metrics import Metrics
 from .options import RunOptions
@@ -129,20 +132,20 @@ def run_rank(
     seat = place_of()
     rank, world = seat.rank, seat.world
     bundle = open_bundle(options.bundle, rank)
-    module = bundle.module
-    assert module.schedule is not None
-    # The files of other inputs may lie on other hosts.
-    stage = bundle.rank(rank).stage
-    fed = fed_inputs(module, stage)
-    count = check_data(module, options.data, bundle.renamed, fed) if fed else None
-    to_evaluate = None
-    if options.evaluation is not None:
-        found = count_evaluation(module, options.evaluation, bundle.renamed, fed)
-        to_evaluate = found if fed else None
+    fewer = world != bundle.world_size
+    own = None if fewer else _count_samples(bundle, rank, options)
     status.show("joining")
     group = Group(join_place(seat, interface, options.timeout, open_trust(options.secret, options.tls)), rank, world, options.timeout)
     present = _gather_keepers(group, Present(seat.host, interface.address, interface.name, os.getpid(), watch), channel)
+    planned = []
+    if fewer:
+        status.show("planning")
+        bundle, told = _plan_together(group, bundle, options, present, channel)
+        planned.append(told)
     warnings = check_hosts(bundle, present)
+    module = bundle.module
+    assert module.schedule is not None
+    count, to_evaluate = own or _count_samples(bundle, rank, options)
     beginning = restarts.begin_together(group, options)
     start = start_from(bundle, options.data, beginning.chosen, options.lr, options.rate)
     first, tables = start.step, start.tables
@@ -156,6 +159,8 @@ def run_rank(
         if beginning.again:
             place = f"checkpoint {start.place}" if start.place is not None else "where it began"
             print(f"penstock: the run goes on from {place}", file=sys.stderr, flush=True)
+        for text in planned:
+            print(f"penstock: {text}", file=sys.stderr, flush=True)
         for warning in beginning.words if beginning.again else [*start.warnings, *warnings]:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         samples = microbatch_size(module) * module.schedule.microbatches
@@ -244,6 +249,30 @@ def run_rank(
     # The store may live in rank 0 or in the launcher: nobody leaves before all are done.
     group.gather("end", b"")
     worker.obey(Stop())
+
+
+def _count_samples(bundle: Bundle, rank: int, options: RunOptions) -> tuple[int | None, int | None]:
+    """How many samples there are to train and to evaluate on, where this rank reads any: the files of other inputs may lie on other hosts."""
+    fed = fed_inputs(bundle.module, bundle.rank(rank).stage)
+    count = check_data(bundle.module, options.data, bundle.renamed, fed) if fed else None
+    if options.evaluation is None:
+        return count, None
+    found = count_evaluation(bundle.module, options.evaluation, bundle.renamed, fed)
+    return count, found if fed else None
+
+
+def _plan_together(group: Group, bundle: Bundle, options: RunOptions, present: Sequence[Present], channel: Channel) -> tuple[Bundle, str]:
+    """The bundle for the ranks that are there, fewer than a bundle has; what is said of it. Rank 0 plans, and the others wait."""
+    assert options.checkpoint is not None
+    devices = devices_on(bundle, [one.host for one in present])
+    made = decide_together(group, "plan", lambda: replan(bundle, devices, Path(options.checkpoint or "")), Replanned)
+    found = open_bundle(made.bundle, group.rank)
+    channel.send(Planned(made.bundle))
+    threads = found.rank(group.rank).threads
+    os.environ |= thread_environment(threads)
+    torch.set_num_threads(threads)
+    lost = lost_devices(bundle, devices)
+    return found, f"{group.world} of {bundle.world_size} ranks are there; planned anew without {lost}: {made.told}"
 
 
 def _gather_keepers(group: Group, own: Present, channel: Channel) -> list[Present]:

@@ -32,7 +32,7 @@ import msgspec
 from ..backends.bundle import Bundle, open_bundle
 from ..ir.errors import PeerLost, PenstockError, UsageError, VerifyError
 from ..ir.graph import Module
-from .control import Alive, Channel, Done, Failed, Gathered, Message
+from .control import Alive, Channel, Done, Failed, Gathered, Message, Planned
 from .hosts import Interface, Place, check_world, choose_interface, place_of, same_host
 from .launch import START_SECONDS, thread_environment
 from .logs import Follower, chosen_ranks, tail
@@ -58,7 +58,7 @@ def become_rank(options: RunOptions) -> None:
     seat = place_of()
     bundle = open_bundle(options.bundle, seat.rank if seat.rank < seat.world else None)
     try:
-        check_world(bundle, seat)
+        check_world(bundle, seat, options.elastic)
     except UsageError as error:
         # All ranks find the same: one of each host says it.
         if seat.local_rank == 0:
@@ -252,6 +252,8 @@ class Keeper:
                     self._heard = {rank: now for rank in range(len(message.hosts)) if rank != self.rank}
                     addresses = list(zip(message.addresses, message.ports, strict=True))
                     self._mesh = Mesh(self._listener, self.rank, addresses, message.token, _CONNECT_SECONDS, self._trust)
+                case Planned(path):
+                    self.bundle = open_bundle(path, self.rank)
                 case Done():
                     self._answer()
                 case Failed(error, what, where, hint):

@@ -28,11 +28,11 @@ import msgspec
 import numpy as np
 
 from ..backends.bundle import Bundle
-from ..ir.errors import PeerLost, VerifyError
+from ..ir.errors import PeerLost, PenstockError, VerifyError
 from .control import Arrays, Channel, Failed, Hosting, Join, Message, Ready, Record, Setup, Wake
 from .logs import Follower, tail
 from .status import Patience, StatusBoard, await_saves, describe_line, is_stopped
-from .trouble import ending, error_of, named, others, place, reached
+from .trouble import ending, error_of, named, others, place, reached, waits_for
 
 # Importing and loading, beside the timeout for the group to meet.
 START_SECONDS = 120.0
@@ -266,6 +266,12 @@ class Workers:
 
     def _fail(self, rank: int | None = None, message: Failed | None = None) -> NoReturn:
         """Find the cause, end everybody, raise it."""
+        cause, error = self._cause(rank, message)
+        error.rank = cause
+        raise error
+
+    def _cause(self, rank: int | None, message: Failed | None) -> tuple[int | None, PenstockError]:
+        """The rank that is the cause of a failure, and what is said of it; everybody has ended then."""
         reports: dict[int, Failed] = {} if rank is None or message is None else {rank: message}
         deadline = time.monotonic() + _CAUSE_SECONDS
         settled = False
@@ -295,13 +301,14 @@ class Workers:
         dead = sorted((r for r in range(self.count) if codes[r] is not None and r not in reports), key=lambda r: codes[r] == 0)
         own = [r for r, report in reports.items() if report.error != PeerLost.__name__]
         if dead:
-            raise self._death(dead[0], codes[dead[0]], doing, note, tails[dead[0]])
+            return dead[0], self._death(dead[0], codes[dead[0]], doing, note, tails[dead[0]])
         if silent and not own:
-            raise self._stillness(silent[0], heard[silent[0]], silent[0] in stopped, doing, note)
+            return silent[0], self._stillness(silent[0], heard[silent[0]], silent[0] in stopped, doing, note)
         first = min(reports, key=lambda r: (reports[r].error == PeerLost.__name__, r != rank), default=None)
         if first is None:
-            raise PeerLost("; ".join(["a control connection broke", note, *others(doing)]), where="launch")
-        raise error_of(reports[first], self._place(first, doing[first]), doing, first, note)
+            return None, PeerLost("; ".join(["a control connection broke", note, *others(doing)]), where="launch")
+        cause = waits_for(first, doing) if reports[first].error == PeerLost.__name__ else first
+        return cause, error_of(reports[first], self._place(first, doing[first]), doing, first, note)
 
     def _place(self, rank: int, action: str) -> str:
         return place(rank, self.bundle.rank(rank).stage, action)

@@ -33,10 +33,11 @@ def join_place(place: Place, interface: Interface, timeout: float, trust: Trust 
             store = TCPStore(place.address, place.port, place.world, False, time_span(timeout), wait_for_workers=False)
         else:
             store = _serve(place, interface, timeout)
-        start = store.add(f"penstock/start/{place.rank}", 1)
+        # Counted for each size of the group by itself: who is not there in between does not count.
+        start = store.add(f"penstock/start/{place.world}/{place.rank}", 1)
     except RuntimeError as error:
         raise not_met(f"{place.address}:{place.port}", timeout, error, f"rank {place.rank} on {place.host}") from error
-    prefix = f"penstock/{start}"
+    prefix = f"penstock/{place.world}/{start}"
     met = PrefixStore(prefix, store)
     if trust is None:
         return met

@@ -60,6 +60,7 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     log_ranks: str = DEFAULT
     secret: str | None = None
     tls: str | None = None
+    elastic: bool = False
 
     def check(self) -> None:
         problems = []
@@ -68,7 +69,8 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         problems += timeout_problems(self.timeout, self.heartbeat) + data_problems(self.data)
         if self.checkpoint_every is not None and self.checkpoint is None:
             problems.append("--checkpoint-every needs --checkpoint DIR")
-        for flag, given in (("--keep-last", self.keep_last is not None), ("--checkpoint-wait", self.checkpoint_wait)):
+        flags = {"--keep-last": self.keep_last is not None, "--checkpoint-wait": self.checkpoint_wait, "--elastic": self.elastic}
+        for flag, given in flags.items():
             if given and self.checkpoint is None:
                 problems.append(f"{flag} needs --checkpoint DIR")
         if self.keep_last is not None and not 1 <= self.keep_last <= _MOST_STEPS:
@@ -90,6 +92,8 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
                 problems.append(f"{flag} is for groups that a launcher starts; ranks of a local run are reached over inherited connections")
         problems += log_ranks_problems(self.log_ranks)
         problems += trust_problems(self.secret, self.tls)
+        if self.elastic and not self.max_restarts and not in_group():
+            problems.append("--elastic needs --max-restarts N: a device is given up when a start after a failure fails on it, too")
         problems += self._path_problems()
         # Rank 0 writes them, and other hosts need no packages for it.
         problems += sink_problems(self.log) if not in_group() or place_of().rank == 0 else []

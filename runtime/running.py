@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..backends.bundle import open_bundle
-from ..ir.errors import PenstockError
+from ..ir.errors import PenstockError, UsageError
 from ..ir.rates import Rate
 from .checkpoint import step_name
+from .elastic import replan
 from .hosts import in_group
 from .keeper import become_rank
 from .launch import HEARTBEAT, TIMEOUT
@@ -72,6 +73,7 @@ def run_bundle(
     log_ranks: str = DEFAULT,
     secret: str | os.PathLike[str] | None = None,
     tls: str | os.PathLike[str] | None = None,
+    elastic: bool = False,
 ) -> RunSummary:
     """Train for `steps` steps. Where torchrun or srun started this process, it becomes its rank and does not come back."""
     options = RunOptions(
@@ -98,6 +100,7 @@ def run_bundle(
         log_ranks=log_ranks,
         secret=_absolute(secret),
         tls=_absolute(tls),
+        elastic=elastic,
     )
     options.check()
     if in_group():
@@ -107,9 +110,7 @@ def run_bundle(
         try:
             return run.go_on()
         except PenstockError as error:
-            if run.restarts == max_restarts or not is_passing(error):
-                raise
-            run.restart(error)
+            run.recover(error)
 
 
 class _LocalRun:
@@ -123,6 +124,11 @@ class _LocalRun:
         self._first: int | None = None
         self._losses: list[float] = []
         self._seconds = 0.0
+        self._bundle = options.bundle
+        self._shown: Collection[int] = ()
+        # The device that the last start failed on, and how many steps that start did.
+        self._failed_on: str | None = None
+        self._done = 0
 
     @property
     def saved(self) -> Path | None:
@@ -136,8 +142,11 @@ class _LocalRun:
         from .metrics import Metrics
 
         options, saved = self.options, self.saved
+        self._done = 0
         resume = options.resume if saved is None else str(saved)
-        bundle = open_bundle(options.bundle)
+        bundle = open_bundle(self._bundle)
+        if self._first is None:
+            self._shown = chosen_ranks(options.log_ranks, bundle.world_size)
         job = Job(
             bundle,
             timeout=options.timeout,
@@ -149,7 +158,7 @@ class _LocalRun:
             rate=options.rate,
             heartbeat=options.heartbeat,
             nan=options.nan,
-            log_ranks=chosen_ranks(options.log_ranks, bundle.world_size),
+            log_ranks=[rank for rank in self._shown if rank < bundle.world_size],
         )
         job.workers.checkpoints = options.checkpoint if saved is not None else None
         with job:
@@ -179,6 +188,7 @@ class _LocalRun:
                         record.tell_wait(job.save_waited)
             finally:
                 record.close()
+                self._done = len(record.losses)
                 self._losses += record.losses
                 self._seconds += record.seconds
         if options.trace is not None:
@@ -186,12 +196,33 @@ class _LocalRun:
         rate = len(self._losses) * samples / max(self._seconds, 1e-9)
         return RunSummary(self._first, self._losses, self._seconds, rate, self.saved, job.peak_bytes, self.restarts)
 
-    def restart(self, error: PenstockError) -> None:
-        """Say what happened, and what happens next."""
+    def recover(self, error: PenstockError) -> None:
+        """Say what happened, and what happens next; raise the error where nothing does."""
+        bundle = open_bundle(self._bundle)
+        device = None if error.rank is None else bundle.rank(error.rank).device
+        # Twice in a row, and the second time before anything was done: it does not come back.
+        lost = device is not None and device == self._failed_on and not self._done and (is_passing(error) or isinstance(error, UsageError))
+        self._failed_on = device
+        left = [entry.device for entry in bundle.manifest.ranks if entry.device != device]
+        if lost and left and self.options.elastic:
+            assert self.options.checkpoint is not None
+            print(f"penstock: error: {error}", file=sys.stderr, flush=True)
+            made = replan(open_bundle(self.options.bundle), left, Path(self.options.checkpoint))
+            told = f"penstock: {device} of rank {error.rank} failed again at once and is given up; planned anew: {made.told}; from {self._from}"
+            print(told, file=sys.stderr, flush=True)
+            self._bundle, self._failed_on = made.bundle, None
+            return
+        if self.restarts == self.options.max_restarts or not is_passing(error):
+            if lost and left and not self.options.elastic:
+                error.hint = f"{error.hint}; " * bool(error.hint) + f"--elastic gives {device} up and plans anew on what is left"
+            raise error
         self.restarts += 1
-        place = f"checkpoint {self.saved}" if self.saved is not None else "where the run began"
         print(f"penstock: error: {error}", file=sys.stderr)
-        print(f"penstock: restart {self.restarts} of {self.options.max_restarts}, from {place}", file=sys.stderr, flush=True)
+        print(f"penstock: restart {self.restarts} of {self.options.max_restarts}, from {self._from}", file=sys.stderr, flush=True)
+
+    @property
+    def _from(self) -> str:
+        return f"checkpoint {self.saved}" if self.saved is not None else "where the run began"
 
 
 def _absolute(path: str | os.PathLike[str] | None) -> str | None:

@@ -57,40 +57,45 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain data: the same facts as `notes`, for programs, and what is predicted of it."""
-        from penstock.arguing import planner_facts, predicted_facts
-        from penstock.passes.lifetimes import memory_table
-        from penstock.passes.manager import print_pipeline
-        from penstock.passes.precision import PrecisionOptions
-        from penstock.passes.recompute import RecomputeOptions
-        from penstock.passes.wire import WireOptions
-        from penstock.placement import stage_starts
-        from penstock.runtime.program import microbatch_size
+        return describe_plan(self.module, self.reference, self.calls, self.search)
 
-        schedule, starts = self.module.schedule, stage_starts(self.reference, self.module)
-        assert schedule is not None
-        return {
-            "model": self.module.name,
-            "pipeline": print_pipeline(self.calls),
-            "schedule": schedule.name,
-            "microbatches": schedule.microbatches,
-            "samples_per_microbatch": microbatch_size(self.module),
-            "precision": next((call.options.compute for call in self.calls if isinstance(call.options, PrecisionOptions)), "f32"),
-            "wire": next((call.options.dtype for call in self.calls if isinstance(call.options, WireOptions)), "f32"),
-            "recompute": next((call.options.mode for call in self.calls if isinstance(call.options, RecomputeOptions)), "none"),
-            "stages": [
-                {
-                    "stage": s.index,
-                    "starts_at": starts[s.index],
-                    "devices": list(self.module.devices_of(s.index)),
-                    "shares": schedule.shares(s.index),
-                }
-                for s in self.module.stages
-            ],
-            "memory": {str(rank): dict(row) for rank, row in memory_table(self.module).items()},
-            "notes": [f"{note.origin}: {note.text}" for note in self.module.notes],
-            "predicted": predicted_facts(self.module),
-            **({} if self.search is None else {"planner": planner_facts(self.search)}),
-        }
+
+def describe_plan(module: Module, reference: Module, calls: Sequence[Call], search: Search | None = None) -> dict[str, Any]:
+    """A planned module as plain data; `reference` is the model before `partition`, `calls` are all passes."""
+    from penstock.arguing import planner_facts, predicted_facts
+    from penstock.passes.lifetimes import memory_table
+    from penstock.passes.manager import print_pipeline
+    from penstock.passes.precision import PrecisionOptions
+    from penstock.passes.recompute import RecomputeOptions
+    from penstock.passes.wire import WireOptions
+    from penstock.placement import stage_starts
+    from penstock.runtime.program import microbatch_size
+
+    schedule, starts = module.schedule, stage_starts(reference, module)
+    assert schedule is not None
+    return {
+        "model": module.name,
+        "pipeline": print_pipeline(calls),
+        "schedule": schedule.name,
+        "microbatches": schedule.microbatches,
+        "samples_per_microbatch": microbatch_size(module),
+        "precision": next((call.options.compute for call in calls if isinstance(call.options, PrecisionOptions)), "f32"),
+        "wire": next((call.options.dtype for call in calls if isinstance(call.options, WireOptions)), "f32"),
+        "recompute": next((call.options.mode for call in calls if isinstance(call.options, RecomputeOptions)), "none"),
+        "stages": [
+            {
+                "stage": s.index,
+                "starts_at": starts[s.index],
+                "devices": list(module.devices_of(s.index)),
+                "shares": schedule.shares(s.index),
+            }
+            for s in module.stages
+        ],
+        "memory": {str(rank): dict(row) for rank, row in memory_table(module).items()},
+        "notes": [f"{note.origin}: {note.text}" for note in module.notes],
+        "predicted": predicted_facts(module),
+        **({} if search is None else {"planner": planner_facts(search)}),
+    }
 
 
 def from_onnx(

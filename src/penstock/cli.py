@@ -207,6 +207,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="start the workers again after a failure, from the newest checkpoint, up to N times (default: 0; under torchrun that is its option)",
     )
+    run.add_argument(
+        "--elastic",
+        action="store_true",
+        help="with fewer devices than before plan anew on those that are left, and go on (default: end with an error)",
+    )
     run.add_argument("--trace", metavar="FILE", help="write a Chrome trace of every action")
     run.add_argument(
         "--log",

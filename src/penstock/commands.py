@@ -305,6 +305,7 @@ def run_command(arguments: Namespace) -> None:
         heartbeat=arguments.heartbeat,
         nan=arguments.nan,
         max_restarts=arguments.max_restarts,
+        elastic=arguments.elastic,
         log=arguments.log,
         log_ranks=arguments.log_ranks,
         secret=arguments.secret,

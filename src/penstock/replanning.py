@@ -1,0 +1,126 @@
+"""Plan a bundle anew for the devices that are left. In: a bundle, some of its devices, in the order of ranks. Out: a bundle of the same model for these.
+
+    python -m penstock.replanning '{"bundle": ..., "devices": [...], "out": ..., "parent": process}'      prints {"bundle": ..., "told": ...} or the error as JSON
+
+The bundle keeps the model before it was cut, with its loss, gradients and updates (reference.ir), and the passes that it went through (plan.json): all
+from `partition` on are run again, with the same schedule, microbatches and precision. Where every stage still has a device, stages keep the
+devices that they have left, else each device gets a stage; where to cut is searched for again, and shares are dealt again. Checkpoints of
+the model load under both plans.
+
+The runtime starts this as a process of its own: it may not import passes, and a launcher that lives for days has no use for them.
+
+Known limits: cuts are searched for as `penstock plan` without --batch does it: the schedule and the microbatches stay. The code is compiled for this host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.api import describe_plan
+from penstock.backends.bundle import NAMES, SOURCE, Bundle, Origin, open_bundle
+from penstock.backends.bundle_writer import write_bundle
+from penstock.backends.interface import CompileOptions, backend_of
+from penstock.backends.tensor_file import map_tensors
+from penstock.ir.cluster import Cluster
+from penstock.ir.errors import PenstockError, UsageError
+from penstock.ir.words import counted
+from penstock.passes.manager import Call, parse_pipeline, run_passes
+from penstock.passes.pipelines import PASSES
+from penstock.passes.schedules.dealing import fair_shares
+
+
+def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
+    """Write the bundle for these devices; what was planned, in words."""
+    reference, pipeline = bundle.reference, bundle.plan.get("pipeline")
+    if reference is None or reference.cluster is None or not isinstance(pipeline, str):
+        raise UsageError("does not have the model before it was cut, so it cannot be planned anew", where=str(bundle.path))
+    cluster = _without(reference.cluster, devices)
+    schedule = bundle.module.schedule
+    assert schedule is not None
+    groups = _groups(bundle, devices)
+    shares = [fair_shares([cluster.device(name).flops for name in names], schedule.microbatches) for names in groups]
+    calls = _calls(pipeline, groups, tuple(share for of_stage in shares for share in of_stage))
+    module = run_passes(reference.but(cluster=cluster), calls, PASSES)
+    weights: dict[str, np.ndarray] = {}
+    for stage in bundle.module.stages:
+        weights |= map_tensors(bundle.weights_file(stage.index))
+    source = sorted(name for name in bundle.manifest.files if name.startswith(f"{SOURCE}/") and name != NAMES)
+    origin = Origin(bundle.source_names or {}, [bundle.path / name for name in source]) if NAMES in bundle.manifest.files else None
+    before = parse_pipeline(pipeline, PASSES)
+    told = describe_plan(module, reference, [*before[: len(before) - len(calls)], *calls])
+    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+        stages = [stage.index for stage in module.stages]
+        made = backend_of(bundle.manifest.backend).compile_stages(module, stages, Path(scratch), CompileOptions())
+        write_bundle(
+            out,
+            module,
+            {stage: [Path(scratch) / name for name in made[stage]] for stage in stages},
+            weights,
+            backend=bundle.manifest.backend,
+            plan=told,
+            source_hash=bundle.manifest.source_hash,
+            reference=reference,
+            origin=origin,
+        )
+    used = " ".join("+".join(names) for names in groups)
+    return f"{counted(len(groups), 'stage')} on {used}, schedule {schedule.name} with {counted(schedule.microbatches, 'microbatch')}"
+
+
+def _without(cluster: Cluster, devices: Sequence[str]) -> Cluster:
+    """The cluster with these devices alone, in this order."""
+    links = tuple(link for link in cluster.links if link.a in devices and link.b in devices)
+    return replace(cluster, devices=tuple(cluster.device(name) for name in devices), links=links)
+
+
+def _groups(bundle: Bundle, devices: Sequence[str]) -> list[tuple[str, ...]]:
+    """The devices of every stage."""
+    stage_of = {entry.device: entry.stage for entry in bundle.manifest.ranks}
+    kept = [tuple(name for name in devices if stage_of[name] == stage.index) for stage in bundle.module.stages]
+    # The ranks of the plan have to be those of the devices as they are given.
+    if all(kept) and [name for names in kept for name in names] == list(devices):
+        return kept
+    return [(name,) for name in devices]
+
+
+def _calls(pipeline: str, groups: Sequence[Sequence[str]], shares: tuple[int, ...]) -> list[Call]:
+    """The passes from `partition` on, for other devices."""
+    calls = parse_pipeline(pipeline, PASSES)
+    first = next(i for i, call in enumerate(calls) if call.name == "partition")
+    placed: dict[str, Any] = {"stages": 0, "split_at": (), "devices": tuple(" ".join(names) for names in groups), "shares": shares}
+    changes: dict[str, dict[str, Any]] = {"partition": placed, "schedule": {"shares": shares}}
+    return [Call(call.name, replace(call.options, **changes.get(call.name, {}))) for call in calls[first:]]
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def main(argv: Sequence[str]) -> int:
+    asked = json.loads(argv[0])
+    # Whoever asked may be killed, and nobody wants the answer then.
+    threading.Thread(target=_end_with, args=(asked["parent"],), daemon=True).start()
+    try:
+        found = {"bundle": asked["out"], "told": replan(open_bundle(asked["bundle"]), asked["devices"], Path(asked["out"]))}
+        code = 0
+    except PenstockError as error:
+        found = {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
+        code = error.exit_code
+    print(json.dumps(found), flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
