@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -46,6 +47,11 @@ _WORDS = {
     ("stop", "keeper"): "nothing was heard for",
     ("cut", "host"): "nothing was heard for",
 }
+
+# What a rank was at; messages name the peer.
+_ACTION = re.compile(
+    r"(?:during|which was at) (?:\d+[A-Z]+\d+\S* \((?:(?:send|receive) [^)]* rank \d|(?!send|receive)[^)]*)\)|idle|saving|joining|loading)"
+)
 
 
 def make_bundle(folder: Path, ranks: int) -> str:
@@ -141,6 +147,8 @@ class Trial:
                 problems.append(f"not the one right message: {inside}")
             elif "last finished step" not in inside[0] or f"n{rank}" not in inside[0]:
                 problems.append(f"no last step or host: {inside[0]}")
+            elif not _ACTION.search(inside[0]):
+                problems.append(f"no action with its peer: {inside[0]}")
             if kind == "cut":
                 hosts.mend(rank)
             again = 0.0
