@@ -42,6 +42,7 @@ from .launch import thread_environment
 from .meet import join_place
 from .metrics import Metrics
 from .options import RunOptions
+from .overlap import overlap_of
 from .program import fed_inputs, microbatch_size
 from .resuming import start_from
 from .status import BEAT_SECONDS, Patience, Status
@@ -243,6 +244,8 @@ def run_rank(
         traces = [json.loads(part) for part in group.gather("trace", json.dumps(moved).encode())]
         if rank == 0:
             write_trace(Path(options.trace), [trace[0] for trace in traces], module=module, held=[trace[1] for trace in traces])
+            if metrics is not None:
+                metrics.overlapped(done, overlap_of([trace[0] for trace in traces], module))
     if metrics is not None:
         metrics.close()
         restarts.finish(options)

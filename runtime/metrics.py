@@ -6,6 +6,10 @@ An evaluation (evaluation.py) has a row of its own, behind that of the step it f
 
     {"step": 99, "eval_loss": 3.9, "eval_samples": 1000, "eval_s": 0.5}
 
+The last row of a run with a trace says how much of the time of messages was hidden (overlap.py):
+
+    {"step": 99, "messages": 800, "messages_s": 1.9, "waited_s": 0.1, "hidden": 0.9474}
+
 `step_s` is the time since the step before (since the start of the run for the first one); `grad_norm`, that of the whole gradient before it is
 clipped, is null where training does not ask for it (`clip`, `skip_nonfinite`, f16), and an update by one that is not finite was skipped. A
 number that is not finite is written as the string "nan" or "inf", because JSON has no such numbers, and the first loss that is not is warned of. A
@@ -27,6 +31,7 @@ from ..ir.errors import PenstockError
 from ..terminal import StatusLine
 from .control import Step
 from .evaluation import Evaluation
+from .overlap import Overlap
 from .sinks import Row, Sinks
 from .utilisation import Utilisation
 
@@ -112,6 +117,22 @@ class Metrics:
         row: Row = {"step": done - 1, "eval_loss": _number(found.loss), "eval_samples": found.samples, "eval_s": round(seconds, 6)}
         self._write(row)
         self._line.interrupt(f"step {done}: evaluation loss {found.loss:.4f} over {found.samples} samples")
+
+    def overlapped(self, done: int, found: Overlap) -> None:
+        """What messages took of a run that was traced, in a row of its own."""
+        if found.hidden is None:
+            return
+        row: Row = {
+            "step": done - 1,
+            "messages": found.messages,
+            "messages_s": round(found.moving, 6),
+            "waited_s": round(found.waited, 6),
+            "hidden": round(found.hidden, 4),
+        }
+        self._write(row)
+        self._line.interrupt(
+            f"messages: {found.messages}, {found.moving:.3f} s under way, of which ranks waited {found.waited:.3f} s: {found.hidden:.0%} hidden"
+        )
 
     def _write(self, row: Row) -> None:
         if self._file is not None:

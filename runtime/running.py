@@ -140,6 +140,7 @@ class _LocalRun:
         # Here, because they import torch, which a keeper has no use for.
         from .job import Job
         from .metrics import Metrics
+        from .overlap import overlap_of
 
         options, saved = self.options, self.saved
         self._done = 0
@@ -186,6 +187,8 @@ class _LocalRun:
                         job.save(save.directory, background=save.background, keep_last=save.keep_last)
                         self._places.append((place, before))
                         record.tell_wait(job.save_waited)
+                if options.trace is not None:
+                    record.overlapped(job.steps_done, overlap_of(job.traces, job.module))
             finally:
                 record.close()
                 self._done = len(record.losses)

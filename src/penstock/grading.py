@@ -166,7 +166,7 @@ def step_times(metrics: Path) -> list[float]:
     try:
         for number, line in enumerate(metrics.read_text(encoding="utf-8").splitlines(), 1):
             row = json.loads(line)
-            if "eval_loss" not in row:  # an evaluation is no step
+            if not {"eval_loss", "hidden"} & row.keys():  # an evaluation is no step, nor is what was hidden of messages
                 found.append(_seconds(row["step_s"], f"line {number}: step_s"))
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(

@@ -121,7 +121,11 @@ def test_inference(bundle_of):
 def test_run_bundle_writes_metrics_and_a_trace(bundle_of, tmp_path, capfd):
     bundle = bundle_of(2, "2bw", 4)
     summary = run_bundle(bundle.path, steps=4, metrics=tmp_path / "m.jsonl", trace=tmp_path / "t.json", timeout=TIMEOUT)
-    records = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    *records, last = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    # One message each way for each microbatch.
+    assert (last["step"], last["messages"]) == (3, 2 * 4 * 4)
+    assert 0 <= last["waited_s"] <= last["messages_s"]
+    assert last["hidden"] == pytest.approx(1 - last["waited_s"] / last["messages_s"], abs=2e-2)
     assert [r["step"] for r in records] == [0, 1, 2, 3]
     assert [r["loss"] for r in records] == summary.losses
     for record in records:
@@ -132,6 +136,7 @@ def test_run_bundle_writes_metrics_and_a_trace(bundle_of, tmp_path, capfd):
     captured = capfd.readouterr()
     assert captured.out == ""
     assert f"step 4/4  loss {summary.losses[-1]:.4f}" in captured.err
+    assert "messages: 32, " in captured.err
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     for rank in range(2):
         named = [e["name"] for e in events if e["pid"] == rank and e["ph"] == "X"]

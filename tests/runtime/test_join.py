@@ -59,7 +59,8 @@ def test_the_same_losses_as_a_local_run(bundle_of, tmp_path):
     code, log = torchrun(tmp_path, 2, path=path, steps=5, checkpoint_every=3, timeout=20, **files)
     assert code == 0, log
     expected = run_bundle(path, steps=5, timeout=20, progress=False)
-    records = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    *records, last = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert (last["step"], last["messages"]) == (4, 2 * 2 * 5)
     assert [r["loss"] for r in records] == expected.losses
     assert [r["grad_norm"] for r in records] == [None] * 5
     assert sorted(p.name for p in (tmp_path / "ckpt").iterdir()) == ["latest", "step-000003", "step-000005"]
