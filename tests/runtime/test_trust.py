@@ -21,6 +21,9 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from penstock.ir.errors import PeerLost, UsageError, VerifyError
+from penstock.runtime import launch
+from penstock.runtime.control import DataSpec, Join
+from penstock.runtime.job import Job
 from penstock.runtime.mesh import Hello, Mesh, Proof, Pulse, Said, Welcome
 from penstock.runtime.sealed import SealedStore
 from penstock.runtime.trust import Trust, open_trust, proof, trust_problems
@@ -390,6 +393,42 @@ def test_a_group_with_two_secrets(bundle_of, tmp_path, tls, secrets):
     assert [process.returncode for process in both] == [5, 5], said
     assert "the ranks do not have the same trust" in said[0] + said[1]
     assert not [text for text in said for secret in secrets if secret.read_text() in text]
+
+
+def listening(processes: list[int]) -> set[tuple[str, int]]:
+    """Addresses and ports, IPv4 and IPv6, as the system has them."""
+    own = set()
+    for pid in processes:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                own.add(os.readlink(entry))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in own:
+                address, port = local.split(":")
+                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+                found.add((socket.inet_ntop(socket.AF_INET if table == "tcp" else socket.AF_INET6, b"".join(words)), int(port, 16)))
+    return found
+
+
+def test_what_a_local_run_listens_on(bundle_of, monkeypatch):
+    """Loopback alone; and where its ranks meet, values are sealed, so that what a stranger writes there is seen."""
+    ports = []
+    monkeypatch.setattr(launch, "Join", lambda port: (ports.append(port), Join(port))[1])
+    with Job(bundle_of(2, "1f1b", 2), timeout=20, data=DataSpec()) as job:
+        found = listening(job.workers.process_ids())
+        value = TCPStore("127.0.0.1", ports[0], None, False, timedelta(seconds=5), wait_for_workers=False).get("agree/module.ir/0")
+        list(job.steps_from_data(2))
+    assert ("127.0.0.1", ports[0]) in found
+    assert len(found) >= 3, "the store, and gloo of both ranks"
+    # Gloo listens as IPv4 or as IPv6.
+    assert {address for address, _ in found} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert value[32:] == job.bundle.module_hash.encode()
+    assert len(value) == 32 + len(job.bundle.module_hash)
+    with socket.create_server(("0.0.0.0", 0)) as control:
+        assert ("0.0.0.0", control.getsockname()[1]) in listening([os.getpid()])
 
 
 def test_a_local_run_has_none_of_it(bundle_of, tmp_path):
