@@ -1,17 +1,19 @@
 """Pipelined inference against the bound that its slowest stage sets, and against onnxruntime and torch with as many threads.
 
-    python benchmarks/inference.py                            both parts: about four minutes
+    python benchmarks/inference.py                            all parts: about four minutes
     python benchmarks/inference.py --only paced --json inference.json
 
 paced   A tiny model on 4 stages, one worker process each, real messages and real requests; a forward takes 20 ms (runtime/pace.py), so that four stages
         fit on one or two cores. The bound is one microbatch per 20 ms. Rows: requests of one sample in microbatches of one; requests of 1 to 7
         samples in microbatches of 4; one request at a time (mode latency), whose bound is 4 forwards per request.
-real    A GPT of 4 blocks, 512 wide, one sequence of 128 tokens per request, on 2 and on 4 stages of one thread each. The bound is the forward of the
-        slowest stage while all of them run, as traced by its worker; with more stages than cores forwards wait for each other, and the bound
-        with them. onnxruntime and torch compute in one process with 2 threads; results are compared with onnxruntime's.
+real    A GPT of 4 blocks, 512 wide, one sequence of 128 tokens per request, on 2 and on 4 stages of one thread each. The bound is the forward of the slowest
+        stage while every rank computes forwards without end and no messages (runtime/rehearse.py), before and after the turns: what cores, caches and
+        memory leave, so that four stages on two cores have a bound, too. `alone` is the forward of the slowest stage with nobody beside it, or those of all
+        stages over the cores, whichever is longer. onnxruntime and torch compute in one process with 2 threads; results are compared with onnxruntime's.
+large   The same with 2 blocks and 16384 tokens of vocabulary on 2 stages: results of 8 MB, which have to get out while the last stage computes.
 
 Contenders take turns, round after round; a row's figure is the median over rounds, each from the first request handed over to the last one answered:
-filling and draining the pipeline is part of it.
+filling and draining the pipeline is part of it. The exit code is 1 where results are not onnxruntime's.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,13 +35,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 import penstock as ps
-from penstock.backends.bundle import open_bundle
+from penstock.backends.bundle import Bundle, open_bundle
+from penstock.ir.cluster import usable_cores
 from penstock.models import write_gpt, write_mlp
 from penstock.runtime.job import Job
+from penstock.runtime.rehearse import rehearse
 
 Run = Callable[[], float]
 FORWARD = 0.02
 SIZES = {"layers": 4, "width": 512, "heads": 8, "vocab": 512, "positions": 128}
+LARGE = SIZES | {"layers": 2, "vocab": 16384}
+PARTS = ("paced", "real", "large")
+# Largest difference over largest magnitude; both sides compute in float32.
+TOLERANCE = 1e-5
 
 
 def mlp_bundle(folder: Path, stages: int, batch: int) -> Path:
@@ -94,27 +102,25 @@ def paced(rounds: int, microbatches: int, forward: float) -> list[dict[str, Any]
     return found
 
 
-def real(rounds: int, requests: int) -> list[dict[str, Any]]:
+def real(part: str, sizes: dict[str, int], split: Sequence[int], rounds: int, requests: int) -> list[dict[str, Any]]:
     import onnxruntime
     import torch
     from torch_models import build
 
-    tokens = np.random.default_rng(0).integers(0, SIZES["vocab"], (requests, 1, SIZES["positions"]))
-    found: list[dict[str, Any]] = []
+    tokens = np.random.default_rng(0).integers(0, sizes["vocab"], (requests, 1, sizes["positions"]))
+    given = [{"tokens": t} for t in tokens]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
-        path = write_gpt(folder / "gpt.onnx", seed=1, **SIZES)
+        path = write_gpt(folder / "gpt.onnx", seed=1, **sizes)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 2
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         torch.set_num_threads(2)
-        module = build("gpt", SIZES, path).eval()
+        module = build("gpt", sizes, path).eval()
         model = ps.from_onnx(path, dims={"batch": 1})
-        jobs: dict[str, Job] = {}
-        for stages in (2, 4):
-            bundle = ps.compile(ps.plan(model, ps.Cluster.local(stages)), folder / f"gpt{stages}")
-            jobs[f"penstock, {stages} stages"] = stack.enter_context(Job(open_bundle(bundle), trace=True))
-        given = [{"tokens": t} for t in tokens]
+        bundles = {n: open_bundle(ps.compile(ps.plan(model, ps.Cluster.local(n)), folder / f"gpt{n}")) for n in split}
+        rehearsed = {n: [forwards(bundle)] for n, bundle in bundles.items()}
+        jobs = {n: stack.enter_context(Job(bundle)) for n, bundle in bundles.items()}
 
         def onnx() -> float:
             begin = time.perf_counter()
@@ -129,36 +135,39 @@ def real(rounds: int, requests: int) -> list[dict[str, Any]]:
                     module(torch.from_numpy(t))
             return time.perf_counter() - begin
 
-        runs: dict[str, Run] = {name: lambda job=job: timed(job, given) for name, job in jobs.items()}  # type: ignore[misc]
+        runs: dict[str, Run] = {stages_row(n): lambda job=job: timed(job, given) for n, job in jobs.items()}  # type: ignore[misc]
         runs |= {"onnxruntime, 2 threads": onnx, "torch, 2 threads": in_torch}
+        errors: dict[str, float] = {}
+        for n, job in jobs.items():
+            for t, outputs in zip(tokens[:8], job.stream(given[:8]), strict=True):
+                reference = session.run(None, {"tokens": t})[0]
+                error = float(np.abs(outputs["logits"] - reference).max() / np.abs(reference).max())
+                errors[stages_row(n)] = max(errors.get(stages_row(n), 0.0), error)
         for run in runs.values():
             run()  # warm up
-        error = 0.0
-        for job in jobs.values():
-            job.audit()  # empties the pipeline, and with that brings the trace
-            for rank in job.traces:
-                rank.clear()
-            for t, outputs in zip(tokens[:4], job.stream(given[:4]), strict=True):
-                reference = session.run(None, {"tokens": t})[0]
-                error = max(error, float(np.abs(outputs["logits"] - reference).max() / np.abs(reference).max()))
         times = take_turns(runs, rounds)
-        for name in runs:
-            seconds = statistics.median(times[name])
-            line: dict[str, Any] = {"part": "real", "row": name, "requests": requests, "seconds": seconds, "times": times[name]}
-            if name in jobs:
-                jobs[name].audit()
-                slowest = max(statistics.median(forwards(events)) for events in jobs[name].traces)
-                line |= {"bound": requests * slowest, "of_bound": requests * slowest / seconds, "error": error}
-            found.append(line)
+        for n, bundle in bundles.items():
+            rehearsed[n].append(forwards(bundle))
+    found = []
+    for name in runs:
+        seconds = statistics.median(times[name])
+        found.append({"part": part, "row": name, "requests": requests, "seconds": seconds, "times": times[name]})
+    for n, line in zip(bundles, found, strict=False):
+        alone, together = (statistics.mean(x) for x in zip(*rehearsed[n], strict=True))
+        line |= {"bound": requests * together, "of_bound": requests * together / line["seconds"], "alone": requests * alone}
+        line |= {"error": errors[line["row"]], "rehearsed": rehearsed[n]}
     return found
 
 
-def forwards(events: list[tuple[str, float, float]]) -> Iterator[float]:
-    """The times of a rank's forwards."""
-    for event in events:
-        action, start, end = event[:3]
-        if action.lstrip("0123456789").startswith("F"):
-            yield end - start
+def stages_row(stages: int) -> str:
+    return f"penstock, {stages} stages"
+
+
+def forwards(bundle: Bundle) -> tuple[float, float]:
+    """Seconds of a microbatch by the ranks' forwards: one rank at a time, and all at once."""
+    ranks = range(bundle.world_size)
+    each = [rehearse(bundle, [rank], batches=20, seconds=1.0)[0]["F"] for rank in ranks]
+    return max(*each, sum(each) / usable_cores()), max(row["F"] for row in rehearse(bundle, ranks, batches=20, seconds=2.0))
 
 
 def take_turns(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
@@ -172,32 +181,39 @@ def take_turns(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    rows = ["| part | row | requests | seconds | requests/s | of the bound |", "| --- " * 6 + "|"]
+    rows = ["| part | row | requests | requests/s | bound | of the bound | of alone |", "| --- " * 7 + "|"]
     for x in lines:
-        share = f"{x['of_bound']:.3f}" if "of_bound" in x else ""
-        rows.append(f"| {x['part']} | {x['row']} | {x['requests']} | {x['seconds']:.2f} | {x['requests'] / x['seconds']:.1f} | {share} |")
+        shares = [f"{x['requests'] / x['bound']:.1f}", f"{x['of_bound']:.3f}"] if "bound" in x else ["-", "-"]
+        shares.append(f"{x['alone'] / x['seconds']:.3f}" if "alone" in x else "-")
+        told = [x["part"], x["row"], x["requests"], f"{x['requests'] / x['seconds']:.1f}", *shares]
+        rows.append(f"| {' | '.join(map(str, told))} |")
     return "\n".join(rows)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("paced", "real"))
+    parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each row (default: 3)")
     parser.add_argument("--microbatches", type=int, default=160, metavar="N", help="paced: microbatches per turn (default: 160)")
     parser.add_argument("--forward", type=float, default=FORWARD, metavar="SECONDS", help="paced: how long a forward takes (default: 0.02)")
-    parser.add_argument("--requests", type=int, default=60, metavar="N", help="real: requests per turn (default: 60)")
+    parser.add_argument("--requests", type=int, default=160, metavar="N", help="real, large: requests per turn (default: 160)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     begin, lines = time.perf_counter(), []
-    if arguments.only != "real":
+    if arguments.only in (None, "paced"):
         lines += paced(arguments.rounds, arguments.microbatches, arguments.forward)
-    if arguments.only != "paced":
-        lines += real(arguments.rounds, arguments.requests)
+    if arguments.only in (None, "real"):
+        lines += real("real", SIZES, (2, 4), arguments.rounds, arguments.requests)
+    if arguments.only in (None, "large"):
+        lines += real("large", LARGE, (2,), arguments.rounds, arguments.requests)
     print(table(lines))
     print(f"took {time.perf_counter() - begin:.0f} s", file=sys.stderr)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"lines": lines}, indent=1) + "\n", encoding="utf-8")
-    return 0
+    wrong = [x for x in lines if x.get("error", 0.0) > TOLERANCE]
+    for x in wrong:
+        print(f"{x['part']}, {x['row']}: results differ from onnxruntime's by {x['error']:.1e}", file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

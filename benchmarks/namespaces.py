@@ -1,5 +1,5 @@
 """Network namespaces as hosts: each has its own interface eth0 and host name, and all are joined by a bridge in one more namespace. Needs root and
-iproute2. `cut` takes a host off the bridge, so that its packets vanish without a word, as when a cable is pulled behind a switch."""
+iproute2. `shape` gives their network cards a rate; `cut` takes a host off the bridge, so that its packets vanish without a word, as when a cable is pulled behind a switch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from types import FrameType, TracebackType
 from typing import IO, Any
 
 _SECONDS = 20
+# Bytes of a frame behind its own header, on shaped cards.
+JUMBO = 9000
 _NAMES = Path("/etc/netns")
 
 
@@ -45,6 +47,7 @@ class Hosts:
         self.names = list(names)
         self._prefix = f"ps{secrets.token_hex(3)}"
         self._spaces: list[str] = []
+        self._shaped = False
         self._handler: Any = None
 
     def __enter__(self) -> Hosts:
@@ -104,6 +107,27 @@ class Hosts:
 
     def mend(self, host: int) -> None:
         _ip("-n", self._spaces[0], "link", "set", f"port{host}", "master", "bridge0")
+
+    def shape(self, rate: float) -> None:
+        """Let no more than so many bytes per second out of every host, and into it: a network card of that rate, in each direction by itself. A token bucket
+        (tbf) of 32 kB, less than a message, with room for all that TCP has under way. Bare acknowledgements pass it by: behind megabytes in one queue
+        they would hold up what they acknowledge, as fair queues in front of real cards do not let them. Frames are jumbo ones, because every frame goes
+        through two buckets and a bridge on the cores that compute."""
+        ways = [
+            *(["qdisc del dev {} root"] if self._shaped else []),
+            "qdisc add dev {} root handle 1: htb default 2",
+            "class add dev {} parent 1: classid 1:1 htb rate 10gbit burst 1mb quantum 60000",
+            "class add dev {} parent 1: classid 1:2 htb rate 10gbit burst 1mb quantum 60000",
+            f"qdisc add dev {{}} parent 1:2 handle 2: tbf rate {round(rate * 8)}bit burst 32kb limit 16mb",
+            # By the length that the header of IP states: less than 64 bytes.
+            "filter add dev {} parent 1: prio 1 protocol ip handle 800::1 u32 match u16 0 0xffc0 at 2 flowid 1:1",
+        ]
+        for i, space in enumerate(self._spaces[1:]):
+            for place, device in ((space, "eth0"), (self._spaces[0], f"port{i}")):
+                _ip("-n", place, "link", "set", device, "mtu", str(JUMBO))
+                for way in ways:
+                    _ip("netns", "exec", place, "tc", *way.format(device).split())
+        self._shaped = True
 
     def processes(self) -> list[int]:
         """Everything that still runs on the hosts."""

@@ -67,6 +67,8 @@ class Serving:
         self._incoming: deque[Ticket] = deque()
         self._room = queue
         self._closing = self._ended = self._aborted = False
+        # Nothing can be sent before an output comes, and so nobody has to be woken up; some future was cancelled.
+        self._full = self._cancelled = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
         self._thread.start()
@@ -76,6 +78,7 @@ class Serving:
     def submit(self, request: Request, timeout: float | None = None) -> Future[Arrays]:
         """Accept a request, as soon as the queue has room; QueueFull after `timeout` seconds without."""
         ticket = Ticket(request, self._layout)
+        ticket.future.add_done_callback(self._done)
         if threading.current_thread() is self._thread:
             timeout = 0.0  # nobody else would make room
         with self._changed:
@@ -90,8 +93,16 @@ class Serving:
                 )
             self._room -= 1
             self._incoming.append(ticket)
-        self._workers.wake()
+            sleeps = not self._full
+        if sleeps:
+            self._workers.wake()
         return ticket.future
+
+    def _done(self, future: Future[Arrays]) -> None:
+        if future.cancelled():
+            # Its place in the queue is free, whether or not anything else happens.
+            self._cancelled = True
+            self._workers.wake()
 
     def finish(self) -> int:
         """Answer everything that was accepted, and empty the pipeline; the number of the batch after it. Raises what ended the job."""
@@ -118,6 +129,7 @@ class Serving:
             while not self._aborted:
                 self._admit()
                 self._dispatch()
+                self._full = len(self._flying) >= self._most
                 if self._is_over():
                     break
                 received = self._workers.receive() if self._flying else self._workers.poll()
@@ -140,6 +152,10 @@ class Serving:
         with self._changed:
             self._packer.waiting.extend(self._incoming)
             self._incoming.clear()
+            self._full = False
+        if not self._cancelled:
+            return
+        self._cancelled = False
         before = len(self._packer.waiting)
         self._packer.purge()
         self._make_room(before - len(self._packer.waiting))
