@@ -111,12 +111,12 @@ class Noise:
 class Pipeline:
     """One rank of a bundle whose kernels are empty, and the same messages over gloo alone."""
 
-    def __init__(self, path: Path, rank: int) -> None:
+    def __init__(self, path: Path, rank: int, program: Callable[[Module], Empty] = Empty) -> None:
         module = open_bundle(path).module
         assert module.schedule is not None
         self.schedule, self.rank, self.first = module.schedule, rank, 0
         store = Store(stage_vars(module, rank), stepped_vars(module))
-        self.program, self.samples = Empty(module), Noise(module)
+        self.program, self.samples = program(module), Noise(module)
         transport = Transport(rank, module.edges, module.rank_stages(), TIMEOUT)
         self.executor = Executor(module, rank, self.program, store, transport, lambda record, arrays: None, Status(None, rank))
         ends = {(f"S{e.phase}" if e.src == rank else f"R{e.phase}"): e for e in module.edges}
@@ -136,8 +136,9 @@ class Pipeline:
         self.executor.run(self.first, DataFeed(self.samples, self.first, batches))  # type: ignore[arg-type]
         self.first += batches
 
-    def run_gloo(self, batches: int) -> None:
-        actions = [a for a in self.schedule.expand(self.rank, batches) if a.kind in (*SENDS, *RECEIVES)]
+    def run_gloo(self, batches: int, compute: Callable[[str], object] | None = None) -> None:
+        """The messages alone, or with what is to be done for a forward or backward."""
+        actions = [a for a in self.schedule.expand(self.rank, batches) if a.kind in (*SENDS, *RECEIVES, "F", "B")]
         waiting = {kind: deque(a for a in actions if a.kind == kind) for kind in self.buffers}
         posted: dict[str, deque[list[Any]]] = {kind: deque() for kind in self.buffers}
         number = dict.fromkeys(self.buffers, 0)
@@ -156,10 +157,12 @@ class Pipeline:
         for action in actions:
             if action.kind in SENDS:
                 sends += [dist.isend(x, 1 - self.rank, tag=_tag(action.kind, i)) for i, x in enumerate(self.sent[action.kind])]
-            else:
+            elif action.kind in RECEIVES:
                 for work in posted[action.kind].popleft():
                     work.wait()
                 post(action.kind)
+            elif compute is not None:
+                compute(action.kind)
         for work in sends:
             assert work is not None
             work.wait()
