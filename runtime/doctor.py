@@ -129,7 +129,7 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
     wanted = sum(d.threads for d in planned.devices)
     if wanted > cores:
         problems.append(f"the devices have {wanted} threads, but {cores} cores may be used: they slow each other down")
-    part = 1.0 if quota is None else min(1.0, quota / wanted)
+    part = _granted(quota, wanted)
     if part < 1:
         problems.append(
             f"the control group allows {quota:g} cores' worth of time, the devices have {wanted} threads: rates are those within it"
@@ -149,7 +149,8 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
     except (PenstockError, OSError) as error:
         problems.append(str(error))
     if found.ends:
-        # Ends of messages take processor time, too, so much longer as a quota needs to grant it.
+        # Ends of messages take processor time, too, so much longer as a quota needs to grant it: of one thread, however many a device has.
+        part = _granted(quota, len(planned.devices))
         socket_bandwidth, overhead = _rounded(fit([(size, seconds / part) for size, seconds in found.ends]))
         devices = [replace(d, message_overhead=overhead, socket_bandwidth=socket_bandwidth) for d in devices]
     return HostFacts(
@@ -169,6 +170,11 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         found.times,
         found.ends,
     )
+
+
+def _granted(quota: float | None, threads: int) -> float:
+    """The part of their time that so many threads get, which are busy at once."""
+    return 1.0 if quota is None else min(1.0, quota / threads)
 
 
 def _versions() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import msgspec
@@ -11,7 +12,7 @@ import onnx
 import pytest
 
 import penstock as ps
-from penstock.arguing import predict
+from penstock.arguing import argument, predict
 from penstock.backends.bundle import open_bundle
 from penstock.cli import main
 from penstock.frontends.onnx import open_dimensions
@@ -126,6 +127,32 @@ def test_what_does_not_fit_says_what_would(symbolic, tmp_path, capsys):
     told = capsys.readouterr().err
     assert "no plan fits" in told
     assert "times their memory" in told
+
+
+def test_the_nearest_change_is_of_sizes_that_were_profiled(symbolic, tmp_path, capsys):
+    """Of the many divisors of this batch few are."""
+    tight = tmp_path / "tight.toml"
+    tight.write_text("".join(f'[[device]]\nname = "cpu:{i}"\nmemory = "700 KB"\n' for i in range(2)))
+    assert main(command("plan", symbolic, "--cluster", tight, *TRAIN, "--batch", 64)) == 4
+    told = capsys.readouterr().err
+    assert "hint: give cpu:" in told or "; or give cpu:" in told
+    assert re.search(r"cpu:\d holds \d+\.\d (K|M)iB, of which", told)
+    assert " bytes" not in told
+
+
+def test_changes_are_against_the_best_by_the_same_formulas(symbolic):
+    """What was chosen may be slower by them: a limit that does not matter still changes nothing."""
+    cluster = Cluster(tuple(Device(f"cpu:{i}", spaces=(("ram", 1 << 33),)) for i in range(2)))
+    training = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.01))
+    plan = plan_best(lambda b: ps.from_onnx(symbolic, dims={"batch": b}), cluster, training, batch=16, sizes=(4,), schedules=("1f1b",))
+    search, usual = plan.search, plan.search.result.best
+    slower = replace(search, chosen=replace(usual, judged=replace(usual.judged, step=1.1 * usual.step)))
+    assert not any(stage.recompute for stage in usual.plan.stages)
+    for told in (list(argument(search)), list(argument(slower))):
+        assert any(re.fullmatch(r"what if: memory without limit: .* \(the same\)", line) for line in told)
+        assert not any("recomputation: none" in line for line in told)
+        assert any("what if: recomputation: all" in line and "slower" in line for line in told)
+    assert any("by its formulas the plan is 10.0% slower than the best of 1f1b" in line for line in told)
 
 
 def test_flags_that_the_planner_decides(symbolic, capsys):
@@ -298,6 +325,33 @@ def test_replicas_of_a_stage_are_one_entry(symbolic, tmp_path):
     assert found == pytest.approx({"F": 0.5, "B": 0.5, "U": 0.5})
 
 
+def test_a_run_counts_once(of_tvm, tmp_path, capsys):
+    steps = metrics(tmp_path / "m.jsonl", [simulated(of_tvm, 2.0)] * 9)
+    for _ in range(3):
+        assert grade(of_tvm, steps).kept
+    assert corrected().runs == 1
+    # Its trace knows better, and takes its place; another run is another one.
+    beside = beside_work(of_tvm)
+    took = {key: beside[key] + 4 * (seconds - beside[key]) for key, seconds in rank_seconds(of_tvm.module).items()}
+    grade(of_tvm, steps, trace(tmp_path / "t.json", of_tvm, lambda rank, kind: took[rank, kind]))
+    assert (corrected().runs, corrected().factor) == (1, pytest.approx(4))
+    grade(of_tvm, metrics(tmp_path / "other.jsonl", [simulated(of_tvm, 3.0)] * 9))
+    assert corrected().runs == 2
+
+
+@pytest.mark.parametrize("factor", [0.01, 50.0])
+def test_factors_that_are_far_off_are_not_kept(of_tvm, tmp_path, factor, monkeypatch, capsys):
+    beside = beside_work(of_tvm)
+    took = {key: beside[key] + factor * (seconds - beside[key]) for key, seconds in rank_seconds(of_tvm.module).items()}
+    monkeypatch.setattr("penstock.grading._says_enough", lambda *seconds: True)
+    found = grade(of_tvm, metrics(tmp_path / "m.jsonl", [1.0] * 9), trace(tmp_path / "t.json", of_tvm, lambda rank, kind: took[rank, kind]))
+    assert (found.factor, found.kept, corrected()) == (pytest.approx(factor), False, None)
+    monkeypatch.setattr("penstock.grading.open_bundle", lambda path: of_tvm)
+    monkeypatch.setattr("penstock.grading.grade", lambda *given: found)
+    assert main(command("plan", of_tvm.path, "--grade", tmp_path / "m.jsonl")) == 0
+    assert f"warning: work took {factor:g} times as long; that is not kept" in capsys.readouterr().err
+
+
 def test_corrections_change_the_next_prediction(of_tvm, symbolic, tmp_path, capsys):
     def predicted():
         assert main(command("plan", symbolic, "--dim", "batch=4", "--devices", 2, *TRAIN, "--microbatches", 2, "--json")) == 0
@@ -364,6 +418,16 @@ def test_metrics_that_are_none(bundle, tmp_path, text, said):
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
     with pytest.raises(UsageError, match=said):
+        grade(bundle, path)
+
+
+def test_metrics_of_another_bundle(bundle, tmp_path):
+    path = tmp_path / "m.jsonl"
+    for samples in (8, 16):  # two microbatches of four
+        path.write_text(json.dumps({"step": 0, "samples": samples, "step_s": 1.0}) + "\n")
+        if samples == 8:
+            assert grade(bundle, path).measured == 1.0
+    with pytest.raises(UsageError, match="not of a run of this bundle: its steps have 16 samples, those of the plan 8"):
         grade(bundle, path)
 
 

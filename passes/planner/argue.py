@@ -3,7 +3,7 @@
 `plan_chain` gives a `Result` or raises DoesNotFit. `counterfactuals` plans again with one thing changed at a time, by the schedule of the plan:
 
     each schedule                      the best plan of it
-    recomputation none, all            the best plan with it
+    recomputation none, all            the best plan with it, where the plan is not such a one
     without DEVICE                     one for each device that the plan uses, of devices that can be exchanged for one another just one
     links of X bytes/s twice as fast   one for each speed of links, latency unchanged
     memory without limit               what memory costs
@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from ...ir.cluster import Cluster, Path
 from ...ir.errors import DoesNotFit
 from ..cost import shown_seconds
+from ..lifetimes import format_bytes
 from .chain import Chain
 from .cost import stage_times
 from .fleet import Fleet, fleet_of
@@ -144,7 +145,7 @@ def counterfactuals(result: Result, others: Mapping[str, Chain] | None = None) -
     found = [_change(f"schedule {name}", outcome) for name, outcome in result.outcomes.items() if name != schedule]
     found += [Change(f"schedule {name}", None, None) for name in wanted.schedules if name not in result.outcomes]
     for mode in ("none", "all"):
-        if wanted.recompute != mode:
+        if wanted.recompute != mode and any(stage.recompute != (mode == "all") for stage in best.plan.stages):
             found.append(_change(f"recomputation: {mode}", Planner(chain, fleet, replace(wanted, recompute=mode)).best(schedule)))
     for name, part in _without(result):
         found.append(_change(f"without {name}", Planner(chain, part, wanted).best(schedule) if len(part) else None))
@@ -199,14 +200,18 @@ def _faster(fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
 
 def nearest(chain: Chain, fleet: Fleet, wanted: Wanted) -> DoesNotFit:
     """The error that says why nothing fits, and what to change so that something does."""
-    every = replace(wanted, sizes=(), recompute="auto", schedules=SCHEDULES)
+    sizes = tuple(b for b in chain.sizes if wanted.batch % b == 0)  # of others there are no times
+    every = replace(wanted, sizes=sizes, recompute="auto", schedules=SCHEDULES)
     tries = {
         "recompute activations": replace(wanted, recompute="auto"),
-        "use smaller microbatches": replace(wanted, sizes=()),
+        "use smaller microbatches": replace(wanted, sizes=sizes),
         "keep one version of the weights (1f1b)": replace(wanted, schedules=("1f1b",)),
         "do all of this: recompute, smaller microbatches, 1f1b": replace(every, schedules=("1f1b",)),
     }
-    hints = [what for what, asked in tries.items() if asked != wanted and _fits(chain, fleet, asked)]
+    given = replace(wanted, sizes=wanted.microbatch_sizes())
+    hints = [
+        what for what, asked in tries.items() if replace(asked, sizes=asked.microbatch_sizes()) != given and _fits(chain, fleet, asked)
+    ]
     more = next((n for n in (1, 2, 4, 8, 16, 32) if n <= 3 * len(fleet) and _fits(chain, _grown(fleet, n), wanted)), None)
     if more is not None:
         hints.append(f"add {more} device{'s' * (more > 1)} like {fleet.devices[0].name}")
@@ -217,13 +222,25 @@ def nearest(chain: Chain, fleet: Fleet, wanted: Wanted) -> DoesNotFit:
     else:
         factor, outcome = enough
         tight = max(outcome.judged.memory, key=lambda i: outcome.judged.memory[i].total / (fleet.devices[i].memory or float("inf")))
+        times = f"{factor:.3f}" if factor < 100 else f"{math.ceil(factor)}"
         device, held = fleet.devices[tight], outcome.judged.memory[tight]
         what += (
-            f": with {factor:.3f} times of it something would, and then {device.name} holds {held.total} bytes, of which {held.weights} are weights, "
-            f"{held.gradients} gradients, {held.state} optimiser state, {held.activations} activations; it has {device.memory}"
+            f": with {times} times of it something would, and then {device.name} holds {format_bytes(held.total)}, of which "
+            f"{format_bytes(held.weights)} are weights, {format_bytes(held.gradients)} gradients, {format_bytes(held.state)} optimiser state, "
+            f"{format_bytes(held.activations)} activations; it has {format_bytes(device.memory or 0)}"
         )
-        hints.append(f"give {device.name} and the others {factor:.3f} times their memory, {device.name} {held.total} bytes")
+        others = f" and the others {times} times their memory, {device.name}" if len(fleet) > 1 else ""
+        hints.append(f"give {device.name}{others} {_at_least(held.total)}")
     return DoesNotFit(what, where="planner", hint="; or ".join(hints))
+
+
+def _at_least(count: int) -> str:
+    """Bytes for people, rounded up."""
+    tenth = 1.0
+    while count >= 1024 * tenth:
+        tenth *= 1024
+    tenth = max(tenth / 10, 1.0)
+    return format_bytes(math.ceil(math.ceil(count / tenth) * tenth))
 
 
 def _fits(chain: Chain, fleet: Fleet, wanted: Wanted) -> Outcome | None:

@@ -132,12 +132,13 @@ class Calls:
 @dataclass(frozen=True)
 class Chain:
     """`entry` are the bytes of a microbatch of the model's inputs, which the first stage keeps where it computes again; `calls` what a stage takes beside
-    its layers, on a device."""
+    its layers, on a device; `sizes` are the microbatches that there are times of (empty: of all)."""
 
     layers: tuple[Layer, ...]
     timer: Timer = field(default=roofline)
     entry: Amount = Amount()
     calls: Callable[[Device], Calls] = lambda device: Calls()
+    sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:

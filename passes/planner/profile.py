@@ -81,7 +81,7 @@ def profile_chain(
             graphs * on.call_overhead, on.call_overhead, on.message_overhead, 0.0 if on.kind == "cuda" else 1 / on.socket_bandwidth
         )
 
-    chain = Chain(tuple(layers), timer, _amount(low, entry[low], high, entry[high]), calls)
+    chain = Chain(tuple(layers), timer, _amount(low, entry[low], high, entry[high]), calls, tuple(parts))
     return Profile(chain, tuple(last.names[i] for i in cuts), len(work), max(sums) / max(sum(sums), 1e-300))
 
 

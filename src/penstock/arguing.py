@@ -138,15 +138,19 @@ def argument(search: Search) -> Iterator[str]:
         yield from (f"planner: left out: {name}, because {reason}" for name, reason in result.left_out.items())
     elif others := [name for name in search.left_out if not any(line.startswith(f"{name} ") for line in search.little)]:
         yield f"planner: not used: {', '.join(others)}"
+    # Formulas are compared with formulas: what was chosen by simulation may be slower by them.
+    usual = result.outcomes[plan.schedule].step
+    if (same := _against(chosen.step, usual)) != "the same":
+        yield f"planner: by its formulas the plan is {same} than the best of {plan.schedule}, {shown_seconds(usual)}, which is what changes are against"
     for change in what_if(search):
         if change.name.removeprefix("schedule ") in search.refused:
             continue
-        told = "nothing fits" if change.step is None else f"{shown_seconds(change.step)} ({_against(change.step, chosen.step)})"
+        told = "nothing fits" if change.step is None else f"{shown_seconds(change.step)} ({_against(change.step, usual)})"
         yield f"what if: {change.name}: {told}"
 
 
 def what_if(search: Search) -> list[Change]:
-    """Plans with one thing changed, against the one that was chosen."""
+    """Plans with one thing changed in what was asked for, or in the devices of the plan that was chosen, all the best by the formulas."""
     chosen = search.chosen
     others = {} if search.in_bf16 is None else {"in bfloat16": search.in_bf16().chain}
     outcomes = {chosen.plan.schedule: chosen} | {

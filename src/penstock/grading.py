@@ -8,13 +8,15 @@ In: a bundle, whose plan.json says what was predicted, the metrics of a run of i
 
 With a trace the work is what computations took beside launches and calls. Without one it is what the simulator needs to come to the measured step, all else being
 as predicted. A run says nothing of the work where the rest alone makes more than half of what was predicted or measured; then no correction is kept.
-The first steps of a run are left out: they warm up caches and fill the pipeline.
+A factor that is far from 1 is told, and not kept: it is of a run that was disturbed, or of a cluster file that is not of this machine. The first steps of a run
+are left out: they warm up caches and fill the pipeline. A run counts once: graded again, what it said before is replaced.
 
 Limits: without a trace links that are slower than the cluster file says are taken for slow computing, as far as they are in the way.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from argparse import Namespace
@@ -33,12 +35,15 @@ from penstock.ir.schedule import COMPUTE, Action
 from penstock.ir.words import counted
 from penstock.measured import Measured, is_here, table_of_user
 from penstock.passes.cost import ROOFLINE, InTurn, Prices, Roofline, rank_seconds, shown_seconds
+from penstock.runtime.program import microbatch_size
 from penstock.simulating import BATCHES, forecast, seconds_of
 from penstock.terminal import say, table
 
 # Corrections that are kept, and steps that are left out at the beginning of a run if it has more than twice as many.
 _KEPT, _WARM = 20, 3
 _LONGEST = 1e12
+# Factors that a correction may have.
+_PLAUSIBLE = (0.1, 10.0)
 # How exactly a factor is looked for.
 _CLOSE = 1e-3
 # Rank, kind of action, predicted and measured seconds.
@@ -59,7 +64,7 @@ class Corrected:
 def corrected(store: Store | None = None) -> Corrected | None:
     """The corrections of this machine, if any were kept."""
     factors = _factors(store if store is not None else known_times())
-    return Corrected(median(factors), len(factors)) if factors else None
+    return Corrected(median(factors.values()), len(factors)) if factors else None
 
 
 def known_times() -> Store:
@@ -73,18 +78,24 @@ def best_prices() -> Prices:
     return InTurn((Measured(store=known_times()),), ROOFLINE if found is None else Roofline(found.of))
 
 
-def _factors(store: Store) -> list[float]:
+def _factors(store: Store) -> dict[str, float]:
+    """Corrections by run, the oldest first."""
     content = store.get(_key())
     try:
-        found = json.loads(content)["factors"] if content is not None else []
+        found = json.loads(content)["runs"] if content is not None else []
+        return {str(run): x for run, x in found if isinstance(x, float) and math.isfinite(x) and x > 0}
     except (ValueError, KeyError, TypeError):
-        return []
-    return [x for x in found if isinstance(x, float) and math.isfinite(x) and x > 0] if isinstance(found, list) else []
+        return {}
 
 
 def _key() -> str:
     """Of plans that are for TVM: others are not what plans estimate."""
     return key_of("corrections", processor())
+
+
+def _run(bundle: Bundle, metrics: Path) -> str:
+    """What tells a run from others: its bundle and its metrics, wherever they lie."""
+    return hashlib.sha256(f"{bundle.module_hash} {hashlib.sha256(metrics.read_bytes()).hexdigest()}".encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -106,16 +117,18 @@ def grade(bundle: Bundle, metrics: Path, trace: Path | None = None, store: Store
     predicted = bundle.plan.get("predicted", {}).get("step_s")
     if not isinstance(predicted, int | float) or not predicted > 0:
         raise UsageError("the plan of this bundle predicts no step time", where=str(bundle.path), hint="compile it again")
-    times = step_times(metrics)
+    times = step_times(metrics, _samples(bundle))
     measured = median(times)
     rows = [] if trace is None else _computing(bundle, trace)
     if rows:
         _keep_stages(bundle, rows, store)
     factor = _from_computing(bundle, rows) if rows else _from_step(bundle, measured)
     # Estimates are of compiled code, so runs of the interpreter teach nothing about them.
-    kept = factor is not None and bundle.manifest.backend == "tvm"
+    kept = factor is not None and bundle.manifest.backend == "tvm" and _PLAUSIBLE[0] <= factor <= _PLAUSIBLE[1]
     if kept:
-        store.put(_key(), json.dumps({"factors": [*_factors(store), factor][-_KEPT:]}).encode())
+        run = _run(bundle, metrics)
+        others = [(other, x) for other, x in _factors(store).items() if other != run]
+        store.put(_key(), json.dumps({"runs": [*others, (run, factor)][-_KEPT:]}).encode())
     return Graded(predicted, measured, len(times), tuple(rows), factor, kept)
 
 
@@ -160,20 +173,34 @@ def _says_enough(rest: float, promised: float, came: float) -> bool:
     return 2 * rest <= min(promised, came) > 0
 
 
-def step_times(metrics: Path) -> list[float]:
-    """Seconds of the steps of a metrics file, without the first ones."""
+def _samples(bundle: Bundle) -> int:
+    """Of a batch."""
+    schedule = bundle.module.schedule
+    assert schedule is not None
+    return microbatch_size(bundle.module) * schedule.microbatches
+
+
+def step_times(metrics: Path, samples: int | None = None) -> list[float]:
+    """Seconds of the steps of a metrics file, of so many samples each, without the first ones."""
+    strange: object = None
     found: list[float] = []
     try:
         for number, line in enumerate(metrics.read_text(encoding="utf-8").splitlines(), 1):
             row = json.loads(line)
             if not {"eval_loss", "hidden"} & row.keys():  # an evaluation is no step, nor is what was hidden of messages
                 found.append(_seconds(row["step_s"], f"line {number}: step_s"))
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
+                if samples is not None and row.get("samples", samples) != samples:
+                    strange = row["samples"]
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"cannot read the metrics: {error}", where=str(metrics), hint="give a file that `penstock run --metrics` wrote"
         ) from error
     if not found:
         raise UsageError("has no steps", where=str(metrics))
+    if strange is not None:
+        raise UsageError(
+            f"is not of a run of this bundle: its steps have {strange} samples, those of the plan {samples}", where=str(metrics)
+        )
     return found[_WARM:] if len(found) > 2 * _WARM else found[1:] or found
 
 
@@ -257,6 +284,9 @@ def _told(what: str, kind: str, predicted: float, measured: float) -> list[str]:
 def _kept(found: Graded, trace: str | None, bundle: Bundle) -> str:
     if found.kept:
         return f"kept {found.factor:.2f} as a correction for this machine's processor"
+    if found.factor is not None and bundle.manifest.backend == "tvm":
+        low, high = _PLAUSIBLE
+        return f"warning: work took {found.factor:.3g} times as long; that is not kept, as corrections are from {low:g} to {high:g}: was the machine busy, is the cluster file of this machine?"
     if found.factor is not None:
         return f"work took {found.factor:.2f} times as long; that is not kept, as it is of {bundle.manifest.backend}, not of compiled code"
     cluster = bundle.module.cluster

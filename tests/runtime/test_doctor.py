@@ -197,6 +197,23 @@ def test_a_quota_makes_ends_of_messages_longer(quick: None, monkeypatch: pytest.
     assert parts == [1.0, 1.0, 0.5]
 
 
+def test_an_end_of_a_message_is_one_thread(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices of four threads within two cores: each of them sends with one thread, which the quota leaves alone."""
+    parts = []
+    monkeypatch.setattr(
+        doctor,
+        "_run_yardsticks",
+        lambda folder, threads, part: [parts.append(part), *(rates_of(seconds_of(RATES), 1) for _ in threads)][1:],
+    )
+    for quota, times in ((2.0, 1), (1.0, 2)):
+        monkeypatch.setattr(machine, "core_quota", lambda quota=quota: quota)
+        report = examine([4, 4])
+        assert report is not None
+        for device in report.cluster.devices:
+            assert (device.message_overhead, device.socket_bandwidth) == pytest.approx((4e-5 * times, 3e9 / times), rel=1e-2)
+    assert parts == [0.25, 0.125]
+
+
 def test_quotas_of_both_kinds_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The narrowest of all groups that a process is in."""
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
