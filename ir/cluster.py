@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from numbers import Integral
 from typing import NamedTuple
 
 from .errors import UsageError
@@ -241,8 +242,10 @@ class Cluster:
         in proportion to them. Rates are guesses; `penstock doctor` measures them."""
         if count is None:
             count = len(threads) or 1
-        if count < 1:
-            raise UsageError(f"a cluster needs at least one device, got {count}")
+        if not _whole(count) or count < 1:
+            raise UsageError(f"a cluster needs a whole number of devices, one or more, got {count!r}")
+        if not all(map(_whole, threads)):
+            raise UsageError(f"threads must be whole numbers, got {', '.join(map(repr, threads))}")
         if threads and (len(threads) != count or min(threads) < 1):
             raise UsageError(f"{count} devices need {count} numbers of threads of 1 or more, got {', '.join(map(str, threads))}")
         each = tuple(threads) or (max(1, usable_cores() // count),) * count
@@ -281,6 +284,8 @@ class Cluster:
         """Read a cluster file, TOML or YAML; one UsageError lists everything that is wrong with it."""
         from .cluster_file import read_cluster
 
+        if not isinstance(path, str | os.PathLike):
+            raise UsageError(f"a cluster is loaded from the path of a file, got {path!r}", hint="Cluster.local(N) makes N devices")
         return read_cluster(path)
 
     def to_toml(self) -> str:
@@ -288,6 +293,10 @@ class Cluster:
         from .cluster_file import cluster_toml
 
         return cluster_toml(self)
+
+
+def _whole(number: object) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def is_architecture(name: str) -> bool:

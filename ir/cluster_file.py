@@ -19,7 +19,8 @@ A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every k
     nic_bandwidth = "25 Gbit/s"               [host.device]     # what its devices have that do not say otherwise
     nic_latency = "10 us"                     threads = 8
 
-Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Further keys of a device: `spaces`, a table of
+Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Rates are from 1 to 1e24, seconds up to a million, bytes up to
+2^60, threads up to 65536. Further keys of a device: `spaces`, a table of
 several memory spaces in place of `memory`, the first holding tensors; `cache` and `cache_bandwidth`; and what `penstock doctor` measures: `overhead`,
 `call_overhead`, `message_overhead` (seconds), `socket_bandwidth`, and the table `efficiency`. A device of kind cuda (or gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the
 architecture; its rates are by default those of the usual card of that architecture. Without `flops` a CPU has 50 GFLOP/s for each thread.
@@ -61,6 +62,11 @@ _UNITS = {
     "seconds": {"s": Fraction(1), "ms": Fraction("1e-3"), "us": Fraction("1e-6"), "µs": Fraction("1e-6"), "ns": Fraction("1e-9")},
     "operations per second": {f"{scale}{unit}": f for scale, f in _SCALE.items() for unit in ("flop/s", "flops")},
 }
+# What can be: beyond it are slips, and numbers that no sum of times survives. Zero is another matter.
+_RANGES = {
+    "bytes": (1, 2**60), "bytes per second": (1.0, 1e24), "operations per second": (1.0, 1e24), "seconds": (0.0, 1e6), "share": (1e-6, 1e6),
+    "count": (1, 65536),
+}  # fmt: skip
 _EXAMPLES = {"bytes": "8 GiB", "bytes per second": "2 GB/s", "seconds": "50 us", "operations per second": "50 GFLOP/s"}
 # What each key must be: a word, a whole number, a share, or a quantity. Of those that end in ? zero is allowed.
 _DEVICE = {
@@ -298,7 +304,7 @@ class _Reader:
             self.problems.append(f"{where}: {key} must be a table, got {value!r}")
         elif plain == "count":
             if type(value) is int and value > 0:
-                return value
+                return value if self._within(where, key, value, value, plain) else None
             self.problems.append(f"{where}: {key} must be positive, a whole number, got {value!r}")
         else:
             return self._quantity(where, key, value, kind)
@@ -324,12 +330,22 @@ class _Reader:
         if not (number >= 0 if kind.endswith("?") else number > 0) or math.isinf(number):
             self.problems.append(f"{where}: {key} must be positive{' or 0' if kind.endswith('?') else ''} and finite, got {value!r}")
             return None
+        if number and not (plain == "bytes" and number < 1) and not self._within(where, key, value, number, plain):
+            return None
         if plain == "bytes":
             if int(number) == 0 and not kind.endswith("?"):
                 self.problems.append(f"{where}: {key} must be a byte or more, got {value!r}")
                 return None
             return int(number)
         return float(number)
+
+    def _within(self, where: str, key: str, value: object, number: float, kind: str) -> bool:
+        least, most = _RANGES[kind]
+        if least <= number <= most:
+            return True
+        shown = repr(value) if len(repr(value)) <= 40 else f"{number:.3g}"
+        self.problems.append(f"{where}: {key} must be from {least:g} to {most:g}, got {shown}")
+        return False
 
 
 # ------------------------------------------------------------------------------------------------ writing

@@ -7,7 +7,7 @@ window is the whole run.
 
 The critical path goes back from the last action of the window: an action starts when the one before it on its rank ends, or when what it waited for
 arrived; that was sent by an action of another rank, and so on. Its seconds are those of computing on each rank, of moving (transfer, its queue and
-latency) on each way, and of waiting for a receive to be posted.
+latency) on each way, of summing gradients over the replicas of a stage, and of waiting for a receive to be posted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..ir.schedule import Action, Schedule
+from ..ir.schedule import RECEIVES, Action, Schedule
 
 Floats = npt.NDArray[np.float64]
 
@@ -169,8 +169,9 @@ class Simulated:
             spend(f"computing on rank {rank}", line.starts[position])
             message = self.messages.get((rank, position))
             if message is not None and (position == 0 or line.finishes[position - 1] < line.starts[position]):
-                way = f"{message.source}>{rank}"
-                spend(f"moving {way}", message.begun)
+                summed = line.steps[position].action.kind not in RECEIVES
+                way = f"the sum of stage {self.stage_of[rank]}" if summed else f"{message.source}>{rank}"
+                spend(f"summing stage {self.stage_of[rank]}" if summed else f"moving {way}", message.begun)
                 spend(f"queue of {way}", message.ready)
                 if message.posted > message.sent and position:
                     # The receive was not posted in time: this rank was late itself.

@@ -393,7 +393,11 @@ def test_the_command_grades_a_real_run(bundle, tmp_path, capsys):
     assert predict(bundle.module, plain=True).step == pytest.approx(bundle.plan["predicted"]["step_s"])
     assert [line.split()[:3] for line in text.splitlines() if line.startswith("rank 1")][:2] == [["rank", "1", "F"], ["rank", "1", "B"]]
     assert corrected() is None  # a run of the interpreter says nothing about compiled code
-    assert main(command("plan", path, "--grade", tmp_path / "m.jsonl", "--stages", 2)) == 2
+    capsys.readouterr()
+    other = ("--replicas", 2, "--optimizer", "adam", "--devices", 3, "--batch", 8)
+    assert main(command("plan", path, "--grade", tmp_path / "m.jsonl", *other)) == 2
+    told = capsys.readouterr().err
+    assert all(flag in told for flag in other[::2])
     assert main(command("plan", "model.onnx", "--trace", tmp_path / "t.json")) == 2
     capsys.readouterr()
     assert main(command("plan", path, "--grade", tmp_path / "m.jsonl", "--json")) == 0
@@ -487,7 +491,7 @@ def test_all_that_is_wrong_with_a_plan_file_is_told(symbolic, tmp_path, capsys):
         {"starts_at": "fc3", "devices": ["cpu:1", "cpu:2"]},
     ]
     path.write_text(json.dumps({"schedule": "3bw", "microbatches": 4, "recompute": "some", "stages": stages, "stage": 1}))
-    assert main(command("plan", symbolic, "--dim", "batch=4", *TRAIN, "--plan", path)) == 2
+    assert main(command("plan", symbolic, "--dim", "batch=4", "--devices", 2, *TRAIN, "--plan", path)) == 2
     told = capsys.readouterr().err
     for part in (
         "unknown key 'stage'",
@@ -500,6 +504,8 @@ def test_all_that_is_wrong_with_a_plan_file_is_told(symbolic, tmp_path, capsys):
         "stage 1: needs `starts_at`",
         "stage 1: needs `devices`",
         "stage 2: needs `shares`, as it has several devices",
+        "stage 2: no device 'cpu:2' in the cluster, it has cpu:0, cpu:1",
+        "stages 0, 2: device 'cpu:1' is listed 2 times",
     ):
         assert part in told, part
     for text, said in (
@@ -507,11 +513,15 @@ def test_all_that_is_wrong_with_a_plan_file_is_told(symbolic, tmp_path, capsys):
         ("[" * 100000, "cannot read the plan"),
         ('{"stages": 1, "stages": 2}', "stands there twice"),
         ("[]", "is not a plan"),
-        ("{}", "schedule is missing"),
+        ("{}", "schedule is missing\n  - microbatches is missing\n  - stages is missing"),
+        ('{"schedule": "1f1b", "microbatches": 1}', "the plan has problems:\n  - stages is missing\n"),
+        ('{"schedule": "1f1b", "microbatches": "4", "stages": [{"devices": ["cpu:0"], "shares": [4]}]}', "got '4'\n"),
     ):
         path.write_text(text)
         assert main(command("plan", symbolic, "--dim", "batch=4", *TRAIN, "--plan", path)) == 2
-        assert said in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert said in told
+        assert "together" not in told
     path.write_text("{}")
     assert main(command("plan", symbolic, "--dim", "batch=4", *TRAIN, "--plan", path, "--stages", 2)) == 2
     assert "--stages with --plan: the file says that" in capsys.readouterr().err

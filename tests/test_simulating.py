@@ -60,6 +60,9 @@ def test_other_links_and_clusters(bundle, tmp_path, capsys):
     assert slow["step_s"] > 10 * usual
     assert slow["bound_by"].startswith("link cpu:")
     assert read(capsys, bundle, "--latency", 0.5)["step_s"] > 0.5
+    for latency in ("-1", "-0.5", "nan"):
+        assert call("simulate", bundle, f"--latency={latency}") == 2
+        assert f"--latency must be a number of 0 or more, got {latency}" in capsys.readouterr().err
     cluster = open_bundle(bundle).module.cluster
     faster = tmp_path / "faster.toml"
     text = cluster.to_toml()

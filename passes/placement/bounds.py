@@ -50,7 +50,11 @@ def check_room(problem: Problem, units: Units) -> None:
     """Say so where no placement can exist for plain reasons: nodes that fit on no device, or more bytes than all devices hold."""
     problems = []
     for times, memory, nodes in zip(units.times, units.memory, units.nodes, strict=True):
-        if not any(time < inf and holds(kind, memory) for kind, time in zip(units.kinds, times, strict=True)):
+        lost = [problem.nodes[n] for n in nodes]
+        lost = [node for node in lost if all(time == inf for time, kind in zip(node.times, problem.kinds, strict=True) if kind.count)]
+        if lost:
+            problems += [f"node {node.name} is supported by no device" for node in lost]
+        elif not any(time < inf and holds(kind, memory) for kind, time in zip(units.kinds, times, strict=True)):
             names = ", ".join(problem.nodes[n].name for n in nodes[:5]) + (", ..." if len(nodes) > 5 else "")
             problems.append(f"{names}: {memory:.0f} bytes that must be on one device, and none can run them and has the room")
     held, room = sum(units.memory), sum(kind.count * kind.memory for kind in units.kinds)

@@ -388,7 +388,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 def _model_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     parser.add_argument("model", metavar="MODEL.onnx", nargs="?" if optional else None)
     devices = parser.add_mutually_exclusive_group()
-    devices.add_argument("--cluster", metavar="FILE", help="cluster file (TOML)")
+    devices.add_argument("--cluster", metavar="FILE", help="cluster file, TOML or YAML (.yaml, .yml)")
     devices.add_argument(
         "--devices",
         type=device_list,

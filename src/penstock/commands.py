@@ -138,7 +138,7 @@ def _planned(
     given = [f"--{name.replace('_', '-')}" for name in fixed if getattr(arguments, name)]
     if given:
         raise UsageError(f"{', '.join(given)} with --plan: the file says that", where=arguments.plan, hint="edit the file")
-    asked, samples = load_plan_file(arguments.plan)
+    asked, samples = load_plan_file(arguments.plan, [device.name for device in cluster.devices])
     if arguments.precision is not None and asked.setdefault("precision", arguments.precision) != arguments.precision:
         raise UsageError(f"--precision {arguments.precision}, but the plan is in {asked['precision']}", where=arguments.plan)
     if options.get("wire", wire := asked.setdefault("wire", options.get("wire", "f32"))) != wire:

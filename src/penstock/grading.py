@@ -252,15 +252,19 @@ def _keep_stages(bundle: Bundle, rows: Sequence[Row], store: Store) -> None:
 # ------------------------------------------------------------------------------------------------ the command
 
 
+# All that a grade needs to know.
+_OF_GRADES = ("command", "model", "grade", "trace", "json", "verbose")
+
+
 def grade_command(arguments: Namespace) -> None:
-    other = [
-        name
-        for name in ("batch", "plan", "cluster", "stages", "microbatches", "split_at", "loss", "train", "schedule", "workload")
-        if getattr(arguments, name)
-    ]
+    from penstock.cli import parse
+
+    usual = vars(parse(["plan"]))
+    other = [name for name, value in vars(arguments).items() if name not in _OF_GRADES and value != usual.get(name)]
     if other:
+        flags = ", ".join("--" + name.replace("_", "-") for name in other)
         raise UsageError(
-            f"{', '.join('--' + name.replace('_', '-') for name in other)} with --grade: it compares a run with the plan of its bundle"
+            f"{flags} with --grade: it compares a run with the plan of its bundle", hint="leave out all that asks for another plan"
         )
     if not arguments.model or not Path(arguments.model).is_dir():
         raise UsageError("--grade compares a run with the plan of its bundle", hint="penstock plan BUNDLE --grade metrics.jsonl")

@@ -7,6 +7,7 @@ model (nothing for the first stage). Everything else in such a file says what wa
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ _PRECISIONS = ["f32", "bf16", "f16"]
 _STAGE = ("stage", "starts_at", "devices", "shares")
 
 
-def load_plan_file(path: str | Path) -> tuple[dict[str, Any], int | None]:
-    """Options for `ps.plan` that carry the plan out, and the samples per microbatch if the file says how many."""
+def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, Any], int | None]:
+    """Options for `ps.plan` that carry the plan out on some of these devices, and the samples per microbatch if the file says how many."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -37,7 +38,8 @@ def load_plan_file(path: str | Path) -> tuple[dict[str, Any], int | None]:
     if found.get("recompute", "auto") not in MODES:
         problems.append(f"recompute {found['recompute']!r} is none of {', '.join(MODES)}")
     count = found.get("microbatches", 1)
-    if type(count) is not int or not 1 <= count <= MOST_MICROBATCHES:
+    counts = type(count) is int and 1 <= count <= MOST_MICROBATCHES
+    if not counts:
         problems.append(f"microbatches must be a number from 1 to {MOST_MICROBATCHES}, got {count!r}")
     samples = found.get("samples_per_microbatch")
     if samples is not None and (type(samples) is not int or not 1 <= samples < 2**31):
@@ -51,7 +53,8 @@ def load_plan_file(path: str | Path) -> tuple[dict[str, Any], int | None]:
         problems.append("stages must be a list of objects, one or more")
         stages = []
     for number, stage in enumerate(stages):
-        problems += [f"stage {number}: {problem}" for problem in _stage_problems(number, stage, count)]
+        problems += [f"stage {number}: {problem}" for problem in _stage_problems(number, stage, count if counts else None)]
+    problems += _device_problems(stages, devices)
     if problems:
         raise UsageError("the plan has problems:" + "".join(f"\n  - {p}" for p in problems), where=str(path))
     options = {
@@ -73,7 +76,28 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _stage_problems(number: int, stage: dict[str, Any], microbatches: object) -> list[str]:
+def _device_problems(stages: list[dict[str, Any]], known: Sequence[str]) -> list[str]:
+    """Devices that are not there, or run two ranks."""
+    seats: dict[str, list[int]] = {}
+    for number, stage in enumerate(stages):
+        listed = stage.get("devices")
+        for name in listed if isinstance(listed, list) else ():
+            if isinstance(name, str):
+                seats.setdefault(name, []).append(number)
+    problems = [
+        f"stage {seats[name][0]}: no device {name!r} in the cluster, it has {', '.join(known)}"
+        for name in seats
+        if name and name not in known
+    ]
+    for name, numbers in seats.items():
+        if len(numbers) > 1:
+            where = f"stages {', '.join(map(str, dict.fromkeys(numbers)))}" if len(set(numbers)) > 1 else f"stage {numbers[0]}"
+            problems.append(f"{where}: device {name!r} is listed {len(numbers)} times, and can be one rank")
+    return problems
+
+
+def _stage_problems(number: int, stage: dict[str, Any], microbatches: int | None) -> list[str]:
+    """`microbatches` is None where the file does not say."""
     problems = [f"unknown key {key!r}, expected {', '.join(_STAGE)}" for key in stage if key not in _STAGE]
     if stage.get("stage", number) != number:
         problems.append(f"stands in the place of stage {number}, but says it is stage {stage['stage']!r}")
@@ -91,6 +115,8 @@ def _stage_problems(number: int, stage: dict[str, Any], microbatches: object) ->
         problems += ["needs `shares`, as it has several devices"] if len(devices) > 1 else []
     elif not isinstance(shares, list) or not all(type(n) is int for n in shares) or len(shares) != len(devices):
         problems.append("`shares` must be a number of microbatches for each device")
+    elif microbatches is None:
+        problems += ["`shares` must be 1 or more each"] if min(shares) < 1 else []
     elif sum(shares) != microbatches or min(shares) < 1:
         problems.append(f"`shares` must be 1 or more each and {microbatches} together, got {', '.join(map(str, shares))}")
     return problems

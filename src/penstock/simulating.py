@@ -152,9 +152,10 @@ def simulate_command(arguments: Namespace) -> None:
         module = module.but(cluster=_other_cluster(module, Cluster.load(arguments.cluster)))
     if arguments.costs == "measured" and not Path(arguments.file).is_dir():
         raise UsageError("only a bundle can be measured", where=arguments.file, hint="compile it, or use --costs analytic")
-    for flag, value, least in (("--bandwidth", arguments.bandwidth, 0.0), ("--latency", arguments.latency, -1.0)):
-        if value is not None and not (math.isfinite(value) and value > least):
-            raise UsageError(f"{flag} must be a {'positive ' if least == 0 else ''}number, got {value}")
+    if arguments.bandwidth is not None and not (math.isfinite(arguments.bandwidth) and arguments.bandwidth > 0):
+        raise UsageError(f"--bandwidth must be a positive number, got {arguments.bandwidth:g}")
+    if arguments.latency is not None and not (math.isfinite(arguments.latency) and arguments.latency >= 0):
+        raise UsageError(f"--latency must be a number of 0 or more, got {arguments.latency:g}")
 
     def change(route: Route) -> Route:
         speed, latency = arguments.bandwidth, arguments.latency

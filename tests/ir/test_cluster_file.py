@@ -16,7 +16,7 @@ from penstock.ir.graph import Module
 from penstock.ir.text import parse_module, print_module
 
 names = st.from_regex(r"[a-zA-Z][\w./:\-]{0,6}", fullmatch=True)
-rates = st.floats(1e-3, 1e18)
+rates = st.floats(1.0, 1e18)
 seconds = st.floats(0.0, 10.0)
 sizes = st.integers(1, 1 << 50)
 spaces = st.dictionaries(st.sampled_from(["ram", "hbm", "pinned", "disk"]), sizes, max_size=3).map(lambda d: tuple(d.items()))
@@ -318,9 +318,11 @@ def test_local_devices_share_the_machine() -> None:
     assert first > second
     assert sum(d.memory or 0 for d in even.devices) <= (first + second) * 1.5
     assert Cluster.local() == Cluster.local(1)
-    for count, threads in ((0, ()), (2, (1,)), (1, (0,))):
+    for count, threads in ((0, ()), (2, (1,)), (1, (0,)), (2.5, ()), ("3", ()), (True, ()), (1, (1.5,))):
         with pytest.raises(UsageError):
-            Cluster.local(count, threads)
+            Cluster.local(count, threads)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="from the path of a file, got 3"):
+        Cluster.load(3)  # type: ignore[arg-type]
 
 
 def test_this_machine_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +334,19 @@ def test_this_machine_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cpu.kind, cpu.threads) == ("cpu", usable_cores())
     monkeypatch.setattr(data, "gpus", lambda: ([Gpu(0, "H", "sm_90", 80 << 30, 79 << 30, 3e12, 5e10)], ""))
     assert [(d.name, d.target, d.memory, d.bandwidth) for d in Cluster.detect().devices[1:]] == [("cuda:0", "sm_90", 80 << 30, 3e12)]
+
+
+def test_what_cannot_be_is_told_at_once(tmp_path: Path) -> None:
+    bad = {
+        "flops": "1e300", "bandwidth": "1e-300", "threads": "65537", "memory": f"{2**60 + 1}", "overhead": "1e7", "socket_bandwidth": '"1e30 GB/s"',
+    }  # fmt: skip
+    text = '[[device]]\nname = "a"\n' + "\n".join(f"{key} = {value}" for key, value in bad.items())
+    found = problems(tmp_path, text)
+    assert [line.split(": ")[1].split()[0] for line in found] == list(bad)
+    assert "device 'a': flops must be from 1 to 1e+24, got 1e+300" in found
+    assert "device 'a': threads must be from 1 to 65536, got 65537" in found
+    good = {"flops": "1e24", "bandwidth": "1", "threads": "65536", "memory": f"{2**60}", "overhead": "1e6", "socket_bandwidth": '"1 B/s"'}
+    load(tmp_path, '[[device]]\nname = "a"\n' + "\n".join(f"{key} = {value}" for key, value in good.items()))
 
 
 def test_rates_that_are_no_numbers_never_get_through(tmp_path: Path) -> None:

@@ -117,6 +117,9 @@ def test_memory_decides_where_nothing_fits() -> None:
     lumps = Problem((Kind("accelerator", 2, 5.0),), tuple(Node(str(i), (1.0,), memory=3.0) for i in range(3)), ())
     with pytest.raises(DoesNotFit, match="no contiguous split fits"):
         split_contiguously(lumps)
+    lost = replace(path(3), nodes=tuple(replace(n, times=tuple(inf for _ in n.times)) if n.name == "1" else n for n in path(3).nodes))
+    with pytest.raises(DoesNotFit, match=r"fits:\n  - node 1 is supported by no device\n"):
+        split_contiguously(lost)
 
 
 def test_backward_nodes_go_with_their_forward_nodes() -> None:

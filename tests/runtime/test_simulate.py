@@ -263,6 +263,7 @@ def test_sums_over_replicas_go_on_beside_computations():
     # The slower one is there at 3; 2 (n - 1) / n * 12 = 12 bytes over every link of the ring.
     assert when(found, 0)["0U0"] == when(found, 1)["0U0"] == (3 + 6 + 0.5, 10.5)
     assert {use.name: use.nbytes for use in found.links} == {"0>1": 12, "1>0": 12}
+    assert found.critical_path == {"summing stage 0": 6.5, "computing on rank 1": 3, "computing on rank 0": 1}
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link():
