@@ -149,8 +149,9 @@ def plan_best(
 def _tries(
     profile: Profile, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]], refined: Mapping[str, Refined]
 ) -> Iterator[tuple[str, Outcome, list[str]]]:
-    """Plans to be carried out, until the passes accept one: of every schedule the best by simulation, where there is one, that of the formulas, and those for
-    somewhat less memory than there is, since what the planner counts are estimates. The fastest schedule comes first."""
+    """Plans to be carried out, until the passes accept one: of every schedule the best by simulation, where there is one, that of the formulas, those for
+    somewhat less memory than there is, since what the planner counts are estimates, and the one without replicas, whose rules are simpler. The fastest
+    schedule comes first."""
     limited = any(device.memory for device in result.fleet.devices)
     every = len(refined) == len(spared)
     for schedule in sorted(spared, key=lambda kind: refined[kind].step if every else spared[kind][0].step):
@@ -163,6 +164,11 @@ def _tries(
             found = Planner(profile.chain, result.fleet.but(less), result.wanted).best(schedule)
             if found is not None and found.plan != outcome.plan:
                 yield schedule, *without_little_help(profile.chain, result.fleet, result.wanted, found)
+        if len(outcome.plan.stages) < len(outcome.plan.devices):
+            wanted = replace(result.wanted, replicas=1)
+            found = Planner(profile.chain, result.fleet, wanted).best(schedule)
+            if found is not None:
+                yield schedule, *without_little_help(profile.chain, result.fleet, wanted, found)
 
 
 def first_reason(error: str) -> str:

@@ -2,9 +2,10 @@
 
 In: a chain of layers, a cluster, and the best plan of each schedule by the formulas of passes/planner/cost.py, which are some percent off where stages are
 unequal. Out: for each schedule the plan that takes least when its program is run against the same costs by runtime/simulate.py, with what it takes there.
-Tried are all devices that may be used in every order, with the best cuts by the formulas for that order, and from the fastest of these on cuts that are moved by some layers.
+Tried are all devices that may be used in every order, one for each stage, with the best cuts by the formulas for that order; of other layouts (replicas) what
+the formulas think best; and from the fastest of these on cuts that are moved by some layers.
 
-Limits: small plans only (`_MOST_ACTIONS`, orders of up to `_MOST_ORDERED` devices); the number of microbatches and the replicas of a stage stay as they are.
+Limits: small plans only (`_MOST_ACTIONS`, `_ENOUGH` in all; orders and layouts of up to `_MOST_ORDERED` devices); microbatches are as large as in a plan that the formulas found.
 """
 
 from __future__ import annotations
@@ -13,23 +14,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from penstock.ir.cluster import Cluster
+from penstock.ir.cluster import Cluster, usable_cores
 from penstock.ir.errors import VerifyError
-from penstock.ir.schedule import RECEIVES, SENDS, Action
+from penstock.ir.schedule import RECEIVES, SENDS, Action, Schedule
 from penstock.passes.late_updates import sum_late
 from penstock.passes.planner.chain import Table
 from penstock.passes.planner.cost import judge
 from penstock.passes.planner.plan import Plan
 from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.schedules import SCHEDULES, build_schedule
+from penstock.runtime.cores import TURN
 from penstock.runtime.simulate import machine_of, simulate, wire_chain
-from penstock.simulating import seat_of
+from penstock.simulating import BATCHES, LOCAL, seat_of
 
 _MOST_ACTIONS, _MOST_ORDERED = 4000, 4
+# Layouts that the formulas think so many times as slow as the best at most, and how many of them; sizes of microbatches that orders are tried with.
+_WITHIN, _MOST_LAYOUTS, _SIZES = 1.5, 12, 2
 # Of so many starts cuts are moved, by so many layers.
 _STARTS, _MOVES = 2, (1, 2, 4, 8)
-# Batches that are simulated: enough for a steady state.
-_BATCHES = 4
+# So much is simulated of all plans together: microbatches on ranks, and turns on cores where devices share some.
+_ENOUGH = 8000
 
 
 @dataclass(frozen=True)
@@ -47,23 +51,32 @@ def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequen
     if plan.count * len(plan.devices) > _MOST_ACTIONS or len(plan.stages) > len(planner.fleet):
         return None
     judge_of = _Judge(planner, cluster)
-    starts = sorted(dict.fromkeys((plan, *_orders(planner, plan, devices))), key=judge_of.step)
+    starts = sorted(dict.fromkeys((plan, *_others(planner, plan, devices))), key=judge_of.step)
     best = min((_moved(start, judge_of) for start in starts[:_STARTS]), key=judge_of.step)
     judged = judge(planner.table(best.size), planner.fleet, best, planner.wanted.base)
     found = replace(outcome, plan=best, judged=judged, bound=min(outcome.bound, judged.step))
     return Refined(found, judge_of.step(best), len(judge_of.known))
 
 
-def _orders(planner: Planner, plan: Plan, devices: Sequence[int]) -> Iterator[Plan]:
-    """The best plans by the formulas with one device for every stage, in every order."""
-    if len(devices) > _MOST_ORDERED or len(plan.stages) < len(plan.devices):
+def _others(planner: Planner, plan: Plan, devices: Sequence[int]) -> Iterator[Plan]:
+    """The best plans by the formulas of every layout and size of microbatches, and with one device for every stage, in every order."""
+    if len(devices) > _MOST_ORDERED:
         return
+    found = [other.plan for other in planner.candidates(plan.schedule, _WITHIN) if {*other.plan.devices} <= {*devices}]
+    found = [other for other in found if other.count * len(other.devices) <= _MOST_ACTIONS][:_MOST_LAYOUTS]
+    yield from found
+    sizes = dict.fromkeys(other.size for other in (plan, *(other for other in found if len(other.stages) == len(other.devices))))
+    for size in [*sizes][:_SIZES]:
+        yield from _orders(planner, plan.schedule, size, devices)
+
+
+def _orders(planner: Planner, schedule: str, size: int, devices: Sequence[int]) -> Iterator[Plan]:
     seen = set()
     for order in (order for count in range(1, len(devices) + 1) for order in permutations(devices, count)):
         names = tuple((planner.kinds[i], planner.fleet.devices[i].host) for i in order)
         if names not in seen:
             seen.add(names)
-            found = planner.in_order(plan.schedule, plan.size, order)
+            found = planner.in_order(schedule, size, order)
             if found is not None:
                 yield found
 
@@ -89,18 +102,25 @@ def _neighbours(plan: Plan, table: Table) -> Iterator[Plan]:
 
 
 class _Judge:
-    """What the simulator says of plans, each of them once; infinity of those that are illegal or do not fit."""
+    """What the simulator says of plans, each of them once; infinity of those that are illegal, do not fit, or came when enough had been simulated."""
 
     def __init__(self, planner: Planner, cluster: Cluster) -> None:
         self.planner, self.cluster = planner, cluster
         self.known: dict[Plan, float] = {}
+        self._spent = 0
+        here = [device for device in cluster.devices if device.kind == "cpu" and device.host == LOCAL]
+        self._takes_turns = sum(device.threads for device in here) > usable_cores()
 
     def table(self, plan: Plan) -> Table:
         return self.planner.table(plan.size)
 
     def step(self, plan: Plan) -> float:
         if plan not in self.known:
-            fits = not judge(self.table(plan), self.planner.fleet, plan, self.planner.wanted.base).against
+            if self._spent > _ENOUGH:
+                return float("inf")
+            judged = judge(self.table(plan), self.planner.fleet, plan, self.planner.wanted.base)
+            self._spent += plan.count * len(plan.devices) + (int(judged.step / TURN) if self._takes_turns else 0)
+            fits = not judged.against
             self.known[plan] = self._simulated(plan) if fits else float("inf")
         return self.known[plan]
 
@@ -113,7 +133,10 @@ class _Judge:
             plain = build_schedule(plan.schedule, len(plan.stages), plan.count, [stage.shares for stage in plan.stages])
         except VerifyError:
             return float("inf")
-        program = wire_chain(sum_late(plain, SCHEDULES[plan.schedule].delay))
+        late = sum_late(plain, SCHEDULES[plan.schedule].delay)
+        if not _reads_what_is_made(late, SCHEDULES[plan.schedule].delay):
+            return float("inf")
+        program = wire_chain(late)
         parted = plan.schedule == "zb-1f1b"
 
         def seconds(rank: int, action: Action) -> float:
@@ -131,4 +154,16 @@ class _Judge:
         def reduced(stage: int) -> float:
             return float(table.grads[plan.stages[stage].last] - table.grads[plan.stages[stage].first])
 
-        return simulate(program, _BATCHES, seconds, nbytes, machine_of(self.cluster, names, seats), reduced=reduced).step_seconds
+        return simulate(program, BATCHES, seconds, nbytes, machine_of(self.cluster, names, seats), reduced=reduced).step_seconds
+
+
+def _reads_what_is_made(schedule: Schedule, delay: int) -> bool:
+    """Whether no rank begins a microbatch before the update that makes its weights, which the passes would refuse."""
+    for actions in schedule.expand_all(3).values():
+        made = -1
+        for action in actions:
+            if action.kind == "U":
+                made = action.mb
+            elif action.kind == "F" and action.batch(schedule.microbatches) - delay - 1 > made:
+                return False
+    return True

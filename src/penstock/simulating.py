@@ -28,8 +28,8 @@ from penstock.runtime.simulated import Simulated
 from penstock.terminal import say, size, table
 
 LOCAL = "localhost"
-# Batches that predictions simulate: enough for a steady state.
-BATCHES = 4
+# Batches that predictions simulate: enough for a steady state, also where unequal replicas and late updates take some to come to it.
+BATCHES = 6
 
 
 @dataclass(frozen=True)
