@@ -16,8 +16,9 @@ handed over by name, and an action waits until what it needs exists. AR hands a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -28,11 +29,18 @@ from .numpy_ops import F64, NUMPY, PRECISIONS, TYPED, Array, apply_op
 from .schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, VERSIONED, Action
 from .words import counted
 
+# Told of each operation when it was done: the name of its graph, the microbatch (of an update, the batch), the operation and its results.
+Watch = Callable[[str, int, Op, tuple[Array, ...]], None]
+
 # ---------------------------------------------------------------------------------------- graphs
 
 
 def run_graph(
-    graph: Graph, ins: Sequence[object] | Mapping[str, object], store: Store | None = None, precision: str = TYPED
+    graph: Graph,
+    ins: Sequence[object] | Mapping[str, object],
+    store: Store | None = None,
+    precision: str = TYPED,
+    watch: Callable[[Op, tuple[Array, ...]], None] | None = None,
 ) -> list[Array]:
     """The results of one graph, in the order of `graph.results`. `ins` follow `graph.ins`, or are given by name."""
     assert precision in PRECISIONS, precision
@@ -60,6 +68,8 @@ def run_graph(
             if found.shape != out.type.shape:
                 raise VerifyError(f"%{out.name} is {out.type}, {op.kind} gives shape {list(found.shape)}", where=f"@{graph.name}")
             values[out.name] = found
+        if watch is not None:
+            watch(op, results)
     return [values[v.name] for v in graph.results]
 
 
@@ -127,7 +137,9 @@ def microbatches_of(module: Module, batch: Arrays, number: int = 0) -> list[dict
     return parts
 
 
-def run_recurrence(module: Module, weights: Arrays, batches: Sequence[Arrays], delay: int = 0, precision: str = F64) -> Run:
+def run_recurrence(
+    module: Module, weights: Arrays, batches: Sequence[Arrays], delay: int = 0, precision: str = F64, watch: Watch | None = None
+) -> Run:
     """Train the unsplit module by the recurrence, batch by batch; without a B graph only the forward runs.
 
     The gradient of batch t is taken at version max(t - delay, 0) and applied to version t.
@@ -149,17 +161,24 @@ def run_recurrence(module: Module, weights: Arrays, batches: Sequence[Arrays], d
         _check_seed(module, backward, len(parts))
         for k, mb in enumerate(parts):
             run.log.append((-1, t * len(parts) + k, "F", version))
-            results = _by_name(forward, run_graph(forward, mb, store.at(version), precision))
+            seen = _watching(watch, forward, t * len(parts) + k)
+            results = _by_name(forward, run_graph(forward, mb, store.at(version), precision, seen))
             run.outputs[t * len(parts) + k] = {name: results[name] for name in module.outputs}
             if backward is not None:
                 run.log.append((-1, t * len(parts) + k, "B", version))
-                run_graph(backward, {**mb, **results}, store.at(version), precision)
+                seen = _watching(watch, backward, t * len(parts) + k)
+                run_graph(backward, {**mb, **results}, store.at(version), precision, seen)
         for graph in (norm, update):
             if graph is not None:
-                run.told.setdefault(t, {}).update(_by_name(graph, run_graph(graph, [], store.at(made=t + 1), precision)))
+                results_of = run_graph(graph, [], store.at(made=t + 1), precision, _watching(watch, graph, t))
+                run.told.setdefault(t, {}).update(_by_name(graph, results_of))
     run.buffers = {name: store.buffers(name) for name in stepped}
     _collect(run, module, store)
     return run
+
+
+def _watching(watch: Watch | None, graph: Graph, number: int) -> Callable[[Op, tuple[Array, ...]], None] | None:
+    return None if watch is None else partial(watch, graph.name, number)
 
 
 def _collect(run: Run, module: Module, store: VersionStore) -> None:
@@ -199,6 +218,7 @@ def run_schedule(
     batches_count: int | None = None,
     previous: Arrays | None = None,
     precision: str = F64,
+    watch: Watch | None = None,
 ) -> Run:
     """Execute the module's schedule for batches first .. first + batches_count - 1; `batches[0]` is batch `first`.
 
@@ -217,7 +237,7 @@ def run_schedule(
         if len(parts) != m:
             raise UsageError(f"batch {t} has {counted(len(parts), 'microbatch')}, the schedule has {m}", where=module.name)
         feed |= {t * m + k: mb for k, mb in enumerate(parts)}
-    pipeline = _Pipeline(module, weights, feed, module.schedule.expand_all(count, first), first, precision)
+    pipeline = _Pipeline(module, weights, feed, module.schedule.expand_all(count, first), first, precision, watch)
     for name, array in (previous or {}).items():
         pipeline.put(name, first - 1, array)
     return pipeline.run()
@@ -246,8 +266,9 @@ class _Pipeline:
         programs: dict[int, list[Action]],
         first: int,
         precision: str,
+        watch: Watch | None = None,
     ) -> None:
-        self.module, self.feed, self.precision = module, feed, precision
+        self.module, self.feed, self.precision, self.watch = module, feed, precision, watch
         self.run_found = Run(module.outputs[0])
         self.wired = bool(module.edges) or any(a.kind in (*SENDS, *RECEIVES) for program in programs.values() for a in program)
         assert module.schedule is not None
@@ -351,15 +372,16 @@ class _Pipeline:
         if action.kind in ("P", "N", "U") and action.mb in rank.waiting and not self._take_sum(rank, action):
             return False
         batch = action.batch(self.per_batch)
+        seen = _watching(self.watch, graph, action.mb)
         if action.kind == "U":
-            results = run_graph(graph, ins, rank.store.at(made=action.version, batch=batch), self.precision)
+            results = run_graph(graph, ins, rank.store.at(made=action.version, batch=batch), self.precision, seen)
             self.run_found.told.setdefault(batch, {}).update(_by_name(graph, results))
             for name in self.stepped & rank.store.slots.keys():
                 self.run_found.buffers[name] = max(self.run_found.buffers.get(name, 0), rank.store.buffers(name))
             if self.wired:
                 rank.values.pop(action.holder, None)
             return True
-        results = run_graph(graph, ins, rank.store.at(action.version, batch=batch), self.precision)
+        results = run_graph(graph, ins, rank.store.at(action.version, batch=batch), self.precision, seen)
         if action.kind in VERSIONED:
             self.run_found.log.append((action.stage, action.mb, action.kind, action.version))
         kept = rank.values.setdefault(action.holder, {})

@@ -395,12 +395,20 @@ def ops_command(arguments: Namespace) -> None:
 def verify_command(arguments: Namespace) -> int:
     from penstock.checks import verify_bundle, verify_model
 
+    if arguments.parity and arguments.bisect:
+        raise UsageError("--parity and --bisect are two questions: ask one of them")
     if arguments.parity:
         return _verify_parity(arguments)
     flags = ("loss", "data", "optimizers", "seeds", "microbatches", "devices")
     given = [f"--{name}" for name in flags if getattr(arguments, name) is not None]
     if given:
         raise UsageError(f"{', '.join(given)} without --parity")
+    if arguments.bisect:
+        from penstock.bisecting import bisect
+
+        if arguments.dim or arguments.known or arguments.backend:
+            raise UsageError("--dim, --known and --backend are for models; dumps have them built in")
+        return bisect(arguments.file, steps=arguments.steps or 3, seed=arguments.seed or 0, tolerance=arguments.tolerance)
     if Path(arguments.file).is_dir():
         if arguments.dim or arguments.known or arguments.backend:
             raise UsageError("--dim, --known and --backend are for models; a bundle has them built in")
