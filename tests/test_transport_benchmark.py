@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from benchmark_report import run_benchmark
 
 
+@pytest.mark.slow
 def test_rows_of_both_parts(tmp_path: Path) -> None:
     report, done = run_benchmark("transport", ["--sizes", "8192", "--schedules", "2bw", "forward", "--rounds", "2"], tmp_path)
     lines = report["lines"]

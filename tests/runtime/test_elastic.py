@@ -73,7 +73,8 @@ def losing(tmp_path, monkeypatch):
     monkeypatch.setenv("LOST_AFTER", str(tmp_path / "ckpt" / "latest"))
 
 
-@pytest.mark.parametrize("schedule", ["2bw", pytest.param("1f1b", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
 def test_a_run_goes_on_without_a_device_that_does_not_come_back(compiled, tmp_path, monkeypatch, capsys, schedule):
     expected = run_bundle(compiled(THREE, schedule), steps=300, progress=False).losses
     losing(tmp_path, monkeypatch)
@@ -122,6 +123,7 @@ def test_a_group_with_fewer_ranks(compiled, tmp_path):
     assert losses == expected
 
 
+@pytest.mark.slow
 def test_stages_keep_the_devices_that_are_left(compiled, tmp_path):
     """Two stages on two devices each lose one device, or one stage loses both."""
     model = ps.from_onnx(write_mlp(tmp_path / "model.onnx", [16, 16, 16, 16], batch=4))

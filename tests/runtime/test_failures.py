@@ -103,6 +103,7 @@ def test_a_worker_that_is_stopped(bundle_of):
     assert error.where.startswith("rank 1, stage 1, action 1")
 
 
+@pytest.mark.slow
 def test_without_heartbeats_only_the_timeout_finds_it(bundle_of):
     error, seconds = lose(bundle_of(3, "2bw", 3), 1, signal.SIGSTOP, timeout=3, heartbeat=0)
     assert seconds < BOUND
@@ -206,7 +207,8 @@ class Killer:
         monkeypatch.setattr(Job, "steps_from_data", steps)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("1f1b", marks=pytest.mark.slow), "2bw"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["1f1b", "2bw"])
 def test_recovery(bundle_of, tmp_path, monkeypatch, capfd, kind):
     """Killed before and after the first checkpoint, and stopped: the run computes what it would have anyway, and tells each step once."""
     path = bundle_of(2, kind, 2).path

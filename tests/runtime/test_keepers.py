@@ -78,6 +78,7 @@ def test_who_is_ended_leaves_no_namespaces(number):
     assert failures.wait_for(lambda: not is_running(int(sleeper)), 5)
 
 
+@pytest.mark.slow
 def test_a_short_soak():
     found = failures.soak(40, 20, seed=2)
     assert found["problems"] == []
@@ -123,6 +124,7 @@ def finish(running, seconds=60):
             process.wait()
 
 
+@pytest.mark.slow
 def test_without_heartbeats_a_stopped_rank_is_found_by_the_timeout(bundle_of, tmp_path):
     running = start(bundle_of(2, "1f1b", 2).path, tmp_path, 10**6, heartbeat=0, timeout=5)
     assert failures.wait_for(lambda: failures.steps_in(tmp_path / "m.jsonl") > 3)
