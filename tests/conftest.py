@@ -79,3 +79,25 @@ def _compiled_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def toy() -> Callable[..., Module]:
     """toy(stages, skip=False, trains=True): a split module, ready for the schedule pass."""
     return lambda *given, **named: parse_module(toy_text(*given, **named), "toy.ir")
+
+
+@pytest.fixture(scope="module")
+def symbolic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose first dimension has a name."""
+    import onnx
+    from planned_models import SIZES
+
+    from penstock.models import write_mlp
+
+    path = write_mlp(tmp_path_factory.mktemp("planning") / "mlp.onnx", SIZES, batch=4)
+    model = onnx.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was measured before counts."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
