@@ -133,6 +133,15 @@ class Hosts:
         """Everything that still runs on the hosts."""
         return [pid for space in self._spaces for pid in _pids(space)]
 
+    def end(self, started: Iterable[subprocess.Popen[str]]) -> None:
+        """Kill what was started and still runs, and all that it left on the hosts."""
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for pid in self.processes():
+            os.kill(pid, 9)
+
     def _name(self, space: str) -> None:
         """What `ip netns exec` puts in the place of /etc/hosts."""
         (_NAMES / space).mkdir(parents=True)

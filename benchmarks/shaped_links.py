@@ -91,12 +91,7 @@ def run(hosts: Hosts, bundle: Path, data: Path, steps: int, folder: Path) -> lis
             while any(process.poll() is None for process in running) and time.monotonic() < deadline:
                 time.sleep(0.2)
         finally:
-            for process in running:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-            for pid in hosts.processes():
-                os.kill(pid, 9)
+            hosts.end(running)
         log.seek(0)
         if any(process.returncode for process in running):
             raise RuntimeError(f"the run failed:\n{log.read()}")

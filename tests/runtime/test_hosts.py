@@ -202,12 +202,7 @@ def run_on(hosts, commands, environments, folder, seconds=90):
             heard |= listening(hosts.processes())
             time.sleep(0.1)
     finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        for pid in hosts.processes():
-            os.kill(pid, 9)
+        hosts.end(running)
     said = []
     for log in logs:
         log.seek(0)
