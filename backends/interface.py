@@ -88,6 +88,14 @@ def backend_of(name: str) -> Backend:
     raise UsageError(f"unknown back end {name!r}", hint=f"one of {', '.join(BACKENDS)}")
 
 
+def check_cache(name: str) -> None:
+    """The settings of the cache, where a back end has one: now, because compiling reads them when much of the work is done."""
+    if name == "tvm":
+        from .tvm.store import cache_bound
+
+        cache_bound()
+
+
 def stage_graphs(module: Module, stage: int) -> tuple[Graph, ...]:
     """The graphs of a stage in module order: `s2.F`, `s2.B`, `s2.U`, those that exist."""
     prefix = f"s{stage}."

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import penstock as ps
 from penstock.backends.interface import CompileOptions, StageProgram, backend_of
+from penstock.inspecting.kernel_timing import measure_rows, random_arguments
+from penstock.inspecting.kernels import kernel_rows
 from penstock.ir.cluster import Cluster, Device
 from penstock.ir.graph import Module
-from penstock.kernel_report import kernel_rows
-from penstock.kernel_timing import measure_rows, random_arguments
 from penstock.models import write_bert, write_cnn, write_gpt, write_mlp
 from penstock.passes.cost import GraphCost
 from penstock.runtime.doctor import examine

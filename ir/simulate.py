@@ -8,7 +8,7 @@ before `communicate`; the modelled cluster is the business of runtime/simulate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -172,9 +172,10 @@ def most_in_flight(actions: Iterable[Action]) -> int:
     return most
 
 
-def format_grid(schedule: Schedule, batches: int, mark: tuple[int, int] | None = None, *, first: int = 0) -> str:
+def format_grid(schedule: Schedule, batches: int, mark: tuple[int, int] | None = None, *, first: int = 0, width: int | None = None) -> str:
     """One row per rank, one column per unit of time, forwards one unit and backwards two, or one and W one; U and collectives stand after the
-    computation they follow. `mark` = (rank, step) puts that action of the expanded program into brackets."""
+    computation they follow. `mark` = (rank, step) puts that action of the expanded program into brackets. With a `width` the grid goes on below
+    where a line would be longer."""
     played = simulate(schedule, batches, first=first)
     columns = round(played.finish)
     cells = {rank: ["."] * columns for rank in played.ranks}
@@ -189,7 +190,23 @@ def format_grid(schedule: Schedule, batches: int, mark: tuple[int, int] | None =
             elif (action.kind in ("P", "N", "U", "AR") or (rank, step) == mark) and at:
                 cells[rank][at - 1] += f",{text}"
     widths = [max((len(row[i]) for row in cells.values()), default=1) for i in range(columns)]
-    lines = [f"rank {rank} | " + " ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for rank, row in cells.items()]
+    lines: list[str] = []
+    for begin, end in _pieces(widths, None if width is None else width - max((len(f"rank {rank} | ") for rank in cells), default=0)):
+        lines += [""] * bool(lines)
+        for rank, row in cells.items():
+            shown = zip(row[begin:end], widths[begin:end], strict=True)
+            lines.append(f"rank {rank} | " + " ".join(f"{c:<{w}}" for c, w in shown).rstrip())
     busy = sum(t.finish - t.start for line in played.ranks.values() for t in line)
     idle = 1 - busy / (columns * len(cells)) if columns else 0.0
     return "\n".join([*lines, f"{columns} units of time, {idle:.0%} idle"])
+
+
+def _pieces(widths: Sequence[int], room: int | None) -> Iterator[tuple[int, int]]:
+    """Columns from and to for each piece that is at most so wide; a column that is wider has a piece of its own."""
+    begin, used = 0, 0
+    for i, width in enumerate(widths):
+        if room is not None and i > begin and used + width > room:
+            yield begin, i
+            begin, used = i, 0
+        used += width + 1
+    yield begin, len(widths)

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import kernel_timing
 from penstock.backends.bundle import open_bundle
 from penstock.backends.numpy_backend import NumpyProgram
 from penstock.cli import main
+from penstock.inspecting import kernel_timing
+from penstock.inspecting.kernel_timing import random_arguments
+from penstock.inspecting.kernels import KernelRow, kernel_rows
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph, Module, Op, Slot, Stage, Value, signature
 from penstock.ir.ops import cost_of, make
 from penstock.ir.text import print_module
 from penstock.ir.types import parse_type
-from penstock.kernel_report import KernelRow, kernel_rows
-from penstock.kernel_timing import random_arguments
 from penstock.models import write_gpt
 from penstock.passes.kernels import Bodies, bytes_moved, divide
 
@@ -283,8 +283,8 @@ def test_tables_fit_the_terminal_and_json_has_it_all(
         assert plain["roofline_s"] == row.roofline_s
         assert plain["measured_s"] is None
         assert [op["ins"] for op in plain["operations"]] == [[str(v.type) for v in op.ins] for op in row.ops]
-    assert main(["inspect", str(bundle), "--json"]) == 2
-    assert "add --kernels" in capsys.readouterr().err
+    assert main(["inspect", str(bundle), "--schedule", "--json"]) == 2
+    assert "--json is of one thing" in capsys.readouterr().err
 
 
 def test_measured_is_processor_time(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ from penstock import measured
 from penstock.backends.bundle import Bundle, open_bundle
 from penstock.backends.tvm.store import Store
 from penstock.cli import main
+from penstock.inspecting.kernels import kernel_rows
 from penstock.ir.cluster import Cluster, Device
 from penstock.ir.graph import Graph, Value
 from penstock.ir.ops import make
 from penstock.ir.types import parse_type
-from penstock.kernel_report import kernel_rows
 from penstock.measured import Measured, profile, stage_times
 from penstock.models import write_gpt
 from penstock.passes.cost import GraphCost, InTurn, graph_seconds, rank_seconds

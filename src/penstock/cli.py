@@ -1,4 +1,4 @@
-"""The command line: arguments, help, exit codes. What a command does stands in commands.py and looking.py.
+"""The command line: arguments, help, exit codes. What a command does stands in commands.py and the packages beside it.
 
 Data goes to stdout, words for people to stderr. Exit codes: 0 ok, 1 anything else, 2 usage, 3 unsupported model, 4 does not fit,
 5 verification failed, 6 peer lost or timeout.
@@ -280,18 +280,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_checkpoint(add("checkpoint", "list checkpoints, check them, or write the weights of one into a safetensors file"))
 
-    inspect = add("inspect", "look into a bundle or an IR file")
-    inspect.add_argument("file", metavar="BUNDLE|FILE.ir")
-    inspect.add_argument("--graph", metavar="NAME", help="print one graph, e.g. s0.F")
-    inspect.add_argument("--schedule", action="store_true", help="print the schedule as a grid, and each rank's actions")
-    inspect.add_argument("--memory", action="store_true", help="print predicted peak memory per rank")
-    inspect.add_argument("--params", action="store_true", help="list parameters, buffers and state with sizes")
-    inspect.add_argument("--op", metavar="REGEX", help="print operations whose text matches")
-    inspect.add_argument("--kernels", action="store_true", help="list the kernels of every stage: operations, work, roofline time, share")
-    inspect.add_argument("--measure", action="store_true", help="with --kernels: compile each kernel by itself and time it on this machine")
-    inspect.add_argument("--json", action="store_true", help="with --kernels: as JSON, with all shapes")
-    inspect.add_argument("--source", metavar="NAME", help="print the source of one kernel, e.g. s0.F/k3")
-    inspect.add_argument("--batches", type=positive_number, default=3, metavar="N", help="batches to show with --schedule (default: 3)")
+    _add_inspect(add("inspect", "look into a bundle, an IR file or a dump folder"))
 
     simulate = add("simulate", "run a bundle's program against modelled times, links, NICs, cores and memory")
     simulate.add_argument("file", metavar="BUNDLE|FILE.ir")
@@ -373,6 +362,41 @@ def _parser() -> argparse.ArgumentParser:
     parity.add_argument("--microbatches", type=positive_number, metavar="M", help="per batch (default: 4)")
     parity.add_argument("--devices", type=positive_number, metavar="N", help="stages, one device each (default: 2)")
     return parser
+
+
+def _add_inspect(inspect: argparse.ArgumentParser) -> None:
+    inspect.add_argument("file", metavar="BUNDLE|FILE.ir|DUMPS")
+    inspect.add_argument(
+        "--why",
+        metavar="NAME",
+        help="all about an operation: its source, passes, stage, kernel and messages; NAME is a value, a variable, "
+        "a kernel such as s0.F/k3, a node of the model or a module of it",
+    )
+    inspect.add_argument("--dumps", metavar="DIR", help="with --why: the dump folder of the compilation, which knows all passes")
+    inspect.add_argument("--graph", action="append", metavar="NAME", help="print one graph, e.g. s0.F, or those of a stage, e.g. s0")
+    inspect.add_argument(
+        "--flow", action="append", metavar="NAME", help="draw the operations of a graph with the values that flow between them"
+    )
+    inspect.add_argument("--op", metavar="REGEX", help="print operations whose text matches")
+    inspect.add_argument("--schedule", action="store_true", help="print the schedule as a grid, and each rank's actions")
+    inspect.add_argument("--memory", action="store_true", help="print predicted peak memory per rank, and what lives over time")
+    inspect.add_argument(
+        "--params", action="store_true", help="list parameters, buffers and state with sizes, and statistics of a bundle's weights"
+    )
+    inspect.add_argument(
+        "--checkpoint", metavar="DIR", help="with --params: statistics of this checkpoint, or of the newest one in this directory"
+    )
+    inspect.add_argument("--kernels", action="store_true", help="list the kernels of every stage: operations, work, roofline time, share")
+    inspect.add_argument("--measure", action="store_true", help="with --kernels: compile each kernel by itself and time it on this machine")
+    inspect.add_argument("--source", metavar="NAME", help="print the source of one kernel, e.g. s0.F/k3")
+    inspect.add_argument("--json", action="store_true", help="print the summary, or --why, --memory, --params or --kernels, as JSON")
+    inspect.add_argument(
+        "--batches",
+        type=positive_number,
+        default=3,
+        metavar="N",
+        help="batches to show with --schedule and --memory (default: 3)",
+    )
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:

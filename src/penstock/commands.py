@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.backends.interface import check_cache
 from penstock.diagnosis import doctor_command as doctor_command
+from penstock.inspecting.command import diff_command as diff_command
+from penstock.inspecting.command import inspect_command as inspect_command
+from penstock.inspecting.subject import load_module
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError
 from penstock.ir.text import print_literal, print_module
-from penstock.looking import check_cache, load_module
-from penstock.looking import diff_command as diff_command
-from penstock.looking import inspect_command as inspect_command
 from penstock.simulating import simulate_command as simulate_command
 from penstock.terminal import Progress, say, table
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.inspecting.subject import load_module
 from penstock.ir.cluster import Cluster, usable_cores
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module, summed_vars
 from penstock.ir.memory import measure_memory, memory_curve
 from penstock.ir.schedule import RECEIVES, SENDS
 from penstock.ir.words import counted
-from penstock.looking import load_module
 from penstock.passes.cost import rank_seconds, shown_seconds
 from penstock.runtime.machine import Route, Seat, machine_of, sockets
 from penstock.runtime.simulate import Seconds, simulate

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.backends.interface import CompileOptions, Progress, StageProgram, backend_of
+from penstock.inspecting.kernels import KernelRow
 from penstock.ir.cluster import Device
 from penstock.ir.graph import Graph, Module, Value, signature, slot_of
 from penstock.ir.ops import OPS, cost_of, make
 from penstock.ir.types import FLOATS, TensorType
-from penstock.kernel_report import KernelRow
 from penstock.passes.cost import bound
 
 if TYPE_CHECKING:

@@ -1,0 +1,11 @@
+"""Looking into what was compiled: facts as data, and what shows them.
+
+    subject                 what is looked at: a bundle, an IR file or a dump folder
+    finding                 a name that somebody knows -> operations of the program
+    history, why, reasons   what passes did to an operation, and why it is where it is
+    summary, memory, weights, kernels, kernel_timing, flow    facts of stages, ranks, variables, kernels and graphs
+    views, colours          the same as text for a terminal
+    command                 the commands inspect and diff
+
+Facts know nothing of how they are shown: they are frozen dataclasses, and `plain` makes JSON of any of them.
+"""

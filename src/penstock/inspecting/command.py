@@ -1,0 +1,214 @@
+"""The commands inspect and diff: which facts are asked for, in which form. Data goes to stdout, words for people to stderr."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.backends.interface import check_cache
+from penstock.inspecting import colours
+from penstock.inspecting.plain import as_json
+from penstock.inspecting.subject import Subject, load_module, open_subject
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import Graph, Module
+from penstock.ir.text import print_graph, print_module, print_op
+from penstock.terminal import Progress, say, terminal_width
+
+if TYPE_CHECKING:
+    from penstock.inspecting.kernels import KernelRow
+
+# What can be shown, by the flag that asks for it; and what can be JSON.
+_VIEWS = ("graph", "flow", "op", "schedule", "memory", "params", "kernels", "measure", "source", "why")
+_AS_JSON = ("memory", "params", "kernels", "measure", "why")
+
+
+def inspect_command(arguments: Namespace) -> None:
+    asked = [name for name in _VIEWS if getattr(arguments, name)]
+    _check(arguments, asked)
+    subject = open_subject(arguments.file, arguments.dumps)
+    if arguments.why:
+        _show_why(subject, arguments)
+    for name in arguments.graph or ():
+        for graph in _graphs(subject.module, name):
+            text = "\n".join(print_graph(graph))
+            print(colours.paint_ir(text) if colours.wanted() else text)
+    for name in arguments.flow or ():
+        _show_flow(subject.module, name)
+    if arguments.op:
+        _show_matching(subject.module, arguments.op)
+    if arguments.schedule:
+        _show_schedule(subject.module, arguments.batches)
+    if arguments.memory:
+        _show_memory(subject.module, arguments)
+    if arguments.params:
+        _show_params(subject, arguments)
+    if arguments.kernels or arguments.measure or arguments.source:
+        _show_kernels(subject, arguments)
+    if not asked:
+        _show_summary(subject.module, arguments.json)
+
+
+def _check(arguments: Namespace, asked: Sequence[str]) -> None:
+    """Options that do not go together, all of them at once, before anything is read."""
+    problems = []
+    views = {"kernels" if name == "measure" else name for name in asked}
+    if arguments.json and (len(views) > 1 or not views <= set(_AS_JSON)):
+        problems.append(f"--json is of one thing: the summary, {', '.join(f'--{name}' for name in _AS_JSON)}")
+    if arguments.checkpoint and not arguments.params:
+        problems.append("--checkpoint goes with --params")
+    if arguments.dumps and not arguments.why:
+        problems.append("--dumps goes with --why")
+    if problems:
+        raise UsageError("; ".join(problems))
+
+
+def _show_summary(module: Module, as_data: bool) -> None:
+    from penstock.inspecting.summary import summarize
+    from penstock.inspecting.views import show_summary
+
+    facts = summarize(module)
+    print(as_json(facts) if as_data else show_summary(facts, terminal_width()))
+
+
+# ------------------------------------------------------------------------------------------------ operations and graphs
+
+
+def _show_why(subject: Subject, arguments: Namespace) -> None:
+    from penstock.inspecting.views import show_why
+    from penstock.inspecting.why import why
+
+    found = why(subject, arguments.why)
+    print(as_json(found) if arguments.json else show_why(found, colours.wanted()))
+
+
+def _graphs(module: Module, name: str) -> list[Graph]:
+    """One graph by its name, or those of a stage: `s0` and `0` are alike."""
+    stage = name.removeprefix("s")
+    found = [graph for graph in module.graphs.values() if graph.name == name or (stage.isdecimal() and graph.name.startswith(f"s{stage}."))]
+    if not found:
+        stages = [f"s{stage.index}" for stage in module.stages if any(graph.startswith(f"s{stage.index}.") for graph in module.graphs)]
+        raise UsageError(f"no graph {name!r}", hint=f"there are {', '.join([*module.graphs, *stages])}")
+    return found
+
+
+def _show_flow(module: Module, name: str) -> None:
+    from penstock.inspecting.flow import draw
+    from penstock.inspecting.views import show_flow
+
+    for graph in _graphs(module, name):
+        print(show_flow(graph.name, draw(graph), terminal_width(), colours.wanted()))
+
+
+def _show_matching(module: Module, pattern: str) -> None:
+    try:
+        regex = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UsageError(f"bad pattern {pattern!r}: {error}") from error
+    coloured = colours.wanted()
+    for graph in module.graphs.values():
+        for number, op in enumerate(graph.ops):
+            text = print_op(op)
+            if regex.search(text):
+                print(f"@{graph.name} {number}: {colours.paint_ir(text) if coloured else text}")
+
+
+# ------------------------------------------------------------------------------------------------ time and memory
+
+
+def _show_schedule(module: Module, batches: int) -> None:
+    from penstock.ir.simulate import format_grid
+
+    if module.schedule is None:
+        raise UsageError("the module has no schedule yet", hint="inspect a dump after the pass `schedule`, or a bundle")
+    lines = [format_grid(module.schedule, batches, width=terminal_width())]
+    lines += [f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in module.schedule.expand_all(batches).items()]
+    text = "\n".join(lines)
+    print(colours.paint_schedule(text) if colours.wanted() else text)
+
+
+def _show_memory(module: Module, arguments: Namespace) -> None:
+    from penstock.inspecting.memory import memory_curves
+    from penstock.inspecting.views import show_memory
+
+    curves = memory_curves(module, arguments.batches)
+    print(as_json(curves) if arguments.json else show_memory(curves, terminal_width()))
+
+
+def _show_params(subject: Subject, arguments: Namespace) -> None:
+    from penstock.inspecting.views import show_params
+    from penstock.inspecting.weights import bundle_arrays, checkpoint_arrays, statistics
+
+    arrays = {} if subject.bundle is None else bundle_arrays(subject.bundle)
+    if arguments.checkpoint:
+        arrays, step = checkpoint_arrays(arguments.checkpoint, subject.module)
+        say(f"elements after {step} steps")
+    found = {name: statistics(array) for name, array in arrays.items() if name in subject.module.vars}
+    print(as_json(found) if arguments.json else show_params(subject.module, found, terminal_width()))
+
+
+# ------------------------------------------------------------------------------------------------ kernels
+
+
+def _show_kernels(subject: Subject, arguments: Namespace) -> None:
+    from penstock.inspecting import kernels
+
+    module = subject.module
+    rows = kernels.kernel_rows(module)
+    if arguments.measure:
+        from penstock.inspecting.kernel_timing import check_devices, measure_rows
+
+        backend, threads = _measured_with(subject)
+        check_cache(backend)
+        check_devices(rows, module, backend)
+        say(f"measuring {len(rows)} kernels on this machine, one by one, back end {backend}, threads: {threads}")
+        rows = measure_rows(rows, module, backend, threads, Progress("kernels"))
+        _keep_times(rows, backend, threads)
+    if arguments.json:
+        print(kernels.report_json(rows))
+    elif arguments.kernels or arguments.measure:
+        print(kernels.format_report(rows, module, terminal_width()))
+    if arguments.source:
+        print(kernels.kernel_source(rows, arguments.source))
+
+
+def _keep_times(rows: Sequence[KernelRow], backend: str, threads: int) -> None:
+    """Measured kernels go into the table that plans may use."""
+    from penstock.measured import Measured
+    from penstock.passes.kernels import Kernel
+
+    table = Measured(backend)
+    for row in rows:
+        if row.device.kind == "cpu" and row.measured_s:
+            table.keep(Kernel(row.names[0], row.ops, row.body), threads, row.measured_s)
+    if table.store.trouble:
+        say(f"measured times are not kept: {table.store.trouble}")
+
+
+def _measured_with(subject: Subject) -> tuple[str, int]:
+    """The back end, and the smallest number of threads any rank of a bundle has, as this process has one number of them only."""
+    threads = [] if subject.bundle is None else [rank.threads for rank in subject.bundle.manifest.ranks]
+    return subject.backend, min(threads, default=1)
+
+
+# ------------------------------------------------------------------------------------------------ diff
+
+
+def diff_command(arguments: Namespace) -> None:
+    from penstock.differing import differences
+
+    a, b = (load_module(path) for path in (arguments.a, arguments.b))
+    if arguments.lines:
+        before, after = (print_module(module).splitlines() for module in (a, b))
+        lines = difflib.unified_diff(before, after, arguments.a, arguments.b, lineterm="", n=3)
+    else:
+        lines = differences(a, b)
+    coloured = colours.wanted()
+    found = False
+    for line in lines:
+        found = True
+        print(colours.paint_changes(line) if coloured else line)
+    if not found:
+        say("no difference")

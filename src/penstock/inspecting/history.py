@@ -1,0 +1,129 @@
+"""What passes did to some operations. In: what is looked at, and a Target. Out: one Change for every pass that touched it, with the lines of `penstock diff`.
+
+    a dump folder    the modules in it, one after another
+    a bundle         passes are run again: from the model before it was cut (reference.ir), with the pipeline that plan.json names
+
+Modules are compared where they hold the operations of the target, their variables and the edges that carry their results; all else is left out of the
+comparison. Limits: passes before `partition` are seen in dump folders only; what `schedule` and the passes that work on actions do is none of an operation's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from penstock.differing import differences
+from penstock.inspecting.finding import VARIABLE, Target, look_up
+from penstock.inspecting.subject import Subject
+from penstock.ir.graph import Edge, Graph, Module
+from penstock.ir.text import print_module
+
+# What stands around the operations of a graph: of those that are cut out here it says nothing.
+_FRAME = re.compile(r"\s*[-+] (?:graph @\S+\(\) \{|return)")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The module after a pass. The first one is after no pass."""
+
+    number: int
+    call: str
+    module: Module
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one pass did to what is followed; `made` and `removed` where it was not there before, or is not there after it."""
+
+    number: int
+    call: str
+    lines: tuple[str, ...]
+    made: bool = False
+    removed: bool = False
+
+
+@dataclass(frozen=True)
+class Record:
+    """The modules of a pipeline, in order, and for people where they come from and what is missing."""
+
+    origin: str
+    snapshots: tuple[Snapshot, ...] = ()
+
+
+def record_of(subject: Subject) -> Record:
+    """The best record there is of how a module was made."""
+    if subject.dumps:
+        folder = subject.dumps[0].path.parent
+        found = tuple(Snapshot(dump.number, dump.call, dump.module) for dump in subject.dumps)
+        other = subject.path != folder and print_module(found[-1].module) != print_module(subject.module)
+        warning = "; its last module is not this program, so it may be of another compilation" if other else ""
+        return Record(f"passes as dumped in {folder}{warning}", found)
+    reference = subject.bundle.reference if subject.bundle is not None else None
+    if reference is None or "pipeline" not in subject.plan:
+        return Record("what passes did is not known: give --dumps, the folder of `penstock compile --dump-ir`")
+    return _run_again(subject, reference, str(subject.plan["pipeline"]))
+
+
+def _run_again(subject: Subject, reference: Module, pipeline: str) -> Record:
+    from penstock.passes.manager import Call, parse_pipeline, run_passes
+    from penstock.passes.pipelines import PASSES
+
+    calls = parse_pipeline(pipeline, PASSES)
+    names = [call.name for call in calls]
+    if "partition" not in names:
+        return Record("what passes did is not known: plan.json names no `partition`, which the model in the bundle stands before")
+    start = names.index("partition")
+    seen: list[tuple[int, str, Module]] = []
+
+    def look(call: Call, module: Module) -> Call:
+        seen.append((start + len(seen), str(calls[start + len(seen) - 1]) if seen else "", module))
+        return call
+
+    last = run_passes(reference, calls[start:], PASSES, before=look)
+    seen.append((len(calls), str(calls[-1]), last))
+    told = f"passes from {names[start]} on, run again from reference.ir; of those before only a dump folder knows (--dumps)"
+    if print_module(last.but(notes=())) != print_module(subject.module.but(notes=())):
+        told += "; they give another program than the bundle has, as another version of them made it"
+    return Record(told, tuple(Snapshot(number, call, module) for number, call, module in seen))
+
+
+# ------------------------------------------------------------------------------------------------ following
+
+
+def find_before(record: Record, text: str) -> Target | None:
+    """What a name meant in the last module that had it."""
+    found = (look_up(snapshot.module, text) for snapshot in reversed(record.snapshots))
+    return next((target for target in found if target is not None), None)
+
+
+def changes(record: Record, target: Target) -> tuple[Change, ...]:
+    """What every pass did to a target."""
+    views = [(snapshot, _only(snapshot.module, target.within(snapshot.module))) for snapshot in record.snapshots]
+    found = []
+    for (_, before), (snapshot, after) in pairwise(views):
+        lines = tuple(line for line in differences(before, after) if not _FRAME.fullmatch(line))
+        if lines:
+            found.append(Change(snapshot.number, snapshot.call, lines, made=not before.graphs, removed=not after.graphs))
+    return tuple(found)
+
+
+def _only(module: Module, target: Target) -> Module:
+    """A module of nothing but the target."""
+    graphs: dict[str, Graph] = {}
+    for place in target.places:
+        known = graphs.get(place.graph, Graph(place.graph, (), (), ()))
+        graphs[place.graph] = replace(known, ops=(*known.ops, place.op))
+    made = {v.name for place in target.places for v in place.op.outs}
+    touched = {str(place.op.attrs["var"]) for place in target.places if "var" in place.op.attrs}
+    touched |= {target.name} if target.kind == VARIABLE else set()
+    names = [name for name in module.vars if name in touched]
+    return Module(module.name, vars={name: module.vars[name] for name in names}, graphs=graphs, edges=tuple(_edges(module.edges, made)))
+
+
+def _edges(edges: Sequence[Edge], names: set[str]) -> Iterable[Edge]:
+    for edge in edges:
+        values = tuple(v for v in edge.values if v.name in names)
+        if values:
+            yield replace(edge, values=values)

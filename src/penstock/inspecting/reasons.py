@@ -1,0 +1,72 @@
+"""Why a stage is what it is and where it is. In: a module, and plan.json if there is one. Out: sentences, with the numbers that the planner had.
+
+What is said comes from the notes that passes left, from what plan.json predicts of the stage's ranks, and from what the planner wrote down of the plans it
+did not choose. A plan that nobody searched for (`--stages`, `--split-at`) has no such alternatives, which is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from penstock.ir.errors import VerifyError
+from penstock.ir.graph import Module
+from penstock.ir.words import counted
+from penstock.passes.cost import shown_seconds
+
+# The passes that decide where something is computed, and how.
+_DECIDING = ("placement", "partition", "recompute", "libraries")
+
+
+def stage_reasons(module: Module, stage: int, plan: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the planner knew when it made a stage."""
+    try:
+        return tuple(_reasons(module, stage, plan))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
+        raise VerifyError(f"plan.json is not as `penstock compile` writes it: {error!r}", hint="compile the model again") from error
+
+
+def _reasons(module: Module, stage: int, plan: Mapping[str, Any]) -> Iterator[str]:
+    for told in plan.get("stages", ()):
+        if told["stage"] == stage and told["starts_at"] is not None:
+            yield f"stage {stage} begins with {told['starts_at']}"
+    if predicted := plan.get("predicted"):
+        yield from _load(module, stage, predicted)
+    yield from (f"{note.origin}: {note.text}" for note in module.notes if note.origin in _DECIDING)
+    if not plan:
+        return
+    planner = plan.get("planner")
+    if planner is None:
+        yield "no plans were compared: stages or cuts were asked for (--batch lets the planner choose)"
+        return
+    yield from _alternatives(plan, planner)
+
+
+def _load(module: Module, stage: int, predicted: Mapping[str, Any]) -> Iterator[str]:
+    busy = {int(rank): float(seconds) for rank, seconds in predicted["busy_s"].items()}
+    slowest = max(busy.values(), default=0.0)
+    for rank, home in enumerate(module.rank_stages()):
+        if home == stage and slowest:
+            yield f"rank {rank} computes {shown_seconds(busy[rank])} per batch, {busy[rank] / slowest:.0%} of the busiest rank"
+    yield f"a batch is predicted to take {shown_seconds(float(predicted['step_s']))}, limited by {predicted['limited_by']}"
+
+
+def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterator[str]:
+    step = float(planner["step_s"])
+    if planner["proven"]:
+        yield f"by the planner's formulas no plan is faster than its {shown_seconds(step)} per batch"
+    else:
+        yield f"the planner's formulas give {shown_seconds(step)} per batch, and no plan takes less than {shown_seconds(float(planner['bound_s']))}"
+    for kind, seconds in planner["schedules"].items():
+        if kind != plan.get("schedule") and kind not in planner["refused"]:
+            yield f"what if: schedule {kind}: {_against(float(seconds), step)}"
+    for kind, reason in planner["refused"].items():
+        yield f"refused: {kind}: {str(reason).splitlines()[0]}"
+    for name, seconds in planner.get("what_if", {}).items():
+        yield f"what if: {name}: " + ("nothing fits" if seconds is None else _against(float(seconds), step))
+    if planner["left_out"]:
+        yield f"{counted(len(planner['left_out']), 'device')} left out: {', '.join(planner['left_out'])}"
+
+
+def _against(other: float, step: float) -> str:
+    return f"{shown_seconds(other)} per batch, {other / step - 1:+.1%}"

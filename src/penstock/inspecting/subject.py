@@ -1,0 +1,95 @@
+"""What is looked at. In: the path of a bundle, an IR file or a dump folder. Out: its module, with the bundle or the dumps if it is one.
+
+The module of a dump folder is its last one. A bundle may come with the dump folder of the compilation that made it, which says what passes did.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import Module
+from penstock.ir.text import parse_module
+
+if TYPE_CHECKING:
+    from penstock.backends.bundle import Bundle
+
+_DUMP = re.compile(r"(\d+)_([a-z0-9\-]+)\.ir")
+_EXPECTED = "expected a bundle directory, a dump folder or an IR file"
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """A module of a dump folder, and the call of the pass that made it."""
+
+    number: int
+    call: str
+    path: Path
+
+    @property
+    def module(self) -> Module:
+        return _read(self.path)
+
+
+@dataclass(frozen=True)
+class Subject:
+    path: Path
+    module: Module
+    bundle: Bundle | None = None
+    dumps: tuple[Dumped, ...] = ()
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """plan.json of a bundle; empty for all else."""
+        return {} if self.bundle is None else self.bundle.plan
+
+    @property
+    def backend(self) -> str:
+        """The back end of a bundle, else the one that kernels are for."""
+        return "tvm" if self.bundle is None else self.bundle.manifest.backend
+
+
+def open_subject(path: str | Path, dumps: str | Path | None = None, *, weights: bool = False) -> Subject:
+    """Open what a path names. `dumps` is a dump folder beside it. Of a bundle everything that is looked at was checked, the weights if they are asked for."""
+    place = Path(path)
+    beside = tuple(_listed(Path(dumps))) if dumps is not None else ()
+    if dumps is not None and not beside:
+        raise UsageError("holds no NN_pass.ir", where=str(dumps), hint="give a folder that `penstock compile --dump-ir` wrote")
+    if not place.is_dir():
+        return Subject(place, _read(place), None, beside)
+    if listed := tuple(_listed(place)):
+        if dumps is not None:
+            raise UsageError("is a dump folder itself", where=str(path), hint="--dumps goes with a bundle or an IR file")
+        return Subject(place, listed[-1].module, None, listed)
+    from penstock.backends.bundle import open_bundle
+
+    bundle = open_bundle(place)
+    return Subject(place, bundle.module, bundle, beside)
+
+
+def load_module(path: str | Path) -> Module:
+    """The module of a bundle, of an IR file, or the last one of a dump folder."""
+    return open_subject(path).module
+
+
+def _listed(folder: Path) -> Iterator[Dumped]:
+    """The modules of a dump folder in the order of the passes, read when they are asked for."""
+    found = sorted((int(match[1]), match[2], path) for path in folder.glob("*.ir") if (match := _DUMP.fullmatch(path.name)))
+    calls: dict[int, str] = {}
+    table = folder / "passes.tsv"
+    if found and table.is_file():
+        rows = (line.split("\t") for line in table.read_text(encoding="utf-8").splitlines())
+        calls = {int(row[0]): row[1] for row in rows if len(row) > 1 and row[0].isdigit()}
+    yield from (Dumped(number, calls.get(number, name), path) for number, name, path in found)
+
+
+def _read(path: Path) -> Module:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}", hint=_EXPECTED) from error
+    return parse_module(text, str(path))

@@ -1,0 +1,106 @@
+"""Statistics of weights. In: named arrays, of a bundle or a checkpoint. Out: Statistics of each, in one pass over its elements in float64.
+
+    mean, std, norm    of the finite elements; std is that of the elements themselves (divided by their number), norm the root of the sum of squares
+    zeros              elements equal to 0        nans, infinities    elements that are no numbers
+
+Means and squares are summed up part by part and joined by Chan, Golub and LeVeque's formula, so that a large mean does not swallow a small spread. Arrays are
+mapped into memory and read in parts: a file may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.backends.bundle import Bundle
+from penstock.backends.tensor_file import map_tensors
+from penstock.ir.errors import VerifyError
+from penstock.ir.graph import Module
+
+_PART = 1 << 20
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of one array. What has no finite element has no least, most, mean and std."""
+
+    count: int
+    least: float | None
+    most: float | None
+    mean: float | None
+    std: float | None
+    norm: float
+    zeros: int
+    nans: int
+    infinities: int
+
+    @property
+    def share_of_zeros(self) -> float:
+        return self.zeros / self.count if self.count else 0.0
+
+
+def statistics(array: npt.NDArray[Any]) -> Statistics:
+    """One pass over an array of any element type."""
+    number, mean, spread, squares = 0, 0.0, 0.0, 0.0
+    least, most, zeros, nans, infinities = math.inf, -math.inf, 0, 0, 0
+    for part in _parts(array):
+        finite = part[np.isfinite(part)]
+        lost = int(np.isnan(part).sum())
+        nans, infinities = nans + lost, infinities + part.size - finite.size - lost
+        zeros += int(part.size - np.count_nonzero(part))
+        if not finite.size:
+            continue
+        with np.errstate(over="ignore"):
+            own = float(finite.mean())
+            apart, total = own - mean, number + finite.size
+            spread += float(np.square(finite - own).sum()) + apart * apart * number * finite.size / total
+            squares += float(np.square(finite).sum())
+        mean, number = mean + apart * finite.size / total, total
+        least, most = min(least, float(finite.min())), max(most, float(finite.max()))
+    rest: dict[str, Any] = {"norm": math.sqrt(squares), "zeros": zeros, "nans": nans, "infinities": infinities}
+    if not number:
+        return Statistics(int(array.size), None, None, None, None, **rest)
+    return Statistics(int(array.size), least, most, mean, math.sqrt(spread / number), **rest)
+
+
+def _parts(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.float64]]:
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _PART):
+        yield np.asarray(flat[start : start + _PART]).astype(np.float64)
+
+
+# ------------------------------------------------------------------------------------------------ where arrays come from
+
+
+def bundle_arrays(bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
+    """The initial values that a bundle holds, mapped into memory."""
+    stages = dict.fromkeys(entry.stage for entry in bundle.manifest.ranks)
+    return {name: array for stage in stages for name, array in map_tensors(bundle.weights_file(stage)).items()}
+
+
+def checkpoint_arrays(path: str | Path, module: Module) -> tuple[dict[str, npt.NDArray[Any]], int]:
+    """The newest state in a checkpoint, or in the newest one of a directory, optimiser state and buffers among it; and its step. VerifyError where it is of
+    other variables."""
+    from penstock.runtime.checkpoint import read_index, read_tensors
+    from penstock.runtime.choosing import find_checkpoint
+
+    place = find_checkpoint(Path(path))
+    index = read_index(place)
+    problems = list(_strangers(index.types(index.step), module))
+    if problems:
+        raise VerifyError("the checkpoint is of another program:" + "".join(f"\n  - {p}" for p in problems), where=str(place))
+    return read_tensors(place, index, set(index.types(index.step))), index.step
+
+
+def _strangers(types: Mapping[str, str], module: Module) -> Iterator[str]:
+    for name, found in types.items():
+        if name not in module.vars:
+            yield f"{name}: the program has no such variable"
+        elif str(module.vars[name].type) != found:
+            yield f"{name}: the program has {module.vars[name].type}, the checkpoint {found}"

@@ -1,0 +1,112 @@
+"""What `penstock inspect` prints: colours change no letter, numbers are those of the module, curves those of the simulation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from drawn_modules import modules
+from hypothesis import given, settings
+
+from penstock.cli import main
+from penstock.inspecting import colours
+from penstock.inspecting.memory import memory_curves
+from penstock.inspecting.subject import Subject
+from penstock.inspecting.summary import summarize
+from penstock.inspecting.views import _heights, show_memory
+from penstock.ir.graph import Module
+from penstock.ir.memory import measure_memory
+from penstock.ir.ops import cost_of
+from penstock.ir.simulate import format_grid
+from penstock.ir.text import print_module
+from penstock.passes.cost import rank_seconds
+from penstock.simulating import forecast, seconds_of
+
+
+@settings(max_examples=30)
+@given(modules())
+def test_colours_change_no_letter(module: Module) -> None:
+    text = print_module(module)
+    painted = colours.paint_ir(text)
+    assert colours.plain_text(painted) == text
+    assert painted != text
+    assert colours.plain_text(colours.paint_schedule(text)) == text
+    assert colours.plain_text(colours.paint_changes(text)) == text
+
+
+@pytest.mark.parametrize(("no_color", "term", "expected"), [("", "xterm", True), ("1", "xterm", False), ("", "dumb", False)])
+def test_colours_are_for_terminals_that_want_them(
+    no_color: str, term: str, expected: bool, built: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", term)
+    words = ["inspect", str(built / "bundle"), "--graph", "s0.F"]
+    assert main(words) == 0
+    assert "\x1b" not in capsys.readouterr().out, "no terminal"
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(words) == 0
+    assert ("\x1b" in capsys.readouterr().out) == expected
+
+
+def test_the_summary_counts_what_is_there(bundle: Subject) -> None:
+    module, facts = bundle.module, summarize(bundle.module)
+    assert module.schedule is not None
+    for row in facts.stages:
+        graphs = [g for name, g in module.graphs.items() if name.startswith(f"s{row.stage}.")]
+        assert row.operations == sum(len(g.ops) for g in graphs)
+        work = sum(cost_of(op).flops * (1 if g.name.endswith("U") else 3) for g in graphs for op in g.ops)
+        assert row.flops == pytest.approx(work, rel=1e-12)
+        assert row.peak == measure_memory(module)[row.stage].peak
+        assert row.seconds == pytest.approx(bundle.plan["predicted"]["busy_s"][str(row.stage)], rel=0.5)
+    assert [(m.source, m.target, m.nbytes) for m in facts.messages] == [
+        (e.src, e.dst, sum(v.type.nbytes for v in e.values)) for e in module.edges
+    ]
+
+
+def test_every_view_of_every_dump(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in sorted((built / "dumps").glob("*.ir")):
+        assert main(["inspect", str(path)]) == 0
+        assert main(["inspect", str(path), "--params", "--op", "matmul"]) == 0
+    assert main(["inspect", str(built / "dumps")]) == 0
+    last = capsys.readouterr().out
+    assert main(["inspect", str(built / "bundle" / "module.ir")]) == 0
+    assert last.endswith(capsys.readouterr().out)
+    for words in (["--json"], ["--memory", "--json"], ["--kernels", "--json"], ["--params", "--json"]):
+        assert main(["inspect", str(built / "bundle"), *words]) == 0
+        assert json.loads(capsys.readouterr().out)
+
+
+def test_curves_are_those_of_the_simulation(bundle: Subject) -> None:
+    module = bundle.module
+    made = forecast(module, seconds_of(module, rank_seconds(module)), 2)
+    for curve in memory_curves(module, 2):
+        assert [(p.seconds, float(p.live)) for p in curve.points] == made.curves()[curve.rank]
+        assert max(p.held for p in curve.points) <= curve.memory.peak
+    # Before messages are made there are no times, but the same actions.
+    untimed = memory_curves(module.but(cluster=None), 2)
+    assert [[p.action for p in c.points] for c in untimed] == [[p.action for p in c.points] for c in memory_curves(module, 2)]
+    assert not untimed[0].timed
+
+
+def test_a_plot_misses_no_peak(bundle: Subject) -> None:
+    for curve in memory_curves(bundle.module, 2):
+        for columns in (3, 17, 80):
+            heights = _heights(curve, columns, curve.points[-1].seconds)
+            assert max(heights) == curve.most_live.live
+            assert 0 not in heights
+    text = show_memory(memory_curves(bundle.module, 2), 80)
+    assert max(map(len, (line for line in text.splitlines() if "┤" in line))) <= 80
+
+
+def test_a_grid_that_is_too_wide_goes_on_below(bundle: Subject) -> None:
+    schedule = bundle.module.schedule
+    assert schedule is not None
+    whole, wrapped = format_grid(schedule, 3), format_grid(schedule, 3, width=60)
+    assert max(map(len, wrapped.splitlines()[:-1])) <= 60 < max(map(len, whole.splitlines()))
+    for rank in schedule.ranks:
+        cells = [
+            " ".join(x.partition("| ")[2] for x in text.splitlines() if x.startswith(f"rank {rank} |")).split() for text in (whole, wrapped)
+        ]
+        assert cells[0] == cells[1]

@@ -1,0 +1,137 @@
+"""`inspect --why`: what it says of an operation, against the modules themselves."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import onnx
+import pytest
+
+from penstock.cli import main
+from penstock.inspecting.finding import find, look_up
+from penstock.inspecting.history import record_of
+from penstock.inspecting.subject import Subject, open_subject
+from penstock.inspecting.why import why
+from penstock.ir.errors import UsageError
+from penstock.ir.text import print_op
+
+
+def test_a_value_a_variable_a_kernel_a_node_and_a_module(bundle: Subject) -> None:
+    module = bundle.module
+    every = [(graph.name, i, op) for graph in module.graphs.values() for i, op in enumerate(graph.ops)]
+
+    def places(text: str) -> list[tuple[str, int]]:
+        return [(place.graph, place.position) for place in find(module, text).places]
+
+    assert places("%h.0.mlp.gelu") == [(g, i) for g, i, op in every if "h.0.mlp.gelu" in [v.name for v in op.outs]]
+    assert places("@wte.weight") == [(g, i) for g, i, op in every if op.attrs.get("var") == "wte.weight"]
+    assert places("s0.F/k3") == [(g, i) for g, i, op in every if g == "s0.F" and op.attrs.get("kernel") == "k3"]
+    assert find(module, "h.0.attn.split").kind == "node"
+    assert places("h.0.attn.split") == [(g, i) for g, i, op in every if op.loc == "h.0.attn.split"]
+    assert find(module, "h.1.mlp").kind == "path"
+    assert places("h.1.mlp") == [(g, i) for g, i, op in every if op.loc.startswith("h.1.mlp.")]
+    # Not what only begins alike.
+    assert look_up(module, "h.1.ml") is None
+    assert look_up(module, "%wte.weight.nowhere") is None
+
+
+def test_a_wrong_name_is_answered_with_those_like_it(bundle: Subject, built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        find(bundle.module, "h.0.atn.residul")
+    assert "%h.0.attn.residual" in caught.value.hint
+    assert main(["inspect", str(built / "bundle"), "--why", "h.0.atn.residul"]) == 2
+    assert "%h.0.attn.residual" in capsys.readouterr().err
+
+
+def test_passes_run_again_did_what_the_dumps_say(bundle: Subject, built: Path) -> None:
+    both = open_subject(built / "bundle", built / "dumps")
+    for name in ("h.0.attn.qkv.product", "@h.1.ln_1.weight", "h.1.attn.residual", "h.0.mlp"):
+        dumped, again = why(both, name), why(bundle, name)
+        cut = next(change.number for change in dumped.changes if change.call.startswith("partition"))
+        assert [(c.number, c.call, c.lines) for c in dumped.changes if c.number >= cut] == [
+            (c.number, c.call, c.lines) for c in again.changes
+        ]
+        assert "run again" in again.record
+        assert "dumped" in dumped.record
+        assert dumped.parts == again.parts
+
+
+def test_every_pass_that_touched_an_operation_is_named(dumps: Subject) -> None:
+    """By brute force: the text of the operation after each pass, wherever it stands."""
+    name = "h.1.attn.residual"
+    texts = []
+    for dump in dumps.dumps:
+        made = [f"{g.name}: {print_op(op)}" for g in dump.module.graphs.values() for op in g.ops if name in [v.name for v in op.outs]]
+        carried = [f"{e.src}>{e.dst} {e.phase}" for e in dump.module.edges if name in [v.name for v in e.values]]
+        texts.append((dump.number, made + carried))
+    expected = [number for (_, before), (number, after) in pairwise(texts) if before != after]
+    found = why(dumps, name)
+    assert [change.number for change in found.changes] == expected
+    assert len(expected) >= 4
+
+
+def test_what_is_said_of_a_value_that_travels(bundle: Subject) -> None:
+    found = why(bundle, "h.0.mlp.residual")
+    module = bundle.module
+    edges = [(e.src, e.dst, e.phase) for e in module.edges if "h.0.mlp.residual" in [v.name for v in e.values]]
+    assert [(c.source, c.target, c.phase) for c in found.crossings] == edges
+    inside = why(bundle, "h.0.mlp.gelu")
+    assert not inside.crossings
+    (part, *_) = inside.parts
+    assert (part.graph, part.stage, part.devices) == ("s0.F", 0, ("cpu:0",))
+    assert part.kernel is not None
+    assert part.kernel.label == f"s0.F/{module.graphs['s0.F'].ops[part.position].attrs['kernel']}"
+    assert part.kernel.calls == 3, "one per microbatch"
+    assert set(part.kernel.elsewhere) == {"cpu:1"}
+    sent = [
+        c for e in module.edges for v in e.values for c in why(bundle, f"%{v.name}").crossings if (c.source, c.target) == (e.src, e.dst)
+    ]
+    assert {(c.value, c.nbytes, c.times) for c in sent} == {(v.name, v.type.nbytes, 3) for e in module.edges for v in e.values}
+
+
+def test_the_source_is_the_node_of_the_model(bundle: Subject, built: Path) -> None:
+    model = onnx.load(built / "gpt.onnx")
+    for node in list(model.graph.node)[:12]:
+        found = look_up(bundle.module, node.name)
+        if found is not None:
+            told = {source.name: source for source in why(bundle, node.name).sources}
+            assert (told[node.name].op_type, told[node.name].inputs) == (node.op_type, tuple(node.input))
+
+
+def test_what_a_pass_removed_is_told_by_that_pass(dumps: Subject) -> None:
+    first, last = dumps.dumps[0].module, dumps.module
+    left = {v.name for g in last.graphs.values() for op in g.ops for v in op.outs}
+    gone = next(
+        v.name for g in first.graphs.values() for op in g.ops for v in op.outs if v.name not in left and look_up(last, v.name) is None
+    )
+    found = why(dumps, gone)
+    assert found.gone
+    assert [change.call for change in found.changes if change.removed]
+
+
+def test_without_a_record_that_is_said(built: Path, tmp_path: Path) -> None:
+    alone = open_subject(built / "dumps" / "01_simplify.ir") if (built / "dumps" / "01_simplify.ir").exists() else None
+    path = tmp_path / "m.ir"
+    path.write_text((built / "bundle" / "module.ir").read_text())
+    for subject in filter(None, (alone, open_subject(path))):
+        assert "not known" in record_of(subject).origin
+        assert not why(subject, "h.0.mlp.gelu").changes
+
+
+def test_why_prints_and_is_json(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(built / "bundle"), "--why", "h.0.mlp.gelu", "--dumps", str(built / "dumps")]) == 0
+    out = capsys.readouterr().out
+    for word in ("ONNX node h.0.mlp.gelu", "stage 0 on cpu:0", "kernel s0.F/", "roofline", "why stage 0", "fuse", "kernel="):
+        assert word in out
+    assert main(["inspect", str(built / "bundle"), "--why", "h.0.mlp.gelu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "value"
+
+
+def test_options_that_do_not_go_together_are_refused_at_once(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(built / "nothing"), "--dumps", "d", "--checkpoint", "c", "--json", "--schedule"]) == 2
+    said = capsys.readouterr().err
+    assert all(flag in said for flag in ("--dumps", "--checkpoint", "--json"))
+    assert main(["inspect", str(built / "bundle"), "--why", "x", "--dumps", str(built / "bundle")]) == 2
+    assert "NN_pass.ir" in capsys.readouterr().err
