@@ -35,8 +35,7 @@ from typing import Any
 import msgspec
 
 from ..ir.errors import UsageError, VerifyError
-from ..ir.graph import Module, Var, signature
-from ..ir.schedule import COMPUTE
+from ..ir.graph import Module, Var, stage_vars
 from ..ir.text import parse_module
 from .interface import BACKENDS
 from .signing import SIGNATURE, check_signature, key_in_use
@@ -165,13 +164,6 @@ class Bundle:
 
     def weights_file(self, stage: int) -> Path:
         return self.path / weights_name(stage)
-
-
-def stage_vars(module: Module, stage: int) -> dict[str, Var]:
-    """The variables that a stage's graphs touch, in the module's order."""
-    graphs = [g for g in (module.stage_graph(stage, kind) for kind in COMPUTE) if g is not None]
-    touched = {slot.var for graph in graphs for slot in signature(graph).slots}
-    return {name: var for name, var in module.vars.items() if name in touched or (var.stage == stage and var.role in ("param", "buffer"))}
 
 
 def stored_vars(module: Module) -> dict[str, Var]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..ir.cluster import usable_cores
 from ..ir.errors import UsageError, VerifyError
-from ..ir.graph import Module
+from ..ir.graph import Module, stage_vars
 from ..ir.text import print_module
 from ..ir.types import dtype_of
 from .bundle import (
@@ -41,7 +41,6 @@ from .bundle import (
     Origin,
     RankEntry,
     open_bundle,
-    stage_vars,
     stored_vars,
     weights_name,
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from penstock.ir.cluster import Device
 from penstock.ir.errors import UsageError
@@ -32,12 +32,23 @@ ALIGNMENT = 64
 BACKENDS = ("tvm", "numpy")
 
 
+class Temporary(NamedTuple):
+    """A block of memory that a call of a graph takes for itself, and the first and the last kernel that work in it."""
+
+    nbytes: int
+    first: str
+    last: str
+
+
 class StageProgram(Protocol):
     """The compiled graphs of one stage, ready to run in this process. All tensors are on `device`."""
 
     device: torch.device
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+    def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Temporary] | None]:
+        """`call`, and what memory it took beside its results, in the order of allocation; None where the back end cannot tell. Slower than a call."""
 
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
         """A promise: these tensors, one per slot of the graph, keep their values from now on. The program may keep what it makes of them.

@@ -80,6 +80,10 @@ class NumpyProgram:
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
         """Nothing is kept: operands are used as they are."""
 
+    def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], None]:
+        """NumPy does not tell what it takes."""
+        return self.call(graph, args), None
+
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sig = self._signatures[graph]
         arrays = [array_of(x) for x in args]

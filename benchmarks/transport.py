@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.backends.bundle import open_bundle, stage_vars
-from penstock.ir.graph import Edge, Module, Value, stepped_vars
-from penstock.ir.memory import POSTED
+from penstock.backends.bundle import open_bundle
+from penstock.ir.graph import Edge, Module, Value, stage_vars, stepped_vars
+from penstock.ir.memory_walk import POSTED
 from penstock.ir.schedule import PHASES, RECEIVES, SENDS, Action
 from penstock.ir.types import TensorType, numpy_dtype
 from penstock.models import write_mlp

@@ -270,6 +270,13 @@ def signature(graph: Graph) -> Signature:
     return Signature(graph.ins, tuple(slots), graph.results)
 
 
+def stage_vars(module: Module, stage: int) -> dict[str, Var]:
+    """The variables that a stage has: those that its graphs touch, and its parameters and buffers that nothing touches; in the module's order."""
+    graphs = [graph for name, graph in module.graphs.items() if name.startswith(f"s{stage}.")]
+    touched = {slot.var for graph in graphs for slot in signature(graph).slots}
+    return {name: var for name, var in module.vars.items() if name in touched or (var.stage == stage and var.role in (PARAM, BUFFER))}
+
+
 # ------------------------------------------------------------------------------------------------ rewriting
 
 

@@ -13,29 +13,27 @@ runtime.
 
 Results and temporaries of compiled graphs come from an allocator that keeps a freed block for the next one of exactly that size. So what it
 holds is, for each size, the most blocks of that size at once; the walk counts them. Memory of received values and of inputs is used again in the same
-way. Receives are posted ahead, and have their memory from then on.
-What is sent stays until the next send of its channel.
-Known limits: scratch memory inside kernels and rounding to pages need more; small values that share a message (parcels.py) are counted as if each had
-memory of its own. The interpreter and its libraries are not counted: a worker measures them before it loads its variables.
+way. Receives are posted ahead, and have their memory from then on; on a GPU it is pinned memory of the host, which is not counted, until they have come.
+What is sent stays until the next send of its channel. Values that share a message (parcels.py) are one block.
+Known limits: scratch memory inside kernels and rounding to pages need more. The interpreter and its libraries are not counted: a worker measures them before
+it loads its variables. `planned_account` is exact, block by block and action by action, but for receives of batches that a program has yet to give.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from .graph import GRAD, PARAM, STATE, Graph, Module, Value
-from .schedule import COMPUTE, PHASES, RECEIVES, Action, Schedule
-from .storage import planned_blocks
+from .accesses import Accesses
+from .graph import GRAD, PARAM, STATE, Module, Var, stage_vars, stepped_vars
+from .lives import BEFORE, Account, Life, Version
+from .memory_walk import Walk, actions_of
+from .schedule import COMPUTE, Action
 
 BATCHES = 3
-# The runtime posts the receives among the next so many actions (a batch action with its sends, receives and drop is at most five of them), and
-# at most so many of one channel: one that arrives while its predecessor is worked on, one to follow.
-LOOK_AHEAD = 10
 # Batches handed to the workers and not finished yet. Under 2bw the update of a batch needs the one after it; two more keep the pipe full.
 BATCHES_AHEAD = 4
-POSTED = 2
+_PURPOSES = {PARAM: "weights", GRAD: "gradients", STATE: "state"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +71,16 @@ def measure_memory(module: Module) -> dict[int, Memory]:
 
 def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     assert module.schedule is not None
-    graphs = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
+    graphs = [g for kind in COMPUTE if (g := module.stage_graph(stage, kind))]
     fixed = {"weights": 0, "gradients": 0, "state": 0, "buffers": 0}
-    for name in {op.var for graph in graphs.values() for op in graph.ops if "var" in op.attrs}:
-        var = module.vars[name]
-        fixed[{PARAM: "weights", GRAD: "gradients", STATE: "state"}.get(var.role, "buffers")] += var.type.nbytes * var.versions
-    taken = {v.name for graph in graphs.values() for v in graph.ins}
+    for var in stage_vars(module, stage).values():
+        fixed[purpose_of(var)] += var.type.nbytes * var.versions
+    taken = {v.name for graph in graphs for v in graph.ins}
     batch = module.schedule.microbatches * sum(v.type.nbytes for v in module.data_inputs if v.name in taken)
     # One more than are ahead: a batch counts as finished when the loss is known, and stages before that one still work on it.
     data = 0 if _on_gpu(module, rank) else (BATCHES_AHEAD + 1) * batch
-    walk = _Walk(module, stage, graphs)
-    for _ in walk.follow(module.schedule, rank, BATCHES):
+    walk = Walk(module, stage, posts=not _on_gpu(module, rank))
+    for _ in walk.follow(actions_of(module.schedule, rank, BATCHES)):
         pass
     return Memory(
         stage,
@@ -101,164 +98,80 @@ def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Acti
     """After each action of a run: bytes that live then, and bytes that the process holds (freed blocks of results and messages are kept for the next).
     With variables and data, as `measure_memory` counts them; temporaries of a graph are held from its first call on, and live during it."""
     assert module.schedule is not None, "memory needs a schedule"
-    program = module.schedule.ranks[rank]
-    stage = next(a.stage for a in (*program.start, *program.batch))
+    stage = module.rank_stages()[rank]
     row = _stage_memory(module, rank, stage)
-    walk = _Walk(module, stage, {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))})
-    for action in walk.follow(module.schedule, rank, batches):
+    walk = Walk(module, stage, posts=not _on_gpu(module, rank))
+    for action in walk.follow(actions_of(module.schedule, rank, batches)):
         values = sum(walk.now.values()) + walk.coming
-        yield action, row.fixed + row.data + values, row.fixed + row.data + sum(pool.bytes for pool in walk.pools.values())
+        yield action, row.fixed + row.data + values, row.fixed + row.data + sum(pool.bytes for pool in walk.pools)
+
+
+def planned_account(module: Module, rank: int, runs: Sequence[tuple[int, int]]) -> Account:
+    """What lives in the memory of a rank, block by block. `runs` are first batch and number of batches, of runs from an empty pipeline to an empty one
+    that follow each other, which is what checkpoints make of a training."""
+    assert module.schedule is not None, "memory needs a schedule"
+    stage = module.rank_stages()[rank]
+    walk, actions = Walk(module, stage, posts=not _on_gpu(module, rank), lives=True), list[Action]()
+    for first, batches in runs:
+        actions += walk.follow(actions_of(module.schedule, rank, batches, first))
+    newest = runs[0][0] if runs else 0
+    lives = with_uses(module, stage, newest, actions, [*_variable_lives(module, stage), *walk.finish()])
+    workspace = {kind: tuple(blocks) for kind, blocks in walk.workspaces.items()}
+    return Account(rank, tuple(actions), tuple(lives), tuple(_versions(module, rank, stage, newest, actions)), workspace)
+
+
+def with_uses(module: Module, stage: int, newest: int, actions: Sequence[Action], lives: Sequence[Life]) -> list[Life]:
+    """The same blocks, in the order in which they were taken, with the actions that work with what is in them."""
+    values: dict[tuple[int | None, str], list[int]] = {}
+    buffers: dict[tuple[str, int], list[int]] = {}
+    for step, access in enumerate(Accesses(module, stage, newest).follow(actions)):
+        for name in access.values:
+            values.setdefault((access.owner, name), []).append(step)
+        for buffer in access.buffers:
+            buffers.setdefault(buffer, []).append(step)
+    found = []
+    for life in lives:
+        touched = (
+            buffers.get((life.names[0], life.copy), [])
+            if life.owner is None
+            else [s for n in life.names for s in values.get((life.owner, n), ())]
+        )
+        end = len(actions) if life.given is None else life.given
+        found.append(replace(life, uses=tuple(sorted({s for s in touched if life.taken <= s <= end}))))
+    return sorted(found, key=lambda life: (life.taken, life.names, life.copy, life.owner or 0))
+
+
+def purpose_of(var: Var) -> str:
+    """The column of a variable."""
+    return _PURPOSES.get(var.role, "buffers")
+
+
+def saved_values(module: Module, stage: int) -> frozenset[str]:
+    """The values that a computation saves for a later one: what is in a block with one of them counts as activations, what is in others as boundary."""
+    graphs = (module.stage_graph(stage, kind) for kind in ("F", "B"))
+    return frozenset(v.name for graph in graphs if graph is not None for v in graph.saved)
+
+
+def _variable_lives(module: Module, stage: int) -> Iterator[Life]:
+    for var in stage_vars(module, stage).values():
+        for copy in range(var.versions if var.type.nbytes else 0):
+            yield Life(purpose_of(var), (var.name,), None, var.type.nbytes, BEFORE, None, copy)
+
+
+def _versions(module: Module, rank: int, stage: int, newest: int, actions: Sequence[Action]) -> Iterator[Version]:
+    """Versions of the parameters that updates step: the one that a run begins with, and those that it makes. Batch t reads version t - delay; the last
+    action of that batch that does so retires it."""
+    assert module.schedule is not None
+    per_batch, readers = module.schedule.microbatches, ("F", "B", "W")
+    # As written for batch 1.
+    oldest = min((a.version for a in module.schedule.ranks[rank].batch if a.kind in readers and a.version is not None), default=1)
+    last = {a.version: i for i, a in enumerate(actions) if a.kind in readers and a.version == a.batch(per_batch) + oldest - 1}
+    made = {a.version: i for i, a in enumerate(actions) if a.kind == "U"}
+    for name in sorted(stepped_vars(module) & stage_vars(module, stage).keys()):
+        for version, written in ((newest, BEFORE), *((v, i) for v, i in made.items() if v is not None)):
+            yield Version(name, version, version % module.vars[name].versions, written, last.get(version))
 
 
 def _on_gpu(module: Module, rank: int) -> bool:
     place = module.rank_devices()[rank]
     return module.cluster is not None and any(d.name == place and d.kind == "cuda" for d in module.cluster.devices)
-
-
-class _Pool:
-    """Blocks by size: those in use, and how many there were at most, which is how many there are."""
-
-    def __init__(self) -> None:
-        self.used: Counter[int] = Counter()
-        self.most: Counter[int] = Counter()
-        self.bytes = 0
-
-    def change(self, size: int, sign: int) -> None:
-        """Take a block (1), or give it back (-1)."""
-        self.used[size] += sign
-        if self.used[size] > self.most[size]:
-            self.most[size] += 1
-            self.bytes += size
-
-
-class _Walk:
-    """Follows one rank's program and counts what lives: per microbatch, values that are saved and values that are passing through."""
-
-    def __init__(self, module: Module, stage: int, graphs: dict[str, Graph]) -> None:
-        self.graphs, self.homes = graphs, module.rank_stages()
-        self.blocks = {kind: planned_blocks(graph) for kind, graph in graphs.items()}
-        self.edges = {(e.phase, e.src, e.dst): e.values for e in module.edges}
-        self.saved = {v.name for kind in ("F", "B") if kind in graphs for v in graphs[kind].saved}
-        # What stays after each computation, beside what is to be sent: what the later ones take.
-        for_weights = {v.name for v in graphs["W"].ins} if "W" in graphs else set()
-        self.kept = {"F": {v.name for v in graphs["F"].saved} if "F" in graphs else set(), "B": for_weights, "W": set[str]()}
-        self.sent = {kind: {v.name for e in module.edges if (e.src, e.phase) == (stage, kind) for v in e.values} for kind in PHASES}
-        self.targets = {kind: sum((e.src, e.phase) == (stage, kind) for e in module.edges) for kind in PHASES}
-        self.last = next((kind for kind in ("W", "B") if kind in graphs), "F")
-        self.held: dict[int, dict[str, int]] = {}
-        self.sends: dict[tuple[str, int], int] = {}
-        self.now = {True: 0, False: 0}
-        # Memory of results and temporaries, of inputs of the module, and of received values; and which of these a value is in.
-        self.pools = {"made": _Pool(), "fed": _Pool(), "received": _Pool()}
-        self.pool_of = dict.fromkeys((v.name for v in module.inputs), "fed")
-        self.pool_of |= dict.fromkeys((v.name for graph in graphs.values() for v in graph.results), "made")
-        self.posted: dict[tuple[str, int], set[int]] = {}
-        self.lingering: dict[tuple[str, int], list[int]] = {}
-        self.coming = 0  # bytes of messages that may come before their action
-        self.activations = self.boundary = self.workspace = self.peak = self.in_flight = 0
-
-    def follow(self, schedule: Schedule, rank: int, batches: int) -> Iterator[Action]:
-        """Run through the program of a rank; each action is handed out when it is done."""
-        actions = list(schedule.expand(rank, batches))
-        drops = any(a.kind == "D" for a in actions)
-        others = [action for action in actions if action.kind != "D"]
-        done = 0
-        for action in actions:
-            for later in others[done : done + 1 + LOOK_AHEAD]:
-                self.post(later)
-            self.step(action, drops)
-            done += action.kind != "D"
-            yield action
-
-    def post(self, action: Action) -> None:
-        """A receive that lies ahead: from now on there is memory for it, unless its channel has enough."""
-        if action.kind not in RECEIVES:
-            return
-        assert action.peer is not None
-        posted = self.posted.setdefault((action.kind, action.peer), set())
-        if action.mb not in posted and len(posted) < POSTED:
-            posted.add(action.mb)
-            self._message(action, 1)
-
-    def _message(self, action: Action, sign: int) -> None:
-        """Memory of a message is there, or is that of values of its microbatch from now on."""
-        assert action.peer is not None
-        for value in self.edges[action.kind[1], self.homes[action.peer], action.stage]:
-            self.coming += sign * value.type.nbytes
-            self.pools["received"].change(value.type.nbytes, sign)
-
-    def step(self, action: Action, drops: bool) -> None:
-        kind, mb = action.kind, action.mb
-        if kind in RECEIVES:
-            assert action.peer is not None
-            if mb in self.posted.get((kind, action.peer), ()):
-                self.posted[kind, action.peer].remove(mb)
-                self._message(action, -1)
-            self._hold(action.holder, self.edges[kind[1], self.homes[action.peer], action.stage])
-        elif kind in ("F", "B", "W"):
-            graph = self.graphs[kind]
-            self._hold(mb, graph.ins)
-            self._hold(mb, graph.results)
-            self._call(kind)
-            self._keep(mb, self.kept[kind] | self.sent.get(kind, set()))
-            if not drops and kind == self.last and not self.targets.get(kind):
-                self._keep(mb, set())
-        elif kind in ("SF", "SB"):
-            phase = kind[1]
-            self.sends[phase, mb] = self.sends.get((phase, mb), 0) + 1
-            if self.sends[phase, mb] == self.targets[phase]:
-                self._keep(mb, self.kept[phase] if drops or self.last != phase else set())
-            self._linger(action)
-        elif kind == "D":
-            self._keep(mb, set())
-        elif kind in ("P", "N"):
-            self._hold(action.holder, self.graphs[kind].results)
-            self._call(kind)
-        elif kind == "U":
-            self._call("U")
-            self._keep(action.holder, set())
-        self.activations = max(self.activations, self.now[True])
-        self.boundary = max(self.boundary, self.now[False] + self.coming)
-        self.in_flight = max(self.in_flight, sum(mb >= 0 for mb in self.held))
-        self._note()
-
-    def _linger(self, action: Action) -> None:
-        """What was sent stays until the peer has it: until the next send of the channel, say. What is saved stays anyway."""
-        assert action.peer is not None
-        for size in self.lingering.get((action.kind, action.peer), ()):
-            self.pools["made"].change(size, -1)
-        values = self.edges[action.kind[1], action.stage, self.homes[action.peer]]
-        sizes = [v.type.nbytes for v in values if v.name not in self.saved]
-        self.lingering[action.kind, action.peer] = sizes
-        for size in sizes:
-            self.pools["made"].change(size, 1)
-
-    def _call(self, kind: str) -> None:
-        """One call of a graph: its temporaries come and go."""
-        for sign in (1, -1):
-            for size in self.blocks[kind]:
-                self.pools["made"].change(size, sign)
-        self._note()
-
-    def _note(self) -> None:
-        total = sum(pool.bytes for pool in self.pools.values())
-        if total > self.peak:
-            self.peak, self.workspace = total, total - sum(self.now.values()) - self.coming
-
-    def _hold(self, mb: int, values: Iterable[Value]) -> None:
-        held = self.held.setdefault(mb, {})
-        for value in values:
-            if value.name not in held:
-                held[value.name] = value.type.nbytes
-                self._count(value.name, value.type.nbytes, 1)
-
-    def _keep(self, mb: int, names: set[str]) -> None:
-        held = self.held.get(mb, {})
-        for name in [n for n in held if n not in names]:
-            self._count(name, held.pop(name), -1)
-        if not held:
-            self.held.pop(mb, None)
-
-    def _count(self, name: str, size: int, sign: int) -> None:
-        self.now[name in self.saved] += sign * size
-        self.pools[self.pool_of.get(name, "received")].change(size, sign)

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..ir.errors import VerifyError
 from ..ir.types import dtype_of, numpy_dtype
+from .ledger import Entry
 
 Arrays = dict[str, np.ndarray]
 _HEAD = struct.Struct("<II")
@@ -224,12 +225,10 @@ class Evaluated(Record, frozen=True):
 
 
 class Trace(Record, frozen=True):
-    """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing. `held` is what the store
-    was given and let go of: when, microbatch (-1 - t for batch t), value, bytes more or less, address, None; and versions of variables that were
-    written or that nobody will read again: when, 0, variable, bytes more or less, number of the buffer, version."""
+    """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing, and what their rank wrote down of its memory."""
 
     events: tuple[tuple[str, float, float], ...]
-    held: tuple[tuple[float, int, str, int, int, int | None], ...] = ()
+    held: tuple[Entry, ...] = ()
 
 
 class Wake(Record, frozen=True):

@@ -13,6 +13,7 @@ runs microbatch k of a batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -105,6 +106,11 @@ class PortionFeed:
 
 def evaluate(executor: Executor, samples: FileSamples | None, count: int, size: int) -> dict[int, float]:
     """Run this rank's part of an evaluation of `count` samples; losses by number of portion, where they are computed."""
+    with nullcontext() if executor.ledger is None else executor.ledger.paused():
+        return _evaluate(executor, samples, count, size)
+
+
+def _evaluate(executor: Executor, samples: FileSamples | None, count: int, size: int) -> dict[int, float]:
     module, store, transport = executor.module, executor.store, executor.transport
     cut = portions(count, size)
     executor.feed = PortionFeed(samples, cut, size)

@@ -19,10 +19,11 @@ import torch
 from ..backends.interface import StageProgram
 from ..ir.errors import VerifyError
 from ..ir.graph import MICROBATCH, NORM, Graph, Module, Value, signature
-from ..ir.memory import LOOK_AHEAD
+from ..ir.memory_walk import LOOK_AHEAD
 from ..ir.ops import OPS
 from ..ir.schedule import COMPUTE, PHASES, RECEIVES, SENDS, Action
 from .control import LogEntry, Output, Record, Step
+from .ledger import Ledger
 from .pace import Pace
 from .program import ActionStream, Feed, fed_inputs, loss_stage, microbatch_size, share_of
 from .status import Status
@@ -70,7 +71,11 @@ class Executor:
         self.schedule = module.schedule
         self.log: list[LogEntry] | None = [] if audit else None
         self.events: list[tuple[str, float, float]] | None = [] if trace else None
-        store.changes = [] if trace else None
+        self.ledger = Ledger() if trace else None
+        if self.ledger is not None:
+            store.trace(self.ledger)
+            transport.ledger = self.ledger
+        self._watched: set[str] = set()
         self._started = 0.0
         found = {kind: module.stage_graph(stage, kind) for kind in COMPUTE}
         self.graphs: dict[str, Graph] = {kind: graph for kind, graph in found.items() if graph is not None}
@@ -111,6 +116,8 @@ class Executor:
         self._after_backward = {"B": frozenset(sent["B"] | for_weights), "W": frozenset(sent["B"])}
         self._sent_later = {"SF": frozenset(for_backward), "SB": frozenset(for_weights)}
         self._sends = {kind: sum(edge.src == self.stage and edge.phase == kind[1] for edge in self.module.edges) for kind in ("SF", "SB")}
+        # How many sends of a microbatch are still to come, where there are several.
+        self._unsent: dict[tuple[str, int], int] = {}
         forward = self.graphs.get("F")
         made = {v.name for v in forward.outs} if forward is not None else set()
         self.is_loss_stage = loss_stage(self.module) == self.stage
@@ -137,8 +144,12 @@ class Executor:
                 self.program.hold(name, [self.store.buffer(slot, None) for slot in slots])
             self._held = True
         stream, handlers, expect = ActionStream(self.schedule, self.rank, first, feed, unit), self._handlers, self.transport.expect
+        if self.ledger is not None:
+            self.ledger.run(first)
         while (upcoming := stream.pop()) is not None:
             action, retires = upcoming
+            if self.ledger is not None:
+                self.ledger.step += 1
             for later in stream.receives(LOOK_AHEAD):
                 expect(later)
             self._check()
@@ -204,8 +215,13 @@ class Executor:
     def send(self, action: Action) -> None:
         edge = self.transport.edge_of(action)
         self.transport.send(action, {value.name: self._value(action.holder, value) for value in edge.values})
-        if self._sends.get(action.kind) == 1:
-            self.store.keep_only(action.mb, self._sent_later[action.kind])
+        if action.kind in self._sends:
+            # What several stages take stays until it was sent to the last of them.
+            left = self._unsent.pop((action.kind, action.mb), self._sends[action.kind]) - 1
+            if left:
+                self._unsent[action.kind, action.mb] = left
+            else:
+                self.store.keep_only(action.mb, self._sent_later[action.kind])
 
     def receive(self, action: Action) -> None:
         self.store.put_all(action.holder, self.transport.receive(action))
@@ -222,9 +238,19 @@ class Executor:
     def _call(self, kind: str, action: Action, ins: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         name, slots, names = self._calls[kind]
         buffers = self.store.buffers(name, slots, action.version, action.batch(self.schedule.microbatches))
-        results = dict(zip(names, self.program.call(name, [*ins, *buffers]), strict=True))
+        results = dict(zip(names, self._run(kind, name, [*ins, *buffers]), strict=True))
         if kind != "U":
             self.store.put_all(action.holder, results)
+        return results
+
+    def _run(self, kind: str, name: str, args: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The graph's results. Its temporaries are the same in every call, so that those of the first tell all."""
+        if self.ledger is None or kind in self._watched:
+            return self.program.call(name, args)
+        self._watched.add(kind)
+        results, blocks = self.program.watch(name, args)
+        if blocks is not None:
+            self.ledger.call(kind, blocks)
         return results
 
     def _value(self, mb: int, value: Value) -> torch.Tensor:

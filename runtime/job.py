@@ -56,13 +56,14 @@ from .evaluation import Evaluation, count_evaluation, mean_loss
 from .feeds import AHEAD
 from .inference import Inference, Inputs
 from .launch import HEARTBEAT, TIMEOUT, Workers
+from .ledger import Entry
 from .options import data_problems, data_spec, nan_problems, timeout_problems
 from .pace import pace_problems
 from .program import fed_inputs, loss_stage, microbatch_size, share_of
 from .resuming import start_from
 from .serving import serving_problems
 from .steps import Steps
-from .trace import Event, Held
+from .trace import Event
 
 _NO_MORE: Any = object()
 
@@ -126,7 +127,7 @@ class Job:
         # The longest that a save had to wait for the one before, in seconds.
         self.save_waited = 0.0
         self.traces: list[list[Event]] = [[] for _ in range(bundle.world_size)]
-        self.held: list[list[Held]] = [[] for _ in range(bundle.world_size)]
+        self.held: list[list[Entry]] = [[] for _ in range(bundle.world_size)]
         resumed = None if start.place is None else str(start.place)
         setup = Setup(
             str(bundle.path),

@@ -39,6 +39,7 @@ from .elastic import Replanned, devices_on, lost_devices, replan
 from .evaluation import Evaluation, count_evaluation, mean_loss
 from .hosts import Interface, Present, check_hosts, describe_hosts, place_of
 from .launch import thread_environment
+from .ledger import Entry
 from .meet import join_place
 from .metrics import Metrics
 from .options import RunOptions
@@ -48,7 +49,7 @@ from .resuming import start_from
 from .status import BEAT_SECONDS, Patience, Status
 from .steps import Steps
 from .tables import Tables, learning_rate
-from .trace import Event, Held, write_trace
+from .trace import Event, write_trace
 from .transport import Group, time_span
 from .trust import open_trust
 from .utilisation import Utilisation
@@ -153,7 +154,7 @@ def run_rank(
     end = first + options.steps if beginning.end is None else beginning.end
     metrics, record = None, None
     events: list[Event] = []
-    held: list[Held] = []
+    held: list[Entry] = []
     losses: dict[int, float] = {}
     if rank == 0:
         print(f"{describe_hosts(present)} (interface chosen {interface.why})", file=sys.stderr, flush=True)
@@ -240,10 +241,18 @@ def run_rank(
             worker.obey(options.save_after(done, end))
     if options.trace is not None:
         ahead = measure_offset(group).seconds
-        moved = [(action, start + ahead, end + ahead) for action, start, end in events], [(at + ahead, *rest) for at, *rest in held]
+        moved = (
+            [(action, start + ahead, end + ahead) for action, start, end in events],
+            [entry._replace(at=entry.at + ahead) for entry in held],
+        )
         traces = [json.loads(part) for part in group.gather("trace", json.dumps(moved).encode())]
         if rank == 0:
-            write_trace(Path(options.trace), [trace[0] for trace in traces], module=module, held=[trace[1] for trace in traces])
+            write_trace(
+                Path(options.trace),
+                [trace[0] for trace in traces],
+                module=module,
+                held=[[Entry(*entry) for entry in trace[1]] for trace in traces],
+            )
             if metrics is not None:
                 metrics.overlapped(done, overlap_of([trace[0] for trace in traces], module))
     if metrics is not None:

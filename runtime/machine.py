@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..ir.cluster import Cluster
-from ..ir.memory import LOOK_AHEAD, POSTED
+from ..ir.memory_walk import LOOK_AHEAD, POSTED
 
 # How many bytes a send of gloo writes before it returns, where it was measured (benchmarks/truth.py --calibrate).
 SOCKET_BUFFER = 4e6

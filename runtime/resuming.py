@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..backends.bundle import Bundle, stage_vars
+from ..backends.bundle import Bundle
 from ..ir.errors import VerifyError
-from ..ir.graph import Module, Var, stepped_vars
+from ..ir.graph import Module, Var, stage_vars, stepped_vars
 from ..ir.rates import Rate
 from .checkpoint import Index, check_file, files_for, is_kept, random_seed, read_index
 from .choosing import Chosen

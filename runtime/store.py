@@ -13,7 +13,6 @@ gives. They are in the memory of the stage's device.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ import torch
 from ..ir.errors import VerifyError
 from ..ir.graph import GRAD, Slot, Var
 from ..ir.types import TensorType, numpy_dtype
+from .ledger import Ledger
 
 TORCH_DTYPES = {
     "f32": torch.float32,
@@ -225,8 +225,7 @@ class Store:
         self._found: dict[tuple[str, int | None, int], list[torch.Tensor]] = {}
         self.values: dict[int, dict[str, torch.Tensor]] = {}
         self.value_bytes = self.most_value_bytes = 0
-        # When tracing: what control.Trace calls held.
-        self.changes: list[tuple[float, int, str, int, int, int | None]] | None = None
+        self.ledger: Ledger | None = None
 
     # -------------------------------------------------------------------------------------------- variables
 
@@ -311,7 +310,7 @@ class Store:
         self._found.clear()
         for name, versions in self.versioned.items():
             versions.finish(version, self.grow)
-            self._note_version(name, versions, version, 1)
+            self._note_version("write", name, versions, version)
         self.version = version
 
     def retire(self, version: int) -> None:
@@ -320,21 +319,32 @@ class Store:
         for name, versions in self.versioned.items():
             if version in versions.held.values():
                 versions.retired.add(version)
-                self._note_version(name, versions, version, -1)
+                self._note_version("retire", name, versions, version)
 
-    def _note_version(self, name: str, versions: Versions, version: int, sign: int) -> None:
-        if self.changes is not None:
-            block = next(buffer for buffer, held in versions.held.items() if held == version)
-            self.changes.append((time.monotonic(), 0, name, sign * versions.buffers[block].nbytes, block, version))
+    def trace(self, ledger: Ledger) -> None:
+        """From now on write down what comes and goes; what is there already, at once."""
+        self.ledger = ledger
+        for name, versions in self.versioned.items():
+            for buffer, tensor in enumerate(versions.buffers):
+                ledger.variable("own", name, buffer, tensor.nbytes, versions.held.get(buffer))
+        for name, copies in {**self.gradients, **{name: [tensor] for name, tensor in self.single.items()}}.items():
+            for buffer, tensor in enumerate(copies):
+                ledger.variable("own", name, buffer, tensor.nbytes, None)
+
+    def _note_version(self, what: str, name: str, versions: Versions, version: int) -> None:
+        if self.ledger is not None:
+            buffer = next(buffer for buffer, held in versions.held.items() if held == version)
+            self.ledger.variable(what, name, buffer, versions.buffers[buffer].nbytes, version)
 
     # -------------------------------------------------------------------------------------------- values of microbatches
 
     def put(self, mb: int, name: str, tensor: torch.Tensor) -> None:
         held = self.values.setdefault(mb, {})
-        more = tensor.nbytes - (held[name].nbytes if name in held else 0)
-        self.value_bytes += more
-        if self.changes is not None:
-            self.changes.append((time.monotonic(), mb, name, more, tensor.data_ptr(), None))
+        if name in held:
+            self._let_go(mb, name, held[name])
+        self.value_bytes += tensor.nbytes
+        if self.ledger is not None:
+            self.ledger.value("keep", name, mb, tensor)
         held[name] = tensor
         self.most_value_bytes = max(self.most_value_bytes, self.value_bytes)
 
@@ -349,9 +359,11 @@ class Store:
         """Let go of every other value of a microbatch."""
         held = self.values.get(mb, {})
         for name in [n for n in held if n not in names]:
-            gone = held.pop(name)
-            self.value_bytes -= gone.nbytes
-            if self.changes is not None:
-                self.changes.append((time.monotonic(), mb, name, -gone.nbytes, gone.data_ptr(), None))
+            self._let_go(mb, name, held.pop(name))
         if not held:
             self.values.pop(mb, None)
+
+    def _let_go(self, mb: int, name: str, tensor: torch.Tensor) -> None:
+        self.value_bytes -= tensor.nbytes
+        if self.ledger is not None:
+            self.ledger.value("drop", name, mb, tensor)

@@ -1,9 +1,10 @@
 """A timeline of a run as Chrome-trace JSON, which Perfetto opens: one row per rank, one slice per action, an arrow from every send to its receive.
 In: (action, start, end) of each rank, on one clock (runtime/clocks.py where there are several).
 
-Values that a store keeps for microbatches are a counter per rank, in bytes, and an instant for each that comes or goes: its name, microbatch and size,
-the operation that made it, and the block of memory that it lies in (its address: blocks are used again). Versions of weights that are written, or that
-nobody will read again, are instants, too: variable, version, and which of the variable's buffers is the block.
+What a rank wrote down of its memory (ledger.py) is a counter, the live bytes of values and messages, and an instant for each entry: what happened, the number
+of the action in which it did, the block (an address, as blocks are used again; of a variable the number of its buffer) and its bytes; name, microbatch and
+operation of a value, variable and version of a parameter, and of a call's temporaries the first and the last kernel that work in them.
+`memory_trace.read_trace` reads all of this back.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from pathlib import Path
 from ..ir.errors import PenstockError
 from ..ir.graph import Module
 from ..ir.schedule import RECEIVES, SENDS, Action
+from .ledger import Entry
+from .stays import VALUES, Stays
 
 Event = tuple[str, float, float]
-# As control.Trace says it.
-Held = tuple[float, int, str, int, int, int | None]
 _Entry = dict[str, object]
 
 
-def write_trace(path: Path, ranks: Sequence[Sequence[Event]], *, module: Module | None = None, held: Sequence[Sequence[Held]] = ()) -> None:
+def write_trace(
+    path: Path, ranks: Sequence[Sequence[Event]], *, module: Module | None = None, held: Sequence[Sequence[Entry]] = ()
+) -> None:
     """Times count from the first action of all. With a module, rows say stage and device."""
     origin = min((event[1] for events in ranks for event in events), default=0.0)
     entries: list[_Entry] = []
@@ -88,19 +91,29 @@ def _makers(module: Module, stage: int) -> dict[str, str]:
     return found
 
 
-def _memory(rank: int, changes: Sequence[Held], origin: float, makers: Mapping[str, str]) -> Iterator[_Entry]:
-    total = 0
-    for at, mb, name, size, block, version in changes:
-        shared = {"pid": rank, "tid": 0, "ts": _micros(at, origin)}
-        event = {**shared, "cat": "memory", "ph": "i", "s": "t"}
-        if version is not None:
-            what = "write" if size > 0 else "retire"
-            yield {**event, "name": f"{what} @{name}", "args": {"variable": name, "version": version, "block": block, "bytes": abs(size)}}
-            continue
-        total += size
-        owner = {"microbatch": mb} if mb >= 0 else {"batch": -1 - mb}
-        made = {"op": makers[name]} if name in makers else {}
-        what = "keep" if size >= 0 else "drop"
-        arguments = {"value": name, **owner, "bytes": abs(size), **made, "block": hex(block)}
-        yield {**event, "name": f"{what} %{name}", "args": arguments}
-        yield {**shared, "name": "values held", "ph": "C", "args": {"bytes": total}}
+def _memory(rank: int, entries: Sequence[Entry], origin: float, makers: Mapping[str, str]) -> Iterator[_Entry]:
+    stays = Stays()
+    for entry in entries:
+        shared = {"pid": rank, "tid": 0, "ts": _micros(entry.at, origin)}
+        name, told = _told(entry, makers)
+        yield {**shared, "cat": "memory", "ph": "i", "s": "t", "name": f"{entry.what} {name}", "args": {"step": entry.step, **told}}
+        if entry.what in VALUES:
+            stays.follow(entry)
+            yield {**shared, "name": "live", "ph": "C", "args": {"bytes": stays.nbytes}}
+
+
+def _told(entry: Entry, makers: Mapping[str, str]) -> tuple[str, _Entry]:
+    """A name for people, and what there is to say; `memory_trace._entry` is the inverse."""
+    if entry.what == "run":
+        return f"from batch {entry.owner}", {"batch": entry.owner}
+    if entry.what == "call":
+        graph, first, last = entry.name.split(" ")
+        return graph, {"graph": graph, "first": first, "last": last, "block": entry.block, "bytes": entry.nbytes}
+    if entry.what in ("own", "write", "retire"):
+        return f"@{entry.name}", {"variable": entry.name, "version": entry.version, "block": entry.block, "bytes": entry.nbytes}
+    owner = {"microbatch": entry.owner} if entry.owner >= 0 else {"batch": -1 - entry.owner}
+    place = {"bytes": entry.nbytes, "block": hex(entry.block)}
+    if entry.what == "post":
+        return entry.name, {"receive": entry.name, **owner, **place}
+    made = {"op": makers[entry.name]} if entry.name in makers else {}
+    return f"%{entry.name}", {"value": entry.name, **owner, **made, **place}

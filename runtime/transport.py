@@ -44,9 +44,10 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ..ir.errors import PeerLost, VerifyError
 from ..ir.graph import Edge
-from ..ir.memory import POSTED
+from ..ir.memory_walk import POSTED
 from ..ir.parcels import parcels
 from ..ir.schedule import PHASES, SENDS, Action
+from .ledger import Ledger
 from .packing import Packing
 from .senders import Failures, Link, Sender, Works
 from .status import describe
@@ -233,6 +234,7 @@ class Transport:
         self._buffers = Recycled(pinned=device != CPU)
         self._channels: dict[tuple[str, int | None], _Channel] = {}
         self._failed: Failures = []
+        self.ledger: Ledger | None = None
         # Sums under way, by batch: the works, and where copies of them have to go.
         self._sums: dict[int, tuple[list[dist.Work], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
@@ -375,6 +377,9 @@ class Transport:
         except RuntimeError as error:
             raise self._lost(action, error) from error
         channel.posted[action.mb] = (messages, works)
+        if self.ledger is not None and self.device == CPU:
+            for message in messages:
+                self.ledger.value("post", f"{action.kind}<{peer}", action.holder, message)
 
     def _open(self, action: Action) -> _Channel:
         """The channel of a send or receive, from its first use on."""

@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..backends.bundle import Bundle, open_bundle, stage_vars
+from ..backends.bundle import Bundle, open_bundle
 from ..backends.interface import backend_of
 from ..ir.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
-from ..ir.graph import GRAD, PARAM, Module, Var, stepped_vars, summed_vars
+from ..ir.graph import GRAD, PARAM, Module, Var, stage_vars, stepped_vars, summed_vars
 from .checkpoint import read_index
 from .control import (
     Arrays,
@@ -197,10 +197,9 @@ class Worker:
 
     def _finish_run(self) -> None:
         if self.executor.events is not None:
-            changes = self.store.changes or []
-            self.reply(Trace(tuple(self.executor.events), tuple(changes)), {})
+            assert self.executor.ledger is not None
+            self.reply(Trace(tuple(self.executor.events), self.executor.ledger.taken()), {})
             self.executor.events.clear()
-            changes.clear()
         self.reply(Done(peak_bytes(), self.base), {})
 
     # -------------------------------------------------------------------------------------------- state

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Graph, Signature, Slot, signature
 
+from ..interface import Temporary
 from .group import PACKED
 from .tiles import allow_tiles
+from .watch import watched
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +134,10 @@ class TvmProgram:
         item = self._item
         parts = [item(found, i) for i in range(results)]
         return parts if count else [self._taken(x) for x in parts]
+
+    def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Temporary]]:
+        """Run one graph, and see what memory it takes for itself."""
+        return watched(self._machine, lambda: self.call(graph, args))
 
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
         """Pack now what the graph's kernels want packed; calls with the same tensors need not do it again."""

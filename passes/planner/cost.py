@@ -46,7 +46,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ...ir.cluster import Device, Path
-from ...ir.memory import POSTED
+from ...ir.memory_walk import POSTED
 from ...ir.words import counted
 from .chain import Ints, Table
 from .fleet import Fleet

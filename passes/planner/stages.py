@@ -14,7 +14,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ...ir.memory import BATCHES_AHEAD, POSTED
+from ...ir.memory import BATCHES_AHEAD
+from ...ir.memory_walk import POSTED
 from .chain import Floats, Ints, Table
 from .cost import Ring, gradient_copies, in_flight, least_share, versions_of, warm_up
 from .fleet import Fleet

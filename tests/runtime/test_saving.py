@@ -14,10 +14,9 @@ import time
 import numpy as np
 import pytest
 
-from penstock.backends.bundle import stage_vars
 from penstock.backends.tensor_file import write_tensors
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
-from penstock.ir.graph import stepped_vars
+from penstock.ir.graph import stage_vars, stepped_vars
 from penstock.runtime import saving, status
 from penstock.runtime.checkpoint import FORMAT, Index, SavedFile, read_index, read_tensors
 from penstock.runtime.choosing import choose, damage_of, decide_together, find_checkpoint

@@ -114,10 +114,8 @@ def test_control_a_wrong_block_is_seen(bundle_of, tmp_path):
     bundle, path = bundle_of(2, "2bw", 2), tmp_path / "t.json"
     with Job(bundle, timeout=20, trace=True) as job:
         list(job.run(make_batches(3, 2)))
-    for number, change in ((4, 1), (5, 1)):
-        held = [
-            [(*entry[:number], entry[number] + change, *entry[number + 1 :]) if entry[5] == 2 else entry for entry in of] for of in job.held
-        ]
+    for field in ("block", "version"):
+        held = [[entry._replace(**{field: getattr(entry, field) + 1}) if entry.version == 2 else entry for entry in of] for of in job.held]
         write_trace(path, job.traces, module=job.module, held=held)
         with pytest.raises(AssertionError):
             check_memory(bundle.module, check_schema(path.read_text()))

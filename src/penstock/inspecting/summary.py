@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.backends.bundle import stage_vars
-from penstock.ir.graph import GRAD, PARAM, Graph, Module
+from penstock.ir.graph import GRAD, PARAM, Graph, Module, stage_vars
 from penstock.ir.memory import measure_memory
 from penstock.ir.ops import cost_of
 from penstock.ir.schedule import COMPUTE, PER_BATCH

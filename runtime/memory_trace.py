@@ -1,0 +1,124 @@
+"""The memory of a run that was traced. In: a trace, as a job has it or as a file of `--trace`, and the module that ran. Out: an account per rank (ir/lives.py), and
+beside it the one that the plan has for the same batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..ir.errors import UsageError
+from ..ir.graph import Module, stage_vars
+from ..ir.lives import BEFORE, Account, Life, Version
+from ..ir.memory import planned_account, purpose_of, saved_values, with_uses
+from ..ir.schedule import Action
+from .ledger import Entry
+from .stays import Stays
+from .trace import Event
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """What one rank did, with seconds of begin and end, and what it wrote down of its memory."""
+
+    events: tuple[Event, ...]
+    entries: tuple[Entry, ...]
+
+
+def read_trace(path: str | Path) -> list[RankTrace]:
+    """The ranks of a file that `run --trace` wrote; UsageError if it is none."""
+    try:
+        listed = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        ranks = 1 + max(e["pid"] for e in listed if e["name"] == "process_name")
+        events: list[list[Event]] = [[] for _ in range(ranks)]
+        entries: list[list[Entry]] = [[] for _ in range(ranks)]
+        for e in listed:
+            if e["ph"] == "X":
+                start = e["ts"] / 1e6
+                events[e["pid"]].append((e["name"], start, start + e["dur"] / 1e6))
+            elif e.get("cat") == "memory":
+                entries[e["pid"]].append(_entry(e["name"].partition(" ")[0], e["ts"] / 1e6, e["args"]))
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        hint = "it takes a file that `penstock run BUNDLE --trace FILE` of this version wrote"
+        raise UsageError(f"cannot read it as a trace: {type(error).__name__}: {error}", where=str(path), hint=hint) from error
+    return [RankTrace(tuple(a), tuple(b)) for a, b in zip(events, entries, strict=True)]
+
+
+def _entry(what: str, at: float, args: Mapping[str, Any]) -> Entry:
+    """What trace.py wrote of an entry, back again."""
+    step = args["step"]
+    match what:
+        case "run":
+            return Entry(at, step, what, "", args["batch"], 0, 0)
+        case "call":
+            return Entry(at, step, what, f"{args['graph']} {args['first']} {args['last']}", 0, args["block"], args["bytes"])
+        case "own" | "write" | "retire":
+            return Entry(at, step, what, args["variable"], 0, args["block"], args["bytes"], args["version"])
+    owner = args["microbatch"] if "microbatch" in args else -1 - args["batch"]
+    return Entry(at, step, what, args["receive" if what == "post" else "value"], owner, int(args["block"], 16), args["bytes"])
+
+
+def measured_account(module: Module, rank: int, trace: RankTrace) -> Account:
+    """What a rank's memory held, as it was written down."""
+    stage = module.rank_stages()[rank]
+    actions = tuple(Action.parse(name) for name, _, _ in trace.events)
+    stays = Stays()
+    for entry in trace.entries:
+        stays.follow(entry)
+    lives = list(_variables(module, stage, trace.entries))
+    saved = saved_values(module, stage)
+    for stay in stays.all:
+        names = tuple(sorted(stay.names))
+        purpose = "boundary" if saved.isdisjoint(names) else "activations"
+        lives.append(Life(purpose, names, stay.owner, stay.nbytes, stay.taken, stay.given, block=hex(stay.block)))
+    newest = next((entry.owner for entry in trace.entries if entry.what == "run"), 0)
+    workspace: dict[str, tuple[int, ...]] = {}
+    for entry in trace.entries:
+        if entry.what == "call":
+            kind = entry.name.partition(" ")[0]
+            workspace[kind] = workspace.get(kind, ()) + ((entry.nbytes,) if entry.nbytes else ())
+    times = tuple((start, end) for _, start, end in trace.events)
+    return Account(
+        rank, actions, tuple(with_uses(module, stage, newest, actions, lives)), tuple(_versions(trace.entries)), workspace, times
+    )
+
+
+def planned_beside(module: Module, rank: int, trace: RankTrace) -> Account:
+    """The account that the plan has for the batches of a trace."""
+    return planned_account(module, rank, runs_of(module, trace))
+
+
+def runs_of(module: Module, trace: RankTrace) -> list[tuple[int, int]]:
+    """First batch and number of batches of every run, each from an empty pipeline to an empty one."""
+    assert module.schedule is not None
+    per_batch = module.schedule.microbatches
+    starts = [(entry.step, entry.owner) for entry in trace.entries if entry.what == "run"]
+    found = []
+    for (begin, first), (end, _) in zip(starts, [*starts[1:], (len(trace.events), 0)], strict=True):
+        last = max((Action.parse(name).batch(per_batch) for name, _, _ in trace.events[begin:end]), default=first - 1)
+        if last >= first:
+            found.append((first, last - first + 1))
+    return found
+
+
+def _variables(module: Module, stage: int, entries: Iterable[Entry]) -> Iterable[Life]:
+    variables = stage_vars(module, stage)
+    for entry in entries:
+        if entry.what == "own" and entry.nbytes:
+            purpose = purpose_of(variables[entry.name]) if entry.name in variables else "buffers"
+            yield Life(purpose, (entry.name,), None, entry.nbytes, BEFORE, None, entry.block)
+
+
+def _versions(entries: Sequence[Entry]) -> list[Version]:
+    begun: dict[tuple[str, int], tuple[int, int]] = {}
+    ended: dict[tuple[str, int], int] = {}
+    for entry in entries:
+        if entry.version is not None:
+            key = (entry.name, entry.version)
+            if entry.what == "retire":
+                ended[key] = entry.step
+            else:
+                begun[key] = (entry.block, entry.step)
+    return [Version(name, version, buffer, step, ended.get((name, version))) for (name, version), (buffer, step) in begun.items()]
