@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -78,10 +78,14 @@ def save_structure(structure: Structure, folder: Path, arrays: Mapping[str, np.n
     return _write(onnx.ModelProto.FromString(structure.model), arrays, structure.spans, folder / MODEL)
 
 
-def write_model(kept: Path, arrays: Mapping[str, np.ndarray], out: Path) -> list[Path]:
-    """Write the model whose structure `kept` is. `arrays` are by label, for all those whose elements were left out. The answer is the
-    files written."""
+def write_model(
+    kept: Path, arrays: Mapping[str, np.ndarray], out: Path, annotate: Callable[[onnx.ModelProto], None] | None = None
+) -> list[Path]:
+    """Write the model whose structure `kept` is. `arrays` are by label, for all those whose elements were left out; `annotate` may write into the model
+    what leaves its meaning alone. The answer is the files written."""
     model = _read(kept)
+    if annotate is not None:
+        annotate(model)
     spans = [_kept_span(tensor, kept) for tensor in _external(model) if tensor.external_data]
     return _write(model, arrays, spans, out)
 

@@ -389,13 +389,20 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
     inspect.add_argument("--kernels", action="store_true", help="list the kernels of every stage: operations, work, roofline time, share")
     inspect.add_argument("--measure", action="store_true", help="with --kernels: compile each kernel by itself and time it on this machine")
     inspect.add_argument("--source", metavar="NAME", help="print the source of one kernel, e.g. s0.F/k3")
+    inspect.add_argument(
+        "--export",
+        action="append",
+        metavar="FILE",
+        help="write the model as .dot (Graphviz) or .onnx (Netron) with stages and devices, or the schedule as .json (Chrome trace, simulated) or "
+        ".csv; may be given several times",
+    )
     inspect.add_argument("--json", action="store_true", help="print the summary, or --why, --memory, --params or --kernels, as JSON")
     inspect.add_argument(
         "--batches",
         type=positive_number,
         default=3,
         metavar="N",
-        help="batches to show with --schedule and --memory (default: 3)",
+        help="batches to show with --schedule, --memory and --export (default: 3)",
     )
 
 

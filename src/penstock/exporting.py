@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -31,6 +31,8 @@ from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import PARAM, Module
 
 if TYPE_CHECKING:
+    from onnx import ModelProto
+
     from penstock.frontends.imported import Imported
 
 
@@ -69,11 +71,17 @@ def _keep_variables(imported: Imported, module: Module, folder: Path) -> Origin:
 
 
 def export(
-    source: str | Path, *, onnx: str | Path | None = None, safetensors: str | Path | None = None, checkpoint: str | Path | None = None
+    source: str | Path,
+    *,
+    onnx: str | Path | None = None,
+    safetensors: str | Path | None = None,
+    checkpoint: str | Path | None = None,
+    annotate: Callable[[ModelProto], None] | None = None,
 ) -> Exported:
     """Write the weights of a bundle, as compiled or as in a checkpoint, into the ONNX model it was compiled from, or into a safetensors file.
 
-    `source` is a bundle, or a checkpoint whose bundle stands where it stood. Of a directory of checkpoints the newest is taken."""
+    `source` is a bundle, or a checkpoint whose bundle stands where it stood. Of a directory of checkpoints the newest is taken.
+    `annotate` may write words into the ONNX model before it is written."""
     outs = {flag: Path(os.path.realpath(path)) for flag, path in (("--onnx", onnx), ("--safetensors", safetensors)) if path is not None}
     bundle, place = _find(Path(source), None if checkpoint is None else Path(checkpoint))
     _check_places(outs, bundle)
@@ -87,7 +95,7 @@ def export(
         from penstock.frontends.onnx.structure import write_model
 
         assert bundle.source_structure is not None
-        files += write_model(bundle.source_structure, own, outs["--onnx"])
+        files += write_model(bundle.source_structure, own, outs["--onnx"], annotate)
     if safetensors is not None:
         files.append(_write_safetensors(outs["--safetensors"], own, bundle))
     return Exported(tuple(files), len(names), step)

@@ -5,6 +5,7 @@
     history, why, reasons   what passes did to an operation, and why it is where it is
     summary, memory, weights, kernels, kernel_timing, flow    facts of stages, ranks, variables, kernels and graphs
     views, colours          the same as text for a terminal
+    exports/                files for other programs: Graphviz, ONNX with stages, Chrome trace, CSV
     command                 the commands inspect and diff
 
 Facts know nothing of how they are shown: they are frozen dataclasses, and `plain` makes JSON of any of them.

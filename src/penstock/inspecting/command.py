@@ -21,13 +21,17 @@ if TYPE_CHECKING:
     from penstock.inspecting.kernels import KernelRow
 
 # What can be shown, by the flag that asks for it; and what can be JSON.
-_VIEWS = ("graph", "flow", "op", "schedule", "memory", "params", "kernels", "measure", "source", "why")
+_VIEWS = ("graph", "flow", "op", "schedule", "memory", "params", "kernels", "measure", "source", "why", "export")
 _AS_JSON = ("memory", "params", "kernels", "measure", "why")
 
 
 def inspect_command(arguments: Namespace) -> None:
     asked = [name for name in _VIEWS if getattr(arguments, name)]
     _check(arguments, asked)
+    if arguments.export:
+        from penstock.inspecting.exports import check_exports
+
+        check_exports(arguments.export, arguments.file)
     subject = open_subject(arguments.file, arguments.dumps)
     if arguments.why:
         _show_why(subject, arguments)
@@ -47,6 +51,11 @@ def inspect_command(arguments: Namespace) -> None:
         _show_params(subject, arguments)
     if arguments.kernels or arguments.measure or arguments.source:
         _show_kernels(subject, arguments)
+    if arguments.export:
+        from penstock.inspecting.exports import export_files
+
+        for path in export_files(subject, arguments.export, arguments.batches):
+            say(f"wrote {path}")
     if not asked:
         _show_summary(subject.module, arguments.json)
 
@@ -54,7 +63,7 @@ def inspect_command(arguments: Namespace) -> None:
 def _check(arguments: Namespace, asked: Sequence[str]) -> None:
     """Options that do not go together, all of them at once, before anything is read."""
     problems = []
-    views = {"kernels" if name == "measure" else name for name in asked}
+    views = {"kernels" if name == "measure" else name for name in asked if name != "export"}
     if arguments.json and (len(views) > 1 or not views <= set(_AS_JSON)):
         problems.append(f"--json is of one thing: the summary, {', '.join(f'--{name}' for name in _AS_JSON)}")
     if arguments.checkpoint and not arguments.params:

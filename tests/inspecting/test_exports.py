@@ -1,0 +1,144 @@
+"""Files for other programs: read by those, or by a reader of the format that knows nothing of how they were written."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cli import main
+from penstock.inspecting.exports.dot import _quoted, dot_text
+from penstock.inspecting.exports.onnx_file import program_model
+from penstock.inspecting.exports.schedule import simulated
+from penstock.inspecting.subject import Subject
+from penstock.ir.schedule import Action
+
+_STRING = r'"((?:[^"\\]|\\.)*)"'
+_CLUSTER = re.compile(rf"subgraph {_STRING} {{\n\s+label={_STRING};\n(.*?)\n  }}", re.DOTALL)
+_BOX = re.compile(rf"^\s*{_STRING} \[", re.MULTILINE)
+_ARROW = re.compile(rf"^\s*{_STRING} -> {_STRING}", re.MULTILINE)
+
+
+def test_the_picture_has_stages_as_clusters_and_the_flow_as_arrows(bundle: Subject) -> None:
+    module = bundle.module
+    text = dot_text(module)
+    makers = {v.name: f"s{s}.F/{i}" for s in (0, 1) for i, op in enumerate(module.graphs[f"s{s}.F"].ops) for v in op.outs}
+    makers |= {v.name: f"input {v.name}" for v in module.inputs}
+    arrows, boxes = set(), {}
+    for s in (0, 1):
+        ops = module.graphs[f"s{s}.F"].ops
+        hidden = {v.name for op in ops if op.kind in ("read", "const") for v in op.outs}
+        boxes[s] = {f"s{s}.F/{i}" for i, op in enumerate(ops) if op.kind not in ("read", "const")}
+        arrows |= {(makers[v.name], f"s{s}.F/{i}") for i, op in enumerate(ops) for v in op.ins if v.name not in hidden}
+    found = {match[1]: (match[2], {m[1] for m in _BOX.finditer(match[3])}) for match in _CLUSTER.finditer(text)}
+    assert found == {f"cluster_s{s}": (f"stage {s} on cpu:{s}", boxes[s]) for s in (0, 1)}
+    assert set(_ARROW.findall(text)) == arrows
+    crossing = [line for line in text.splitlines() if "style=bold" in line]
+    assert len(crossing) == len({(a, b) for a, b in arrows if a.startswith("s0") and b.startswith("s1")}) > 0
+    assert text.count("{") == text.count("}")
+
+
+@given(st.text())
+def test_strings_of_dot_end_where_they_should(text: str) -> None:
+    quoted = _quoted(text)
+    assert re.fullmatch(_STRING, quoted, re.DOTALL)
+    assert re.sub(r"\\(.)", r"\1", quoted[1:-1], flags=re.DOTALL) == text
+
+
+def test_the_table_is_the_schedule(built: Path, bundle: Subject, tmp_path: Path) -> None:
+    assert main(["inspect", str(built / "bundle"), "--export", str(tmp_path / "s.csv"), "--batches", "2"]) == 0
+    with (tmp_path / "s.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    schedule = bundle.module.schedule
+    assert schedule is not None
+    made = simulated(bundle.module, 2)
+    for rank, actions in schedule.expand_all(2).items():
+        own = [row for row in rows if row["rank"] == str(rank)]
+        assert [Action.parse(row["action"]) for row in own] == actions
+        assert [float(row["end_s"]) for row in own] == list(made.found.lines[rank].finishes)
+        for row, action in zip(own, actions, strict=True):
+            assert row["microbatch"] == ("" if action.kind == "U" else str(action.mb))
+            assert row["version"] == ("" if action.version is None else str(action.version))
+    # Before messages are made there are no times.
+    staged = next((built / "dumps").glob("*_schedule.ir"))
+    assert main(["inspect", str(staged), "--export", str(tmp_path / "early.csv")]) == 0
+    with (tmp_path / "early.csv").open(encoding="utf-8", newline="") as file:
+        assert {row["start_s"] for row in csv.DictReader(file)} == {""}
+    assert main(["inspect", str(built / "dumps" / "00_input.ir"), "--export", str(tmp_path / "none.csv")]) == 2
+    assert not (tmp_path / "none.csv").exists()
+
+
+def test_the_trace_is_the_simulated_run(built: Path, bundle: Subject, tmp_path: Path) -> None:
+    assert main(["inspect", str(built / "bundle"), "--export", str(tmp_path / "t.json")]) == 0
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    made = simulated(bundle.module, 3)
+    for rank in (0, 1):
+        spans = [(e["name"], e["ts"]) for e in events if e["ph"] == "X" and e["pid"] == rank]
+        assert spans == [(str(a), pytest.approx(start * 1e6, abs=0.1)) for a, start, _ in made.found.timed(rank)]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0 (stage 0, cpu:0)", "rank 1 (stage 1, cpu:1)"}
+    assert len([e for e in events if e["ph"] == "s"]) == len([e for e in events if e["ph"] == "f"]) > 0
+
+
+def run(path: Path) -> list[np.ndarray]:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    tokens = np.random.default_rng(0).integers(0, 20, (2, 6))
+    return session.run(None, {session.get_inputs()[0].name: tokens})
+
+
+def props(node: onnx.NodeProto | onnx.ModelProto) -> dict[str, str]:
+    return {prop.key: prop.value for prop in node.metadata_props}
+
+
+def test_the_model_says_where_its_nodes_run_and_computes_the_same(built: Path, bundle: Subject, tmp_path: Path) -> None:
+    assert main(["inspect", str(built / "bundle"), "--export", str(tmp_path / "m.onnx")]) == 0
+    onnx.checker.check_model(str(tmp_path / "m.onnx"), full_check=True)
+    model, source = onnx.load(tmp_path / "m.onnx"), onnx.load(built / "gpt.onnx")
+    assert [n.name for n in model.graph.node] == [n.name for n in source.graph.node]
+    for ours, theirs in zip(run(tmp_path / "m.onnx"), run(built / "gpt.onnx"), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    told = {n.name: props(n) for n in model.graph.node}
+    seen = set()
+    for stage in (0, 1):
+        for op in bundle.module.graphs[f"s{stage}.F"].ops:
+            if op.loc in told and op.kind not in ("read", "const"):
+                assert str(stage) in told[op.loc]["penstock.stage"].split(", ")
+                assert f"cpu:{stage}" in told[op.loc]["penstock.device"].split(", ")
+                seen.add((op.loc, str(stage)))
+    # Nothing more is said than that, and both stages are.
+    assert {(name, s) for name, p in told.items() for s in p.get("penstock.stage", "").split(", ") if s} >= seen
+    assert {p.get("penstock.stage") for p in told.values()} >= {"0", "1"}
+    assert props(model)["penstock.stages"] == "0 on cpu:0; 1 on cpu:1"
+    # The control: the source has nothing of the kind.
+    assert not any(props(n) for n in source.graph.node)
+
+
+def test_a_program_without_a_source_is_a_model_to_look_at(dumps: Subject) -> None:
+    for dump in dumps.dumps:
+        model = program_model(dump.module)
+        onnx.checker.check_model(model)
+        kinds = [n.op_type for n in model.graph.node]
+        forward = [g for name, g in dump.module.graphs.items() if name.split(".")[-1] in ("main", "F")]
+        assert sorted(kinds) == sorted(op.kind for g in forward for op in g.ops if op.kind != "read")
+    assert {props(n)["penstock.stage"] for n in model.graph.node} == {"0", "1"}
+    broken = program_model(dumps.module)
+    broken.graph.node[1].input[0] = "nowhere"
+    with pytest.raises(onnx.checker.ValidationError):
+        onnx.checker.check_model(broken)
+
+
+def test_places_where_nothing_can_be_written_are_refused_together(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = [str(tmp_path / "x.png"), str(built / "bundle" / "x.dot"), str(tmp_path), str(tmp_path / "a.csv"), str(tmp_path / "a.csv")]
+    assert main(["inspect", str(built / "bundle"), *(word for path in wrong for word in ("--export", path))]) == 2
+    said = capsys.readouterr().err
+    assert "x.png: expected a name that ends in" in said
+    assert "is inside" in said
+    assert "named twice" in said
+    assert not (tmp_path / "a.csv").exists()
