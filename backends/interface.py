@@ -11,7 +11,8 @@ Programs are not re-entrant: one caller at a time for each StageProgram.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -56,14 +57,49 @@ class StageProgram(Protocol):
 
 
 @dataclass(frozen=True)
+class KernelCall:
+    """A call of a kernel: the graph it stands in, the attribute `kernel` of its operations, the name of its source, and its operations,
+    `%h = matmul` or `accum @w.grad`."""
+
+    graph: str
+    kernel: str
+    source: str
+    operations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StageSources:
+    """The code of a stage for people: calls in order, sources of kernels by name, the functions that call them, and what a compiler for GPUs is given."""
+
+    target: str
+    calls: tuple[KernelCall, ...]
+    kernels: Mapping[str, str]
+    functions: str
+    device: str = ""
+
+
+class Viewer(Protocol):
+    """Who wants to see what a back end makes, and what it does meanwhile."""
+
+    def step(self, name: str) -> AbstractContextManager[list[str]]:
+        """Something that takes time; what is put into the list was said of it."""
+
+    def sources(self, stage: str, found: StageSources) -> None:
+        """What was made of a stage, `s0`; as far as it came, where making it failed."""
+
+
+@dataclass(frozen=True)
 class CompileOptions:
     """How to compile. `target` names an instruction set (`host`, or a name the back end knows); `jobs` is the most processes to compile with,
-    one per core if not given; `dump_dir` is where the back end shows people what it made."""
+    one per core if not given; `viewer` is shown what was made, which costs nothing where there is none."""
 
     target: str = "host"
     jobs: int | None = None
     progress: Progress | None = None
-    dump_dir: Path | None = None
+    viewer: Viewer | None = None
+
+    def step(self, name: str) -> AbstractContextManager[list[str]]:
+        return nullcontext([]) if self.viewer is None else self.viewer.step(name)
 
 
 # What one gets without asking for anything.

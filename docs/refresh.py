@@ -199,6 +199,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "cluster-file": lambda: docstring("penstock.ir.cluster_file", "[[device]]", "Numbers are in bytes"),
     "planner-model": lambda: docstring("penstock.passes.planner.cost", "Notation"),
     "workload-format": lambda: docstring("penstock.passes.placement.workload", "maxSizePerFPGA", "Accelerators pay"),
+    "dump-files": lambda: docstring("penstock.dumping", "00_input.ir", "Modules can be"),
     "bundle-files": lambda: docstring("penstock.backends.bundle", "manifest.json", "`open_bundle`"),
     "checkpoint-files": lambda: docstring("penstock.runtime.checkpoint", "DIR/latest", "A checkpoint is"),
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),

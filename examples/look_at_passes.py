@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 import penstock as ps
+from penstock.dumping import Dump
 from penstock.models import write_mlp
-from penstock.passes.manager import Dump
 
 
 def main() -> None:

@@ -46,7 +46,10 @@ class Value:
 
 
 def _has_nan(value: Attr) -> bool:
-    return any(map(_has_nan, value)) if isinstance(value, tuple) else isinstance(value, float) and value != value
+    """Only nan differs from itself; a tuple takes the same object for equal."""
+    if isinstance(value, tuple):
+        return any(x != x for x in value)
+    return value != value
 
 
 def _one_nan(value: Attr) -> Attr:
@@ -67,8 +70,10 @@ class Op:
 
     def __post_init__(self) -> None:
         # One nan for all, so that operations that print alike are equal.
-        if any(_has_nan(value) for value in self.attrs.values()):
-            object.__setattr__(self, "attrs", {name: _one_nan(value) for name, value in self.attrs.items()})
+        for value in self.attrs.values():
+            if _has_nan(value):
+                object.__setattr__(self, "attrs", {name: _one_nan(value) for name, value in self.attrs.items()})
+                break
 
     def with_attrs(self, **changed: Attr | None) -> Op:
         """A copy with attributes set, or removed where the new value is None."""

@@ -31,6 +31,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import NoReturn
 
 from .cluster import Cluster, Device, Host, Link, LinkClass
@@ -191,6 +192,10 @@ def _items(text: str) -> Iterator[str]:
 
 def parse_literal(text: str) -> Attr:
     """The value that prints as `text`."""
+    return _known_literal(text) if len(text) <= _SHORT else _read_literal(text)
+
+
+def _read_literal(text: str) -> Attr:
     if text.startswith("["):
         if not text.endswith("]"):
             raise ValueError(f"bad list {text!r}, expected ']' at the end")
@@ -199,6 +204,11 @@ def parse_literal(text: str) -> Attr:
             raise ValueError(f"lists do not nest: {text!r}")
         return parts  # type: ignore[return-value]
     return _parse_scalar(text)
+
+
+# Large modules have few different literals that are short.
+_SHORT = 64
+_known_literal = lru_cache(maxsize=1 << 14)(_read_literal)
 
 
 def _parse_scalar(text: str) -> Scalar:

@@ -88,13 +88,18 @@ class TensorType(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.size * ITEM_BYTES[self.dtype]
+        return _nbytes(self)
 
     def with_shape(self, shape: tuple[Dim, ...]) -> TensorType:
         return TensorType(self.dtype, tuple(shape))
 
     def with_dtype(self, dtype: str) -> TensorType:
         return TensorType(dtype, self.shape)
+
+
+@lru_cache(maxsize=65536)
+def _nbytes(t: TensorType) -> int:
+    return t.size * ITEM_BYTES[t.dtype]
 
 
 @lru_cache(maxsize=65536)

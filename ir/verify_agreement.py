@@ -43,14 +43,14 @@ def _check_names(module: Module, updates: Mapping[int, Graph]) -> Iterator[Probl
     handed_out = {v.name for s in module.stages if (graph := module.stage_graph(s.index, "N")) for v in graph.outs}
     for graph in updates.values():
         alike = _behind(graph, (op.ins[0] for op in graph.ops if op.kind == "write" and _is_copied(module.vars[op.var])))
-        constant: set[str] = set()
         decided = set(handed_out)
+        settled = set(handed_out)  # what is decided, and what depends on nothing else
         for i, op in enumerate(graph.ops):
             names, outs = {v.name for v in op.ins}, {v.name for v in op.outs}
-            if not names and "var" not in op.attrs:
-                constant |= outs
-            elif names <= constant | decided:
-                (decided if names & decided else constant).update(outs)
+            if names <= settled:
+                settled |= outs
+                if names & decided:
+                    decided |= outs
             for name in outs & (alike | decided):
                 other, definition = made.setdefault(name, (graph, _definition(op)))
                 if definition != _definition(op):
@@ -69,16 +69,21 @@ def _check_writes(module: Module, updates: Mapping[int, Graph]) -> Iterator[Prob
         for op in graph.ops:
             if op.kind == "write":
                 written.setdefault(op.var, {})[stage] = op.ins[0].name
+    readers = {s.index: _read_by(module, s.index) for s in module.stages}
     for name, by_stage in written.items():
         if not _is_copied(module.vars[name]):
             continue
-        for stage in (s.index for s in module.stages):
-            graphs = [g for kind in ("F", "B", "W", "U") if (g := module.stage_graph(stage, kind))]
-            if stage not in by_stage and any(name in touched_vars(g, "read") for g in graphs):
+        for stage, read in readers.items():
+            if stage not in by_stage and name in read:
                 yield Problem(f"@s{stage}.U", f"does not write @{name}, a copy of what stages {sorted(by_stage)} write")
         if len({*by_stage.values()}) > 1:
             listed = ", ".join(f"%{value} on stage {stage}" for stage, value in by_stage.items())
             yield Problem(f"@{name}", f"copies are written with different values: {listed}")
+
+
+def _read_by(module: Module, stage: int) -> set[str]:
+    """The variables that a stage reads."""
+    return {name for kind in ("F", "B", "W", "U") for name in touched_vars(module.stage_graph(stage, kind), "read")}
 
 
 def _check_sums(module: Module, updates: Mapping[int, Graph]) -> Iterator[Problem]:
@@ -88,8 +93,12 @@ def _check_sums(module: Module, updates: Mapping[int, Graph]) -> Iterator[Proble
             graph = module.stage_graph(stage, kind)
             for name in sorted(touched_vars(graph, "accum")):
                 added.setdefault(name, []).append(stage)
-    writers = {name: [s for s, g in updates.items() if name in touched_vars(g, "write")] for name in module.vars}
-    for name, stages in writers.items():
+    writers: dict[str, list[int]] = {}
+    for stage, graph in updates.items():
+        for name in touched_vars(graph, "write"):
+            writers.setdefault(name, []).append(stage)
+    for name in module.vars:
+        stages = writers.get(name, [])
         if module.vars[name].role != PARAM or len(stages) < 2:
             continue
         for stage in stages:

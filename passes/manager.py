@@ -1,27 +1,20 @@
-"""Runs passes: reads pipeline text, checks facts, verifies after every pass, times, dumps, and leaves a reproducer on failure.
+"""Runs passes: reads pipeline text, checks facts, verifies after every pass, and tells a watcher what each did.
 
 A pipeline is written `simplify,partition{stages=4},weight-versions`; options are the fields of the pass's frozen dataclass, and
-`str(call)` prints only those that differ from their defaults. The dump folder holds
-
-    00_input.ir, NN_pass.ir    the module after each pass that changed something; parses, and prints back byte for byte
-    passes.tsv                 number, pass, ms, ops before and after, changed, and the pipeline text that goes on from there
-    events.jsonl               the same as one JSON object per line, as it happens
-    repro.ir                   after a failure: the module before the failing pass; its first line is the command that fails
+`str(call)` prints only those that differ from their defaults.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..ir.errors import PenstockError, UsageError
 from ..ir.graph import Attr, Module
-from ..ir.text import parse_literal, print_literal, print_module
+from ..ir.text import parse_literal, print_literal
 from ..ir.verify import verify
 
 
@@ -146,10 +139,11 @@ def count_ops(module: Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one pass did."""
+    """What one pass did. `started` is a time of `time.perf_counter`; `ms` has the verifier in it; `rest` is the pipeline that goes on from there."""
 
     number: int
     call: str
+    started: float
     ms: float
     ops_before: int
     ops_after: int
@@ -157,38 +151,16 @@ class Event:
     rest: str
 
 
-class Dump:
-    """Writes the dump folder as the pipeline runs."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in (
-            *self.folder.glob("[0-9][0-9]_*.ir"),
-            self.folder / "repro.ir",
-            self.folder / "passes.tsv",
-            self.folder / "events.jsonl",
-        ):
-            stale.unlink(missing_ok=True)
+class Watcher(Protocol):
+    """Who wants to know of every step of a pipeline, as it happens: penstock.dumping writes it down."""
 
     def begin(self, module: Module, rest: str) -> None:
-        (self.folder / "00_input.ir").write_text(print_module(module), encoding="utf-8")
-        header = "number\tpass\tms\tops_before\tops_after\tchanged\trest\n"
-        (self.folder / "passes.tsv").write_text(f"{header}0\tinput\t0\t0\t{count_ops(module)}\tyes\t{rest}\n", encoding="utf-8")
+        """A pipeline starts, which is to run these passes."""
 
-    def add(self, event: Event, name: str, text: str | None) -> None:
-        if text is not None:
-            (self.folder / f"{event.number:02d}_{name}.ir").write_text(text, encoding="utf-8")
-        changed = "yes" if event.changed else "no"
-        with (self.folder / "passes.tsv").open("a", encoding="utf-8") as table:
-            table.write(f"{event.number}\t{event.call}\t{event.ms:.1f}\t{event.ops_before}\t{event.ops_after}\t{changed}\t{event.rest}\n")
-        with (self.folder / "events.jsonl").open("a", encoding="utf-8") as log:
-            log.write(json.dumps({f.name: getattr(event, f.name) for f in fields(event)}) + "\n")
+    def passed(self, event: Event, name: str, before: Module, after: Module) -> None: ...
 
-    def fail(self, module: Module, call: Call, error: Exception) -> None:
-        first = f"// penstock opt repro.ir -p '{call}'"
-        reason = "".join(f"// {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
-        (self.folder / "repro.ir").write_text(f"{first}\n{reason}{print_module(module)}", encoding="utf-8")
+    def failed(self, module: Module, call: Call, error: Exception) -> None:
+        """A pass, or the verifier after it, refused; `module` is what went into it."""
 
 
 def run_passes(
@@ -196,15 +168,15 @@ def run_passes(
     calls: Sequence[Call],
     table: dict[str, Pass],
     *,
-    dump: Dump | None = None,
+    dump: Watcher | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     before: Callable[[Call, Module], Call] | None = None,
 ) -> Module:
     """Run a pipeline. After every pass the facts held so far are checked again; an error names the pass. `before` sees each module
     on its way into a pass, and gives the call that is to be made."""
-    verify(module)
     if dump is not None:
         dump.begin(module, print_pipeline(calls))
+    verify(module)
     for index, call in enumerate(calls):
         if progress is not None:
             progress(index, len(calls), call.name)
@@ -216,15 +188,14 @@ def run_passes(
             after = _run_one(module, call, row, table)
         except Exception as error:
             if dump is not None:
-                dump.fail(module, call, error)
+                dump.failed(module, call, error)
             if isinstance(error, PenstockError) and not error.where.startswith("pass "):
                 error.where = f"pass {call.name}" + (f": {error.where}" if error.where else "")
             raise
         if dump is not None:
-            elapsed = (time.perf_counter() - started) * 1e3
-            changed = after is not module
-            event = Event(index + 1, str(call), elapsed, count_ops(module), count_ops(after), changed, print_pipeline(calls[index + 1 :]))
-            dump.add(event, call.name, print_module(after) if changed else None)
+            rest, seconds = print_pipeline(calls[index + 1 :]), time.perf_counter() - started
+            event = Event(index + 1, str(call), started, seconds * 1e3, count_ops(module), count_ops(after), after is not module, rest)
+            dump.passed(event, call.name, module, after)
         module = after
     if progress is not None:
         progress(len(calls), len(calls), "done")

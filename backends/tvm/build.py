@@ -35,6 +35,7 @@ from .group import Group, Kernel, NotOneKernel, Renamed, module_text, name_of, p
 from .messages import Call, Job, LinkStage, Made, MakeKernel, Named, NameTarget, Refused, title
 from .plan import Lowered, plan_graphs
 from .pool import BuildError, Pool
+from .sources import Texts, calls_of
 from .store import Store
 from .tiles import allow_tiles
 
@@ -55,8 +56,22 @@ class Part:
     out: Path
 
     @property
+    def stage(self) -> str:
+        return self.out.name.partition(".")[0]
+
+    @property
     def where(self) -> str:
         return ", ".join(graph.name for graph in self.graphs)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A part of which something is missing: its library, its sources for a viewer, or both."""
+
+    part: Part
+    key: str
+    library: bool
+    sources: bool
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,7 @@ class Builder:
 
     def __init__(self, options: CompileOptions) -> None:
         self.options, self.store, self.counts = options, Store.of_user(), Counts()
+        self._texts = Texts(self.store) if options.viewer is not None else None
         self._pool = Pool(options.jobs)
         self._report = options.progress or (lambda done, total, what: None)
         self._kernels: dict[str, Made | Refused] = {}
@@ -122,20 +138,18 @@ class Builder:
             part.out.parent.mkdir(parents=True, exist_ok=True)
         found = [self._find(part, key) for part, key in zip(parts, keys, strict=True)]
         missing = [i for i, library in enumerate(found) if library is None]
+        untold = [i for i, (part, key) in enumerate(zip(parts, keys, strict=True)) if not self._show_kept(part, key)]
         self._done, self._total = len(parts) - len(missing), len(parts)
-        if missing:
+        if wanted := sorted({*missing, *untold}):
             _check_linker()
-            self._report(self._done, self._total, f"planning kernels of {', '.join(parts[i].where for i in missing)}")
+            self._report(self._done, self._total, f"planning kernels of {', '.join(parts[i].where for i in wanted)}")
             with tempfile.TemporaryDirectory(prefix="penstock-kernels-") as scratch:
-                self._compile([parts[i] for i in missing], Path(scratch))
+                self._compile([Wanted(parts[i], keys[i], i in missing, i in untold) for i in wanted], Path(scratch))
             for i in missing:
                 content = parts[i].out.read_bytes()
                 self.store.put(keys[i], content)
                 found[i] = Built(parts[i].out, hashlib.sha256(content).hexdigest(), False)
             self.store.trim()
-        if self.options.dump_dir is not None:
-            for part in parts:
-                _dump(self.options.dump_dir, part, self.cpu)
         self._report(self._total, self._total, self._summary(len(parts), len(missing)))
         return [library for library in found if library is not None]
 
@@ -153,14 +167,22 @@ class Builder:
 
     # ------------------------------------------------------------------------------ kernels
 
-    def _compile(self, parts: Sequence[Part], scratch: Path) -> None:
-        graphs = [graph for part in parts for graph in part.graphs]
-        lowered = iter(plan_graphs(graphs, lambda groups: self._make(groups, scratch)))
-        plans = [[next(lowered) for _ in part.graphs] for part in parts]
-        begin = time.perf_counter()
-        jobs = [self._link_job(part, plan) for part, plan in zip(parts, plans, strict=True)]
-        self._pool.run(jobs, self._count)
-        self.counts.link_s += time.perf_counter() - begin
+    def _compile(self, wanted: Sequence[Wanted], scratch: Path) -> None:
+        with self.options.step("kernels") as said:
+            lowered = iter(plan_graphs([graph for one in wanted for graph in one.part.graphs], lambda groups: self._make(groups, scratch)))
+            plans = [[next(lowered) for _ in one.part.graphs] for one in wanted]
+            said.append(f"compiled {self.counts.compiled} of {self.counts.kernels} kernels")
+        with self.options.step("link") as said:
+            said += [one.part.out.name for one in wanted if one.library]
+            begin = time.perf_counter()
+            jobs = [self._link_job(one, plan, scratch) for one, plan in zip(wanted, plans, strict=True)]
+            try:
+                self._pool.run(jobs, self._count)
+            finally:
+                for one, plan, job in zip(wanted, plans, jobs, strict=True):
+                    if job.source and Path(job.source).exists():
+                        self._show(one, plan, Path(job.source).read_text(encoding="utf-8"))
+            self.counts.link_s += time.perf_counter() - begin
 
     def _make(self, groups: Sequence[Group], scratch: Path) -> list[tuple[str, Kernel] | NotOneKernel]:
         """The kernels of groups: from the cache, or compiled now."""
@@ -169,15 +191,19 @@ class Builder:
         symbols = [f"{name_of(group)}_{key_of('kernel', self.cpu, r.text)[:_DIGITS]}" for group, r in zip(groups, renamed, strict=True)]
         wanted: dict[str, MakeKernel] = {}
         for symbol, group in zip(symbols, renamed, strict=True):
-            if symbol not in self._kernels and symbol not in wanted and not self._recall(symbol, scratch):
-                wanted[symbol] = MakeKernel(group.text, self.cpu, symbol, str(scratch / f"{symbol}.o"))
+            if symbol in self._kernels or symbol in wanted:
+                continue
+            path = "" if self._recall(symbol, scratch) else str(scratch / f"{symbol}.o")
+            source = "" if self._is_told(symbol) else str(scratch / f"{symbol}.py")
+            if path or source:
+                wanted[symbol] = MakeKernel(group.text, self.cpu, symbol, path, source)
         # The longest first, or one core waits for the other at the end.
         jobs = sorted(wanted.values(), key=_effort)
         self._total += len(jobs)
         for job, answer in zip(jobs, self._pool.run(jobs, self._count), strict=True):
             assert isinstance(answer, Made | Refused)
             self._remember(job, answer)
-        self.counts.kernels, self.counts.compiled = len(self._kernels), self.counts.compiled + len(jobs)
+        self.counts.kernels, self.counts.compiled = len(self._kernels), self.counts.compiled + sum(bool(job.path) for job in jobs)
         self.counts.kernels_s += time.perf_counter() - begin
         return [self._outcome(symbol, group) for symbol, group in zip(symbols, renamed, strict=True)]
 
@@ -197,7 +223,16 @@ class Builder:
         self._objects[symbol].write_bytes(code)
         return True
 
+    def _is_told(self, symbol: str) -> bool:
+        """Whether the text of a kernel is there, or nobody wants it. Those that cannot be made have none."""
+        return self._texts is None or isinstance(self._kernels.get(symbol), Refused) or self._texts.has(symbol)
+
     def _remember(self, job: MakeKernel, answer: Made | Refused) -> None:
+        if job.source and isinstance(answer, Made):
+            assert self._texts is not None
+            self._texts.keep(job.symbol, Path(job.source).read_text(encoding="utf-8"))
+        if not job.path:
+            return
         code = b""
         if isinstance(answer, Made):
             self._objects[job.symbol] = Path(job.path)
@@ -213,11 +248,27 @@ class Builder:
 
     # ------------------------------------------------------------------------------ libraries
 
-    def _link_job(self, part: Part, plans: Sequence[Lowered]) -> LinkStage:
+    def _link_job(self, wanted: Wanted, plans: Sequence[Lowered], scratch: Path) -> LinkStage:
         calls = tuple(tuple(Call(step.name, parameters_of(step.kernel)) for step in plan.steps) for plan in plans)
         used = dict.fromkeys(step.name for plan in plans for step in plan.steps)
         objects = tuple((symbol, str(self._objects[symbol])) for symbol in used)
-        return LinkStage(module_text([plan.graph for plan in plans]), calls, objects, self.cpu, str(part.out))
+        library = str(wanted.part.out) if wanted.library else ""
+        source = str(scratch / f"{wanted.part.out.stem}.relax.py") if wanted.sources else ""
+        return LinkStage(module_text([plan.graph for plan in plans]), calls, objects, self.cpu, library, source)
+
+    # ------------------------------------------------------------------------------ sources
+
+    def _show_kept(self, part: Part, key: str) -> bool:
+        """Whether a viewer, if there is one, was shown what the cache has."""
+        kept = self._texts.find(key) if self._texts is not None else None
+        if kept is not None and self.options.viewer is not None:
+            self.options.viewer.sources(part.stage, kept)
+        return self._texts is None or kept is not None
+
+    def _show(self, wanted: Wanted, plans: Sequence[Lowered], functions: str) -> None:
+        assert self._texts is not None
+        assert self.options.viewer is not None
+        self.options.viewer.sources(wanted.part.stage, self._texts.keep_library(wanted.key, self.cpu, calls_of(plans), functions))
 
 
 def _check_linker() -> None:
@@ -235,13 +286,6 @@ def _effort(job: MakeKernel) -> tuple[bool, int]:
 def texts_of(graphs: Sequence[Graph]) -> list[str]:
     """What the code of graphs depends on; where an operation came from does not change it."""
     return ["\n".join(print_graph(replace(graph, ops=tuple(replace(op, loc="") for op in graph.ops)))) for graph in graphs]
-
-
-def _dump(folder: Path, part: Part, target: str) -> None:
-    from .lower import dump_kernels, plan_kernels
-    from .target import machine_of
-
-    dump_kernels(folder, part.out.stem, [plan_kernels(graph, machine_of(target)) for graph in part.graphs])
 
 
 def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions = DEFAULTS) -> Built:

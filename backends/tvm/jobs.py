@@ -25,7 +25,7 @@ from penstock.ir.graph import Graph
 
 from .group import Group, NotOneKernel, kernel_of, parameters_of, parse_graphs, parse_group
 from .load import pack_name
-from .lower import make_kernel, relax_module
+from .lower import functions_text, kernel_text, make_kernel, relax_module
 from .messages import Answer, Call, Failed, Job, Linked, LinkStage, Made, MakeKernel, Named, NameTarget, Refused
 from .pipeline import PIPELINE
 from .plan import Lowered, Step
@@ -68,7 +68,10 @@ def compile_kernel(job: MakeKernel) -> Made | Refused:
     if kernel.packing is not None:
         functions[pack_name(job.symbol)] = kernel.packing.function
     module = tvm.IRModule({tvm.ir.GlobalVar(name): function.with_attr("global_symbol", name) for name, function in functions.items()})
-    tvm.tirx.build(module, target=tvm_target(machine.name), pipeline=PIPELINE).write_to_file(job.path)
+    if job.source:
+        Path(job.source).write_text(kernel_text(functions), encoding="utf-8")
+    if job.path:
+        tvm.tirx.build(module, target=tvm_target(machine.name), pipeline=PIPELINE).write_to_file(job.path)
     return Made(parameters_of(kernel))
 
 
@@ -78,6 +81,10 @@ def link_stage(job: LinkStage) -> Linked:
     lowered = [Lowered(graph, tuple(_steps(graph, calls))) for graph, calls in zip(graphs, job.calls, strict=True)]
     target = tvm_target(job.target)
     module = relax_module(lowered, declared=True)
+    if job.source:
+        Path(job.source).write_text(functions_text(module), encoding="utf-8")
+    if not job.path:
+        return Linked()
     with target:
         module = relax.get_pipeline("default_build")(module)
     builder = relax.ExecBuilder()

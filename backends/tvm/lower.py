@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,16 +81,22 @@ def _table(op: Op) -> Any:
     return relax.const(values, TVM_DTYPES[t.dtype])
 
 
-def relax_module(lowered: Sequence[Lowered], *, declared: bool) -> Any:
-    """One Relax function per graph, `s0.F` as `s0_F`. Either with the TIR of every kernel, or `declared`: then steps of one name are one kernel."""
+def relax_module(lowered: Sequence[Lowered], *, declared: bool, called: list[str] | None = None) -> Any:
+    """One Relax function per graph, `s0.F` as `s0_F`. Either with the TIR of every kernel, or `declared`: then steps of one name are one kernel.
+    Names under which steps call kernels, one for each step, are put into `called`."""
     builder = relax.BlockBuilder()
     known: dict[str, Any] = {}
 
     def function_of(step: Step, types: Mapping[Slot, TensorType]) -> Any:
         if isinstance(step.kernel.function, LibraryCall):
+            if called is not None:
+                called.append(step.kernel.function.name)
             return step.kernel.function
         if not declared:
-            return builder.add_func(step.kernel.function, step.name)
+            function = builder.add_func(step.kernel.function, step.name)
+            if called is not None:
+                called.append(str(function.name_hint))
+            return function
         kernel = step.kernel
         if step.name not in known:
             params = [*(v.type for v in kernel.ins), *(types[s] for s in kernel.slots), *(v.type for v in kernel.outs)]
@@ -189,12 +194,17 @@ def slot_types(graph: Graph) -> dict[Slot, TensorType]:
     return types
 
 
-def dump_kernels(folder: Path, name: str, lowered: Sequence[Lowered]) -> None:
-    """Relax text with the source of every kernel, and a list of the kernels, for people."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.relax.py").write_text(relax_module(lowered, declared=False).script() + "\n")
-    lines = []
-    for plan in lowered:
-        lines.append(f"{plan.graph.name}: {len(plan.steps)} kernels")
-        lines += [f"  {step.name}: {', '.join(op.kind for op in step.group.ops)}" for step in plan.steps]
-    (folder / f"{name}.kernels.txt").write_text("\n".join(lines) + "\n")
+def kernel_texts(module: Any) -> dict[str, str]:
+    """The TIR of every kernel of a module, for people."""
+    kernels = {str(v.name_hint): f for v, f in module.functions_items() if isinstance(f, tirx.PrimFunc)}
+    return {name: kernel_text({name: f}) for name, f in sorted(kernels.items())}
+
+
+def kernel_text(functions: Mapping[str, Any]) -> str:
+    """The TIR of functions that belong together, for people."""
+    return str(tvm.IRModule({tvm.ir.GlobalVar(name): function for name, function in functions.items()}).script()) + "\n"
+
+
+def functions_text(module: Any) -> str:
+    """The Relax functions of a module, for people: kernels are called by name, and stand elsewhere."""
+    return str(tvm.IRModule({v: f for v, f in module.functions_items() if isinstance(f, relax.Function)}).script()) + "\n"

@@ -25,13 +25,14 @@ class Named(msgspec.Struct, frozen=True, tag=True):
 
 
 class MakeKernel(msgspec.Struct, frozen=True, tag=True):
-    """Compile one group into an object file that defines `symbol`, and `symbol` with `_pack` if it has an operand to be packed; answered by
-    Made or Refused."""
+    """Compile one group into an object file that defines `symbol`, and `symbol` with `_pack` if it has an operand to be packed; write its
+    TIR for people into `source`. A file without a path is not wanted. Answered by Made or Refused."""
 
     group: str
     target: str
     symbol: str
     path: str
+    source: str = ""
 
 
 class PackedOperand(msgspec.Struct, frozen=True):
@@ -69,13 +70,15 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class LinkStage(msgspec.Struct, frozen=True, tag=True):
-    """Make the library of a stage: graphs as text, for each its calls in order, and the objects with the kernels; answered by Linked."""
+    """Make the library of a stage: graphs as text, for each its calls in order, and the objects with the kernels; write its functions for
+    people into `source`. A file without a path is not wanted. Answered by Linked."""
 
     graphs: str
     calls: tuple[tuple[Call, ...], ...]
     objects: tuple[tuple[str, str], ...]
     target: str
     path: str
+    source: str = ""
 
 
 class Linked(msgspec.Struct, frozen=True, tag=True):
@@ -103,4 +106,4 @@ def title(job: Job) -> str:
         case MakeKernel():
             return f"kernel {job.symbol.rpartition('_')[0]}"
         case LinkStage():
-            return f"library {job.path.rpartition('/')[2]}"
+            return f"library {job.path.rpartition('/')[2]}" if job.path else "text of a stage"

@@ -21,9 +21,10 @@ from penstock.ir.graph import Attr, Module
 from penstock.ir.words import counted
 
 if TYPE_CHECKING:
+    from penstock.dumping import Dump
     from penstock.frontends.imported import Imported
     from penstock.frontends.training import Training
-    from penstock.passes.manager import Call, Dump
+    from penstock.passes.manager import Call
     from penstock.planning import Search
 
 ProgressHook = Callable[[int, int, str], None]
@@ -186,6 +187,11 @@ def plan(
 
     done = run_passes(module, calls, PASSES, dump=dump, progress=progress, before=look)
     done = done.noted("placement", *notes)
+    if dump is not None:
+        from penstock.dumping.program import dump_program
+
+        with dump.step("parts"):
+            dump_program(dump, done)
     return Plan(model, done, seen[0], tuple(made), training)
 
 
@@ -256,29 +262,35 @@ def compile(
     backend: str = "tvm",
     target: str = "host",
     jobs: int | None = None,
-    dump_dir: str | Path | None = None,
+    dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Path:
-    """Make machine code for every stage, and write the bundle. `jobs` is the most processes to compile with: one per core if not given."""
+    """Make machine code for every stage, and write the bundle. `jobs` is the most processes to compile with: one per core if not given; `dump`
+    is shown the code."""
     from penstock.backends.bundle_writer import write_bundle
     from penstock.backends.interface import CompileOptions, backend_of
     from penstock.exporting import keep_source
 
     maker = backend_of(backend)
     stages = [stage.index for stage in plan.module.stages]
-    options = CompileOptions(target, jobs, progress, Path(dump_dir) if dump_dir is not None else None)
+    options = CompileOptions(target, jobs, progress, dump)
+    facts = plan.as_dict()
+    if dump is not None:
+        dump.write("plan.json", json.dumps(facts, indent=2, sort_keys=True) + "\n")
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         names = maker.compile_stages(plan.module, stages, Path(scratch), options)
         files = {stage: [Path(scratch) / name for name in names[stage]] for stage in stages}
-        bundle = write_bundle(
-            out,
-            plan.module,
-            files,
-            plan.model.imported.weights,
-            backend=backend,
-            plan=plan.as_dict(),
-            source_hash=plan.model.imported.source_hash,
-            reference=plan.reference,
-            origin=keep_source(plan.model.imported, plan.module, Path(scratch)),
-        )
+        with options.step("bundle") as said:
+            bundle = write_bundle(
+                out,
+                plan.module,
+                files,
+                plan.model.imported.weights,
+                backend=backend,
+                plan=facts,
+                source_hash=plan.model.imported.source_hash,
+                reference=plan.reference,
+                origin=keep_source(plan.model.imported, plan.module, Path(scratch)),
+            )
+            said.append(str(bundle.path))
     return bundle.path

@@ -18,7 +18,7 @@ from typing import NoReturn
 from penstock import __version__
 from penstock.argument_types import positive_number, seed_number, whole_number
 from penstock.ir.errors import DoesNotFit, PenstockError, UsageError
-from penstock.model_arguments import RATE_HELP, SCHEDULE_KINDS, add_model_arguments
+from penstock.model_arguments import RATE_HELP, SCHEDULE_KINDS, add_dump_arguments, add_model_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -316,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
         "-p", "--passes", required=True, metavar="PIPELINE", help="e.g. 'partition{stages=4},split'; `penstock passes` lists them"
     )
     opt.add_argument("-o", "--out", metavar="OUT.ir", help="default: stdout")
-    opt.add_argument("--dump-ir", metavar="DIR", help="dump the module after every pass that changes it")
+    add_dump_arguments(opt)
 
     add("passes", "list the passes with their options")
     add("ops", "list the operations and which parts of the compiler support them")

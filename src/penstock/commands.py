@@ -25,6 +25,7 @@ from penstock.terminal import Progress, say, table
 
 if TYPE_CHECKING:
     from penstock.api import Plan
+    from penstock.dumping import Dump
     from penstock.frontends.training import Training
     from penstock.planning import Load
 
@@ -46,7 +47,7 @@ def plan_command(arguments: Namespace) -> None:
     if arguments.workload is not None:
         plan_workload(arguments)
         return
-    found = _plan(arguments)
+    found = _plan(arguments, dump_of(arguments))
     if arguments.json:
         print(as_json(found))
     else:
@@ -60,7 +61,8 @@ def compile_command(arguments: Namespace) -> None:
 
     check_replaceable(Path(arguments.out))
     check_cache(arguments.backend)
-    found = _plan(arguments)
+    dump = dump_of(arguments)
+    found = _plan(arguments, dump)
     progress = Progress("compile")
     path = api.compile(
         found,
@@ -68,7 +70,7 @@ def compile_command(arguments: Namespace) -> None:
         backend=arguments.backend,
         target=arguments.target,
         jobs=arguments.jobs,
-        dump_dir=arguments.dump_ir,
+        dump=dump,
         progress=progress,
     )
     print_plan(found)
@@ -77,9 +79,9 @@ def compile_command(arguments: Namespace) -> None:
         say(f"dumps are in {arguments.dump_ir}")
 
 
-def _plan(arguments: Namespace) -> Plan:
+def _plan(arguments: Namespace, dump: Dump | None) -> Plan:
     from penstock import api
-    from penstock.passes.manager import Dump
+    from penstock.dumping import step_of
 
     training = _training(arguments)
     if arguments.cluster:
@@ -93,17 +95,19 @@ def _plan(arguments: Namespace) -> Plan:
 
     def load(size: int | None) -> api.Model:
         own = dims if size is None or batch_dim is None else dims | {batch_dim: size}
-        return api.from_onnx(arguments.model, dims=own, known=_known(arguments.known), **names)
+        with step_of(dump, "import") as said:
+            model = api.from_onnx(arguments.model, dims=own, known=_known(arguments.known), **names)
+            said += model.imported.report
+        return model
 
-    options: dict[str, Any] = {"cuda_libraries": arguments.cuda_libraries, "progress": Progress("passes")}
+    options: dict[str, Any] = {"cuda_libraries": arguments.cuda_libraries, "progress": Progress("passes"), "dump": dump}
     if arguments.wire is not None:
         options["wire"] = arguments.wire
-    dump = Dump(arguments.dump_ir) if arguments.dump_ir else None
     batch_dim = _batch_dimension(arguments, dims)
     if arguments.batch is not None:
-        return _best(arguments, load, cluster, training, batch_dim is not None, options | {"dump": dump})
+        return _best(arguments, load, cluster, training, batch_dim is not None, options)
     if arguments.plan is not None:
-        return _planned(arguments, load, cluster, training, batch_dim, options | {"dump": dump})
+        return _planned(arguments, load, cluster, training, batch_dim, options)
     if arguments.schedule == "auto":
         raise UsageError("--schedule auto leaves it to the planner, which needs to know the samples of a batch", hint="add --batch")
     model = load(None)
@@ -121,7 +125,6 @@ def _plan(arguments: Namespace) -> Plan:
         recompute=arguments.recompute or "auto",
         precision=arguments.precision,
         hints=arguments.hints == "use",
-        dump=dump,
         **options,
     )
 
@@ -359,13 +362,30 @@ def demo_command(arguments: Namespace) -> int:
 # ------------------------------------------------------------------------------------------------ passes
 
 
+def dump_of(arguments: Namespace) -> Dump | None:
+    """The dump that was asked for."""
+    from penstock.dumping import Dump
+
+    if arguments.dump_ir or arguments.dump_ir_changed:
+        return Dump(arguments.dump_ir or None, only=arguments.dump_ir_filter, changed=arguments.dump_ir_changed)
+    if arguments.dump_ir_filter is not None:
+        raise UsageError("--dump-ir-filter without a dump to filter", hint="add --dump-ir DIR, or --dump-ir-changed")
+    return None
+
+
 def opt_command(arguments: Namespace) -> None:
-    from penstock.passes.manager import Dump, parse_pipeline, run_passes
+    from penstock.dumping.program import dump_program
+    from penstock.passes.manager import parse_pipeline, run_passes
     from penstock.passes.pipelines import PASSES
 
     calls = parse_pipeline(arguments.passes, PASSES)
-    dump = Dump(arguments.dump_ir) if arguments.dump_ir else None
-    module = run_passes(load_module(arguments.file), calls, PASSES, dump=dump)
+    before = load_module(arguments.file)
+    if arguments.dump_ir and Path(arguments.file).resolve().parent == Path(arguments.dump_ir).resolve():
+        raise UsageError(f"{arguments.file} lies in it, and would be removed", where="--dump-ir", hint="give another folder")
+    dump = dump_of(arguments)
+    module = run_passes(before, calls, PASSES, dump=dump)
+    if dump is not None:
+        dump_program(dump, module)
     text = print_module(module)
     if arguments.out:
         Path(arguments.out).write_text(text, encoding="utf-8")

@@ -34,11 +34,11 @@ def text_samples(count: int, length: int, seed: int) -> tuple[np.ndarray, np.nda
 def run_demo(out: Path, *, steps: int, schedule: str, backend: str) -> int:
     """Run it all; exit code 0 when the loss fell."""
     from penstock import api
+    from penstock.dumping import Dump
     from penstock.frontends.training import Training
     from penstock.ir.cluster import Cluster
     from penstock.ir.optimizers import AdamW
     from penstock.models import write_gpt
-    from penstock.passes.manager import Dump
     from penstock.runtime.running import run_bundle
 
     started = time.monotonic()
@@ -53,10 +53,11 @@ def run_demo(out: Path, *, steps: int, schedule: str, backend: str) -> int:
 
     training = Training(loss="cross_entropy", optimizer=AdamW(lr=LEARNING_RATE), microbatches=MICROBATCHES)
     dumps = out / "dumps"
-    plan = api.plan(model, Cluster.local(STAGES), training, schedule=schedule, dump=Dump(dumps), progress=Progress("passes"))
+    dump = Dump(dumps)
+    plan = api.plan(model, Cluster.local(STAGES), training, schedule=schedule, dump=dump, progress=Progress("passes"))
     say("2. planned:")
     print_plan(plan)
-    bundle = api.compile(plan, out / "bundle", backend=backend, dump_dir=dumps, progress=Progress("compile"))
+    bundle = api.compile(plan, out / "bundle", backend=backend, dump=dump, progress=Progress("compile"))
     say(f"3. compiled {bundle}")
 
     tokens, labels = text_samples(SEQUENCES * MICROBATCHES * steps, POSITIONS, seed=0)

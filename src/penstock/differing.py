@@ -14,7 +14,6 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
 
 from penstock.ir.graph import Graph, Module, Op
 from penstock.ir.text import print_frame, print_head, print_op, print_schedule
@@ -75,14 +74,14 @@ def _changed(pairs: Sequence[tuple[str, str]], indent: str, what: str) -> Iterat
     parts = [_parts(*pair) for pair in pairs]
     marks = ["".join(part for part, is_marked in each if is_marked) for each in parts]
     times = Counter(marks)
+    last = {mark: i for i, mark in enumerate(marks)}
     told: set[str] = set()
     for (line, _), each, mark in zip(pairs, parts, marks, strict=True):
         if times[mark] < _ALIKE:
             yield f"{indent}~ {''.join(part for part, _ in each)}"
         elif mark not in told:
             told.add(mark)
-            last = max(i for i, other in enumerate(marks) if other == mark)
-            yield f"{indent}~ {counted(times[mark], what)}, {_start(line)} to {_start(pairs[last][0])}: {mark}"
+            yield f"{indent}~ {counted(times[mark], what)}, {_start(line)} to {_start(pairs[last[mark]][0])}: {mark}"
 
 
 def _start(line: str) -> str:
@@ -183,7 +182,12 @@ def _parts(before: str, after: str) -> list[tuple[str, bool]]:
 
 def _alike(old: Sequence[str], new: Sequence[str]) -> int:
     """How many words both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
+    count = 0
+    for a, b in zip(old, new, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
 
 
 def _matched(old: list[str], new: list[str]) -> list[tuple[str, bool]]:

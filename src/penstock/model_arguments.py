@@ -122,9 +122,26 @@ def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False)
         default="use",
         help="placement hints in the model (pipeline stages, layer_ann): follow them where they fit, or ignore them (default: use)",
     )
-    parser.add_argument(
+    add_dump_arguments(parser, default=os.environ.get("PENSTOCK_DUMP"))
+
+
+def add_dump_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """What commands take that run passes; `default` is the folder if none is named."""
+    dumping = parser.add_argument_group("dumps (docs/debugging.md)")
+    dumping.add_argument(
         "--dump-ir",
         metavar="DIR",
-        default=os.environ.get("PENSTOCK_DUMP"),
-        help="dump the module after every pass that changes it (default: $PENSTOCK_DUMP, else no dump)",
+        default=default,
+        help="dump the module after every pass that changes it, and what is made of it"
+        + (" (default: $PENSTOCK_DUMP, else no dump)" if parser.prog.endswith(("plan", "compile")) else ""),
+    )
+    dumping.add_argument(
+        "--dump-ir-filter",
+        metavar="REGEX",
+        help="dump only operations whose line FILE @GRAPH OPERATION matches, e.g. '_fuse @' for a pass, '@s0[.]F ' for a graph, '= matmul'",
+    )
+    dumping.add_argument(
+        "--dump-ir-changed",
+        action="store_true",
+        help="dump what each pass changed, by name, in place of whole modules; without --dump-ir print it on stderr",
     )

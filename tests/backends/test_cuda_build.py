@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from samples import SAMPLES
-from tvm_cases import OpCase, value
+from tvm_cases import OpCase, Shown, value
 
 from penstock.backends.interface import CompileOptions, backend_of
 from penstock.backends.tvm.build import BuildError
@@ -111,10 +111,27 @@ def test_what_nvcc_says_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (fake / "nvcc").write_text(script)
     (fake / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake}{os.pathsep}{os.environ['PATH']}")
+    viewer = Shown()
     with pytest.raises(BuildError, match="no room left") as caught:
-        cuda_build.build_graphs([chain()], tmp_path / "stage.so", CompileOptions("sm_90"))
+        cuda_build.build_graphs([chain()], tmp_path / "s0.sm_90.so", CompileOptions("sm_90", viewer=viewer))
     assert caught.value.where == "s0.F"
-    assert not (tmp_path / "stage.so").exists()
+    assert not (tmp_path / "s0.sm_90.so").exists()
+    # What it was given is there to be looked at.
+    assert "__global__" in viewer.stages["s0"].device
+
+
+@needs_nvcc
+def test_sources_come_from_the_compiler_and_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    viewers = [Shown(), Shown()]
+    built = [cuda_build.build_graphs([chain()], tmp_path / "s0.sm_90.so", CompileOptions("sm_90", viewer=v)) for v in viewers]
+    assert [library.cached for library in built] == [False, True]
+    assert [viewer.steps for viewer in viewers] == [["kernels", "nvcc"], []]
+    assert viewers[0].stages == viewers[1].stages
+    found = viewers[0].stages["s0"]
+    assert {call.source for call in found.calls} == {*found.kernels}
+    assert all(f"def {name}(" in text and f"{name}_kernel" in found.device for name, text in found.kernels.items())
+    assert "T.prim_func" not in found.functions
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tvm_cases import build, compare, difference, make_args, value
+from tvm_cases import Shown, build, compare, difference, make_args, value
 
 import penstock as ps
-from penstock.backends.interface import CompileOptions, backend_of, stage_graphs
+from penstock.backends.interface import CompileOptions, StageSources, backend_of, stage_graphs
 from penstock.backends.tvm.build import build_graphs
 from penstock.backends.tvm.kernels.elements import POINTWISE
 from penstock.backends.tvm.lower import plan_kernels
@@ -359,13 +359,37 @@ def small() -> Graph:
     return w.graph((x,), (w("exp", x),))
 
 
-def test_progress_and_dumps(small: Graph, tmp_path: Path) -> None:
+def test_progress_is_told(small: Graph, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
-    build_graphs([small], tmp_path / "a.so", CompileOptions(progress=lambda *x: seen.append(x), dump_dir=tmp_path / "dump"))
+    build_graphs([small], tmp_path / "a.so", CompileOptions(progress=lambda *x: seen.append(x)))
     assert seen[0][0] == 0
     assert seen[-1][0] == seen[-1][1]
-    assert "s0.F: 1 kernels" in (tmp_path / "dump" / "a.kernels.txt").read_text()
-    assert "def s0_F" in (tmp_path / "dump" / "a.relax.py").read_text()
+
+
+def test_sources_are_the_same_from_anywhere(small: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an empty cache, with everything in it, and with code in it that nobody has looked at: then only texts are made."""
+    found: list[StageSources] = []
+    shown = [Shown() for _ in range(3)]
+    for cache, viewer, steps in (
+        ("a", shown[0], ["kernels", "link"]),
+        ("a", shown[1], []),
+        ("b", None, None),
+        ("b", shown[2], ["kernels", "link"]),
+    ):
+        monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / cache))
+        built = build_graphs([small], tmp_path / "s0.x.so", CompileOptions(viewer=viewer))
+        if viewer is not None:
+            assert built.cached == (cache == "b" or viewer is shown[1])
+            assert viewer.steps == steps
+            found.append(viewer.stages["s0"])
+    assert found[0] == found[1] == found[2]
+    (call,) = found[0].calls
+    assert (call.graph, call.operations) == ("s0.F", ("%v0 = exp",))
+    assert call.source in found[0].kernels[call.source]
+    assert "T.prim_func" in found[0].kernels[call.source]
+    assert "def s0_F" in found[0].functions
+    assert call.source in found[0].functions
+    assert "T.prim_func" not in found[0].functions
 
 
 def test_arguments_are_checked(small: Graph, tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from penstock.backends.interface import CompileOptions
+from penstock.backends.interface import CompileOptions, StageSources
 from penstock.backends.numpy_backend import NumpyProgram
 from penstock.backends.tvm.build import build_graphs
 from penstock.backends.tvm.load import TvmProgram
@@ -126,3 +127,18 @@ def compare(program: TvmProgram, graph: Graph, arrays: Sequence[np.ndarray], sha
     pairs = [(f"%{v.name}", a, b) for v, a, b in zip(sig.results, found, expected, strict=True)]
     pairs += [(f"@{s.var} {s.slot}", ours[i], reference[i]) for i, s in enumerate(sig.slots, len(sig.ins))]
     return [f"{graph.name} {name}: {wrong}" for name, a, b in pairs if (wrong := difference(a, b))]
+
+
+class Shown:
+    """A viewer that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, StageSources] = {}
+        self.steps: list[str] = []
+
+    def step(self, name: str) -> AbstractContextManager[list[str]]:
+        self.steps.append(name)
+        return nullcontext([])
+
+    def sources(self, stage: str, found: StageSources) -> None:
+        self.stages[stage] = found

@@ -20,17 +20,19 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import tvm
 
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph
 
-from ...interface import CompileOptions
+from ...interface import CompileOptions, StageSources
 from ..build import Built, texts_of
 from ..fingerprint import key_of
 from ..jobs import ONE_AT_A_TIME
-from ..lower import dump_kernels, plan_kernels, relax_module
+from ..lower import functions_text, kernel_texts, plan_kernels, relax_module
 from ..pool import BuildError, environment
+from ..sources import calls_of
 from ..store import Store
 from .target import device_machine
 
@@ -72,37 +74,55 @@ def check_architecture(name: str) -> None:
 
 def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions) -> Built:
     """Compile graphs into the library `out`, for a GPU."""
-    target, dump_dir = options.target, options.dump_dir
+    target, viewer = options.target, options.viewer
     check_architecture(target)
-    machine = device_machine(target)
     where = ", ".join(g.name for g in graphs)
     report = options.progress or (lambda done, total, what: None)
     out.parent.mkdir(parents=True, exist_ok=True)
     report(0, 3, f"lowering {where}")
     key, libraries = key_of("library", target, nvcc_version(), *texts_of(graphs)), Store.of_user()
     content = libraries.get(key)
-    cached = content is not None
-    if content is None or dump_dir is not None:
-        with ONE_AT_A_TIME:
-            lowered = [plan_kernels(graph, machine) for graph in graphs]
-            module = relax_module(lowered, declared=False)
-            if dump_dir is not None:
-                dump_kernels(dump_dir, out.stem, lowered)
-        if content is None:
+    sources = _kept_sources(libraries, key) if viewer is not None else None
+    cached = content is not None and (viewer is None or sources is not None)
+    if content is None or not cached:
+        with options.step("kernels") as said, ONE_AT_A_TIME:
+            called: list[str] = []
+            lowered = [plan_kernels(graph, device_machine(target)) for graph in graphs]
+            module = relax_module(lowered, declared=False, called=called)
+            kernels = kernel_texts(module) if viewer is not None else {}
             count = sum(isinstance(f, tvm.tirx.PrimFunc) for _, f in module.functions_items())
-            report(1, 3, f"compiling {count} kernels of {where} for {target} with nvcc")
-            compile_apart(tvm.ir.save_json(module), target, out, where, dump_dir)
-            content = out.read_bytes()
-            libraries.put(key, content)
-            libraries.trim()
-    if cached:
+            said.append(f"{count} kernels of {where}")
+        report(1, 3, f"compiling {count} kernels of {where} for {target} with nvcc")
+        device: list[str] = []
+        try:
+            with options.step("nvcc") as said:
+                said.append(out.name)
+                compile_apart(tvm.ir.save_json(module), target, out, where, device)
+        finally:
+            if viewer is not None:
+                # Of code that nvcc refuses, too.
+                sources = StageSources(target, calls_of(lowered, called), kernels, functions_text(module), "".join(device))
+                viewer.sources(out.name.partition(".")[0], sources)
+        content = out.read_bytes()
+        libraries.put(key, content)
+        if sources is not None:
+            libraries.put(key_of("sources", key), msgspec.json.encode(sources))
+        libraries.trim()
+    else:
         out.write_bytes(content)
+        if sources is not None and viewer is not None:
+            viewer.sources(out.name.partition(".")[0], sources)
     report(3, 3, libraries.told(f"{'found' if cached else 'compiled'} {where}"))
     return Built(out, hashlib.sha256(content).hexdigest(), cached)
 
 
-def compile_apart(module: str, target: str, out: Path, where: str, dump_dir: Path | None = None) -> None:
-    """Compile a lowered module, given as TVM's JSON, in a process of its own."""
+def _kept_sources(libraries: Store, key: str) -> StageSources | None:
+    kept = libraries.get(key_of("sources", key))
+    return None if kept is None else msgspec.json.decode(kept, type=StageSources)
+
+
+def compile_apart(module: str, target: str, out: Path, where: str, device: list[str] | None = None) -> None:
+    """Compile a lowered module, given as TVM's JSON, in a process of its own. What nvcc was given is put into `device`."""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".cuda-") as scratch:
         work = Path(scratch)
         (work / "module.json").write_text(module)
@@ -111,8 +131,8 @@ def compile_apart(module: str, target: str, out: Path, where: str, dump_dir: Pat
             done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False, env=environment())
         except subprocess.TimeoutExpired as error:
             raise BuildError(f"nvcc did not finish within {_LONGEST:g} s", where=where) from error
-        if dump_dir is not None and (work / "kernels.cu").exists():
-            shutil.copyfile(work / "kernels.cu", dump_dir / f"{out.stem}.cu")
+        if device is not None and (work / "kernels.cu").exists():
+            device.append((work / "kernels.cu").read_text(encoding="utf-8"))
         failure = work / "failure.json"
         if failure.exists():
             raise BuildError(**json.loads(failure.read_text()), where=where)

@@ -1,0 +1,210 @@
+"""Writes the dump folder as passes run and steps end. In: modules, and what passes and steps say. Out: files (penstock.dumping lists them).
+
+The folder may be missing: then changes are printed on stderr, and nothing is written. An older dump in it is removed first; other files stay.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.backends.interface import StageSources
+from penstock.differing import differences
+from penstock.dumping.parts import excerpt
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import Module
+from penstock.ir.text import print_module, print_op
+from penstock.ir.words import counted
+from penstock.passes.manager import Call, Event, count_ops
+
+EVENTS, PASSES, REPRO = "events.jsonl", "passes.tsv", "repro.ir"
+STAGES, RANKS = "stages", "ranks"
+_HEADER = "number\tpass\tms\tops_before\tops_after\tchanged\trest\n"
+# What the files of passes are called, beside those of a plan.
+_OF_PASSES = ("[0-9][0-9]*_*.ir", "[0-9][0-9]*_*.diff", REPRO, PASSES)
+_OF_PLAN = ("plan.json", "schedule.svg", "index.html")
+
+
+class Dump:
+    """A watcher of passes (penstock.passes.manager) and of back ends (penstock.backends.interface)."""
+
+    def __init__(self, folder: str | Path | None, *, only: str | None = None, changed: bool = False) -> None:
+        """`only` is a pattern of lines FILE @GRAPH OPERATION; `changed` asks for what passes changed in place of modules."""
+        self.folder = None if folder is None else Path(folder)
+        self._only = None if only is None else _pattern(only)
+        self._changed = changed
+        self._begun = time.perf_counter()
+        self._steps: list[str] = []
+        self._own: set[str] = set()
+        if self.folder is not None:
+            _make_room(self.folder)
+
+    def _clear(self) -> None:
+        """Remove what an earlier pipeline of this dump left: folders are its own, for those of an older one are gone."""
+        assert self.folder is not None
+        _remove(self.folder, (*_OF_PASSES, *_OF_PLAN))
+        for name in self._own:
+            shutil.rmtree(self.folder / name)
+        self._own.clear()
+
+    # ------------------------------------------------------------------------------ steps
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[list[str]]:
+        """A step of compiling; what is put into the list was said."""
+        said: list[str] = []
+        started = time.perf_counter()
+        try:
+            yield said
+        except Exception as error:
+            said.append(f"failed: {error}")
+            raise
+        finally:
+            took = time.perf_counter() - started
+            self._steps.append(self._log({"event": "step", "name": name} | self._times(started, took * 1e3) | {"said": said}))
+
+    def _times(self, started: float, ms: float) -> dict[str, float]:
+        return {"start": round(started - self._begun, 6), "ms": round(ms, 3)}
+
+    def _log(self, event: dict[str, Any]) -> str:
+        line = json.dumps(event, ensure_ascii=False) + "\n"
+        self._append(EVENTS, line)
+        return line
+
+    # ------------------------------------------------------------------------------ passes
+
+    def begin(self, module: Module, rest: str) -> None:
+        """Planning may begin again: the last time counts."""
+        if self.folder is None:
+            return
+        self._clear()
+        self.write(EVENTS, "".join(self._steps))
+        self.write(PASSES, f"{_HEADER}0\tinput\t0\t0\t{count_ops(module)}\tyes\t{rest}\n")
+        self.write_module("00_input.ir", module)
+
+    def passed(self, event: Event, name: str, before: Module, after: Module) -> None:
+        file = self._write_pass(f"{event.number:02d}_{name}", before, after) if event.changed else None
+        yes = "yes" if event.changed else "no"
+        self._append(PASSES, f"{event.number}\t{event.call}\t{event.ms:.1f}\t{event.ops_before}\t{event.ops_after}\t{yes}\t{event.rest}\n")
+        facts = asdict(event)
+        said = [note.text for note in after.notes[len(before.notes) :]]
+        times = self._times(facts.pop("started"), facts.pop("ms"))
+        rest = facts.pop("rest")
+        self._log({"event": "pass", "name": name} | times | {"said": said} | facts | {"file": file, "rest": rest})
+
+    def _write_pass(self, stem: str, before: Module, after: Module) -> str | None:
+        if not self._changed:
+            return self.write_module(f"{stem}.ir", after)
+        lines = list(differences(self.filtered(stem, before), self.filtered(stem, after)))
+        if not lines:
+            return None
+        if self.folder is None:
+            print("\n".join([f"--- {stem}", *lines]), file=sys.stderr)
+            return None
+        return self.write(f"{stem}.diff", "\n".join(lines) + "\n")
+
+    def failed(self, module: Module, call: Call, error: Exception) -> None:
+        """The reproducer is the whole module, whatever is left out elsewhere."""
+        quoted = str(call).replace("'", "'\\''")
+        reason = "".join(f"// {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
+        if self.folder is not None:
+            self.write(REPRO, f"// penstock opt {REPRO} -p '{quoted}'\n{reason}{print_module(module)}")
+
+    # ------------------------------------------------------------------------------ sources
+
+    def sources(self, stage: str, found: StageSources) -> None:
+        """What a back end made of a stage."""
+        home = f"{STAGES}/{stage}"
+        calls = [
+            call for call in found.calls if any(self.wants(f"{home}/kernels/{call.source}", call.graph, one) for one in call.operations)
+        ]
+        if not calls:
+            return
+        rows = [f"{call.graph}\t{call.kernel}\tkernels/{call.source}.py\t{', '.join(call.operations)}\n" for call in calls]
+        self.write(f"{home}/kernels.tsv", "graph\tkernel\tfile\toperations\n" + "".join(rows))
+        for name in {call.source: None for call in calls}:
+            # What a library computes has no source.
+            if name in found.kernels:
+                self.write(f"{home}/kernels/{name}.py", found.kernels[name])
+        self.write(f"{home}/relax.py", f"# for {found.target}\n{found.functions}")
+        if found.device:
+            self.write(f"{home}/kernels.cu", found.device)
+
+    # ------------------------------------------------------------------------------ files
+
+    def wants(self, stem: str, graph: str, operation: str) -> bool:
+        """Whether the line of an operation in a file matches."""
+        return self._only is None or self._only.search(f"{stem} @{graph} {operation}") is not None
+
+    def filtered(self, stem: str, module: Module) -> Module:
+        """What of a module goes into a file."""
+        if self._only is None:
+            return module
+        return excerpt(module, lambda graph, op: self.wants(stem, graph, print_op(op)))
+
+    def write_module(self, name: str, module: Module) -> str | None:
+        """Write what of a module matches; None where nothing does."""
+        if self.folder is None:
+            return None
+        part = self.filtered(name.removesuffix(".ir"), module)
+        if part is module:
+            return self.write(name, print_module(module))
+        assert self._only is not None
+        kept = count_ops(part)
+        told = f"{kept} of {counted(count_ops(module), 'operation')}, those that match {self._only.pattern}"
+        return self.write(name, print_module(part.noted("excerpt", told))) if kept else None
+
+    def write(self, name: str, text: str) -> str:
+        """Write a file, in folders as its name says."""
+        if self.folder is not None:
+            path = self.folder / name
+            if "/" in name:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._own.add(name.partition("/")[0])
+            path.write_text(text, encoding="utf-8")
+        return name
+
+    def _append(self, name: str, text: str) -> None:
+        if self.folder is not None:
+            with (self.folder / name).open("a", encoding="utf-8") as file:
+                file.write(text)
+
+
+def step_of(dump: Dump | None, name: str) -> AbstractContextManager[list[str]]:
+    """A step that is written down where somebody asked for a dump."""
+    return nullcontext([]) if dump is None else dump.step(name)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UsageError(f"bad pattern {text!r}: {error}", where="--dump-ir-filter") from error
+
+
+def _make_room(folder: Path) -> None:
+    """An empty place for a dump. What is removed is what dumps consist of, and folders only where there was one."""
+    if (folder / "manifest.json").exists():
+        raise UsageError("is a bundle", where=str(folder), hint="give dumps a folder of their own")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / EVENTS).exists():
+            shutil.rmtree(folder / STAGES, ignore_errors=True)
+            shutil.rmtree(folder / RANKS, ignore_errors=True)
+        _remove(folder, (*_OF_PASSES, *_OF_PLAN, EVENTS))
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror or error}", where=str(folder), hint="give another folder") from error
+
+
+def _remove(folder: Path, patterns: tuple[str, ...]) -> None:
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            path.unlink()
