@@ -26,6 +26,10 @@ class RankTrace:
     events: tuple[Event, ...]
     entries: tuple[Entry, ...]
 
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return tuple(Action.parse(name) for name, _, _ in self.events)
+
 
 def read_trace(path: str | Path) -> list[RankTrace]:
     """The ranks of a file that `run --trace` wrote; UsageError if it is none."""
@@ -37,6 +41,7 @@ def read_trace(path: str | Path) -> list[RankTrace]:
         for e in listed:
             if e["ph"] == "X":
                 start = e["ts"] / 1e6
+                Action.parse(e["name"])
                 events[e["pid"]].append((e["name"], start, start + e["dur"] / 1e6))
             elif e.get("cat") == "memory":
                 entries[e["pid"]].append(_entry(e["name"].partition(" ")[0], e["ts"] / 1e6, e["args"]))
@@ -63,7 +68,7 @@ def _entry(what: str, at: float, args: Mapping[str, Any]) -> Entry:
 def measured_account(module: Module, rank: int, trace: RankTrace) -> Account:
     """What a rank's memory held, as it was written down."""
     stage = module.rank_stages()[rank]
-    actions = tuple(Action.parse(name) for name, _, _ in trace.events)
+    actions = trace.actions
     stays = Stays()
     for entry in trace.entries:
         stays.follow(entry)
@@ -93,11 +98,11 @@ def planned_beside(module: Module, rank: int, trace: RankTrace) -> Account:
 def runs_of(module: Module, trace: RankTrace) -> list[tuple[int, int]]:
     """First batch and number of batches of every run, each from an empty pipeline to an empty one."""
     assert module.schedule is not None
-    per_batch = module.schedule.microbatches
+    per_batch, actions = module.schedule.microbatches, trace.actions
     starts = [(entry.step, entry.owner) for entry in trace.entries if entry.what == "run"]
     found = []
     for (begin, first), (end, _) in zip(starts, [*starts[1:], (len(trace.events), 0)], strict=True):
-        last = max((Action.parse(name).batch(per_batch) for name, _, _ in trace.events[begin:end]), default=first - 1)
+        last = max((action.batch(per_batch) for action in actions[begin:end]), default=first - 1)
         if last >= first:
             found.append((first, last - first + 1))
     return found

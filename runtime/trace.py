@@ -38,7 +38,7 @@ def write_trace(
             entries.append({"name": action, "cat": _kind(action), "ph": "X", "pid": rank, "tid": 0, **times})
     entries += _arrows(ranks, origin)
     for rank, changes in enumerate(held):
-        entries += _memory(rank, changes, origin, {} if module is None else _makers(module, module.rank_stages()[rank]))
+        entries += _memory(rank, changes, origin, {} if module is None else makers(module, module.rank_stages()[rank]))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}), encoding="utf-8")
@@ -82,7 +82,7 @@ def _arrows(ranks: Sequence[Sequence[Event]], origin: float) -> Iterator[_Entry]
         yield {**shared, "ph": "f", "bp": "e", "pid": destination, "ts": _micros(ends["f"][message], origin)}
 
 
-def _makers(module: Module, stage: int) -> dict[str, str]:
+def makers(module: Module, stage: int) -> dict[str, str]:
     """What makes each value that a stage may hold: an operation, here or on the stage it comes from, with the source's name for it."""
     found = {value.name: "input" for value in module.inputs}
     own = f"s{stage}."

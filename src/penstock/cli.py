@@ -381,6 +381,9 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
     inspect.add_argument("--schedule", action="store_true", help="print the schedule as a grid, and each rank's actions")
     inspect.add_argument("--memory", action="store_true", help="print predicted peak memory per rank, and what lives over time")
     inspect.add_argument(
+        "--trace", metavar="FILE", help="with --memory: what a run with --trace held, beside the plan, and which blocks lay idle"
+    )
+    inspect.add_argument(
         "--params", action="store_true", help="list parameters, buffers and state with sizes, and statistics of a bundle's weights"
     )
     inspect.add_argument(

@@ -4,7 +4,9 @@
     finding                 a name that somebody knows -> operations of the program
     history, why, reasons   what passes did to an operation, and why it is where it is
     summary, memory, weights, kernels, kernel_timing, flow    facts of stages, ranks, variables, kernels and graphs
+    traced_memory           memory of a run as its trace tells it, beside the plan, and what lay idle
     views, colours          the same as text for a terminal
+    traced_memory_view      and that of traced_memory
     exports/                files for other programs: Graphviz, ONNX with stages, Chrome trace, CSV
     command                 the commands inspect and diff
 

@@ -68,6 +68,8 @@ def _check(arguments: Namespace, asked: Sequence[str]) -> None:
         problems.append(f"--json is of one thing: the summary, {', '.join(f'--{name}' for name in _AS_JSON)}")
     if arguments.checkpoint and not arguments.params:
         problems.append("--checkpoint goes with --params")
+    if arguments.trace and not arguments.memory:
+        problems.append("--trace goes with --memory")
     if arguments.dumps and not arguments.why:
         problems.append("--dumps goes with --why")
     if problems:
@@ -139,11 +141,23 @@ def _show_schedule(module: Module, batches: int) -> None:
 
 
 def _show_memory(module: Module, arguments: Namespace) -> None:
+    if arguments.trace:
+        _show_traced_memory(module, arguments)
+        return
     from penstock.inspecting.memory import memory_curves
     from penstock.inspecting.views import show_memory
 
     curves = memory_curves(module, arguments.batches)
     print(as_json(curves) if arguments.json else show_memory(curves, terminal_width()))
+
+
+def _show_traced_memory(module: Module, arguments: Namespace) -> None:
+    from penstock.inspecting.traced_memory import traced_memory
+    from penstock.inspecting.traced_memory_view import show_traced_memory
+    from penstock.runtime.memory_trace import read_trace
+
+    found = traced_memory(module, read_trace(arguments.trace), arguments.trace)
+    print(as_json(found) if arguments.json else show_traced_memory(found, terminal_width()))
 
 
 def _show_params(subject: Subject, arguments: Namespace) -> None:
