@@ -6,6 +6,7 @@ python docs/refresh.py --check    exit 1 and name what is out of date; the tests
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +39,13 @@ def ops() -> str:
     header, rows = coverage()
     lines = [header, ["---"] * len(header), *(["`" + row[0] + "`", *(str(cell).replace("|", "\\|") for cell in row[1:])] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def seeded_bugs() -> str:
+    """What the bugs of tests/bisecting were found to be."""
+    rows = json.loads((HERE.parent / "tests" / "bisecting" / "record.json").read_text(encoding="utf-8"))
+    lines = [f"| {row['bug']} | {row['found by']} | {row['place']} | `{row['tensor']}` | {row['error'] or '-'} |" for row in rows]
+    return "\n".join(["| bug | found by | place | tensor | error |", "| --- | --- | --- | --- | --- |", *lines, ""])
 
 
 def onnx_operators() -> str:
@@ -202,6 +210,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "dump-files": lambda: docstring("penstock.dumping", "00_input.ir", "Modules can be"),
     "bundle-files": lambda: docstring("penstock.backends.bundle", "manifest.json", "`open_bundle`"),
     "checkpoint-files": lambda: docstring("penstock.runtime.checkpoint", "DIR/latest", "A checkpoint is"),
+    "seeded-bugs": lambda: seeded_bugs(),
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),
 }
 

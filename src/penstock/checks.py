@@ -94,9 +94,17 @@ def _report(rows: list[tuple[str, float]], tolerance: float) -> int:
 
 
 def verify_model(
-    path: str, *, dims: Mapping[str, int], known: Mapping[str, object], seed: int, tolerance: float | None, backend: str
+    path: str,
+    *,
+    dims: Mapping[str, int],
+    known: Mapping[str, object],
+    seed: int,
+    tolerance: float | None,
+    backend: str,
+    data: str | None = None,
 ) -> int:
-    """Compare the forward pass of an ONNX file: onnxruntime against the interpreter, and against a compiled bundle of one stage."""
+    """Compare the forward pass of an ONNX file: onnxruntime against the interpreter, and against a compiled bundle of one stage. `data` has inputs
+    as a reproducer has them; they are drawn otherwise."""
     import onnxruntime
 
     from penstock import api
@@ -105,7 +113,7 @@ def verify_model(
 
     model = api.from_onnx(path, dims=dims, known=known)
     module = model.module
-    inputs = synthetic_batch(module, 1, seed)
+    inputs = synthetic_batch(module, 1, seed) if data is None else _given_inputs(data)
     originals = model.imported.names
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [originals.get(name, name) for name in module.outputs]
@@ -127,6 +135,13 @@ def verify_model(
         return [relative_error(a, b) for a, b in zip(interpreted, exact, strict=True)]
 
     return _report(rows, allowed_error(module, tolerance, roundings))
+
+
+def _given_inputs(path: str) -> dict[str, np.ndarray]:
+    from penstock.bisecting.reproducer import read_data
+
+    _, batches = read_data(path)
+    return batches[0] if batches else {}
 
 
 # ------------------------------------------------------------------------------------------------ bundles

@@ -19,6 +19,7 @@ from penstock import __version__
 from penstock.argument_types import positive_number, seed_number, whole_number
 from penstock.ir.errors import DoesNotFit, PenstockError, UsageError
 from penstock.model_arguments import RATE_HELP, SCHEDULE_KINDS, add_dump_arguments, add_model_arguments
+from penstock.verify_arguments import add_verify_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -323,44 +324,11 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = add(
         "verify",
-        "check a model against onnxruntime, a bundle against the interpreter, passes one by one (--bisect), or 2bw against plain training (--parity)",
+        "check a model against onnxruntime, a bundle against the interpreter, all of them pass by pass and kernel by kernel (--bisect), what passes "
+        "do to an IR file (-p), or 2bw against plain training (--parity)",
     )
-    verify.add_argument("file", metavar="MODEL.onnx|BUNDLE|DUMPS")
-    verify.add_argument("--dim", action="append", default=[], metavar="NAME=INT", help="bind a symbolic dimension of the model")
-    verify.add_argument("--known", action="append", default=[], metavar="NAME=VALUES", help="bind an input of the model, as when compiling")
-    verify.add_argument(
-        "--steps",
-        type=positive_number,
-        metavar="N",
-        help="optimiser steps for a training bundle (default: 4; with --bisect 3, with --parity 200)",
-    )
-    verify.add_argument("--seed", type=seed_number, metavar="N", help="for the random inputs (default: 0)")
-    verify.add_argument(
-        "--tolerance",
-        type=float,
-        metavar="X",
-        help="largest relative error that passes (default: 1e-5; with 16-bit floats what their roundings do to this model)",
-    )
-    verify.add_argument(
-        "--bisect",
-        action="store_true",
-        help="run the modules of a dump folder (compile --dump-ir), and name the first pass after which numbers are wrong, and the first wrong value",
-    )
-    verify.add_argument("--backend", choices=("tvm", "numpy"), help="what to check a model with (default: tvm)")
-    verify.add_argument(
-        "--parity",
-        action="store_true",
-        help="train a model under 1f1b and under 2bw, several times, and print the gap between the final losses",
-    )
-    parity = verify.add_argument_group("with --parity")
-    parity.add_argument("--loss", metavar="L", help="cross_entropy or mse on the first output, or output:NAME")
-    parity.add_argument("--data", metavar="FILE|synthetic", help="npz with one array per input, shuffled (default: synthetic)")
-    parity.add_argument("--optimizers", metavar="LIST", help="kinds, each perhaps with its learning rate (default: momentum,adamw,muon)")
-    parity.add_argument(
-        "--seeds", type=positive_number, metavar="N", help="runs of each, with other dropout and orders of samples (default: 3)"
-    )
-    parity.add_argument("--microbatches", type=positive_number, metavar="M", help="per batch (default: 4)")
-    parity.add_argument("--devices", type=positive_number, metavar="N", help="stages, one device each (default: 2)")
+    add_model_arguments(verify, metavar="MODEL.onnx|BUNDLE|DUMPS|FILE.ir")
+    add_verify_arguments(verify)
     return parser
 
 

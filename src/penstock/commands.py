@@ -22,6 +22,7 @@ from penstock.ir.errors import UsageError
 from penstock.ir.text import print_literal, print_module
 from penstock.simulating import simulate_command as simulate_command
 from penstock.terminal import Progress, say, table
+from penstock.verifying import verify_command as verify_command
 
 if TYPE_CHECKING:
     from penstock.api import Plan
@@ -47,7 +48,7 @@ def plan_command(arguments: Namespace) -> None:
     if arguments.workload is not None:
         plan_workload(arguments)
         return
-    found = _plan(arguments, dump_of(arguments))
+    found = plan_of(arguments, dump_of(arguments))
     if arguments.json:
         print(as_json(found))
     else:
@@ -62,7 +63,7 @@ def compile_command(arguments: Namespace) -> None:
     check_replaceable(Path(arguments.out))
     check_cache(arguments.backend)
     dump = dump_of(arguments)
-    found = _plan(arguments, dump)
+    found = plan_of(arguments, dump)
     progress = Progress("compile")
     path = api.compile(
         found,
@@ -79,7 +80,8 @@ def compile_command(arguments: Namespace) -> None:
         say(f"dumps are in {arguments.dump_ir}")
 
 
-def _plan(arguments: Namespace, dump: Dump | None) -> Plan:
+def plan_of(arguments: Namespace, dump: Dump | None) -> Plan:
+    """The plan of a model, as the arguments of `plan` and `compile` ask for it."""
     from penstock import api
     from penstock.dumping import step_of
 
@@ -91,12 +93,12 @@ def _plan(arguments: Namespace, dump: Dump | None) -> Plan:
     else:
         cluster = Cluster.local(arguments.devices or (arguments.stages or 1) * (arguments.replicas or 1))
     names = {"frozen": arguments.frozen, "trained": arguments.trained}
-    dims = _dims(arguments.dim)
+    dims = dims_of(arguments.dim)
 
     def load(size: int | None) -> api.Model:
         own = dims if size is None or batch_dim is None else dims | {batch_dim: size}
         with step_of(dump, "import") as said:
-            model = api.from_onnx(arguments.model, dims=own, known=_known(arguments.known), **names)
+            model = api.from_onnx(arguments.model, dims=own, known=known_of(arguments.known), **names)
             said += model.imported.report
         return model
 
@@ -167,7 +169,7 @@ def _batch_dimension(arguments: Namespace, dims: dict[str, int]) -> str | None:
 
     if arguments.batch is None and arguments.plan is None:
         return None
-    first, others = open_dimensions(arguments.model, dims, _known(arguments.known))
+    first, others = open_dimensions(arguments.model, dims, known_of(arguments.known))
     return first if first is not None and not others else None
 
 
@@ -201,7 +203,7 @@ def _best(arguments: Namespace, load: Load, cluster: Cluster, training: Training
     return plan
 
 
-def _dims(words: Iterable[str]) -> dict[str, int]:
+def dims_of(words: Iterable[str]) -> dict[str, int]:
     dims: dict[str, int] = {}
     for word in words:
         name, equals, number = word.partition("=")
@@ -211,7 +213,7 @@ def _dims(words: Iterable[str]) -> dict[str, int]:
     return dims
 
 
-def _known(words: Iterable[str]) -> dict[str, object]:
+def known_of(words: Iterable[str]) -> dict[str, object]:
     """Values of inputs: numbers between commas, or the path of an array file."""
     found: dict[str, object] = {}
     for word in words:
@@ -408,64 +410,6 @@ def ops_command(arguments: Namespace) -> None:
 
     header, rows = coverage()
     print(table(header, rows))
-
-
-# ------------------------------------------------------------------------------------------------ verify
-
-
-def verify_command(arguments: Namespace) -> int:
-    from penstock.checks import verify_bundle, verify_model
-
-    if arguments.parity and arguments.bisect:
-        raise UsageError("--parity and --bisect are two questions: ask one of them")
-    if arguments.parity:
-        return _verify_parity(arguments)
-    flags = ("loss", "data", "optimizers", "seeds", "microbatches", "devices")
-    given = [f"--{name}" for name in flags if getattr(arguments, name) is not None]
-    if given:
-        raise UsageError(f"{', '.join(given)} without --parity")
-    if arguments.bisect:
-        from penstock.bisecting import bisect
-
-        if arguments.dim or arguments.known or arguments.backend:
-            raise UsageError("--dim, --known and --backend are for models; dumps have them built in")
-        return bisect(arguments.file, steps=arguments.steps or 3, seed=arguments.seed or 0, tolerance=arguments.tolerance)
-    if Path(arguments.file).is_dir():
-        if arguments.dim or arguments.known or arguments.backend:
-            raise UsageError("--dim, --known and --backend are for models; a bundle has them built in")
-        return verify_bundle(arguments.file, steps=arguments.steps or 4, seed=arguments.seed or 0, tolerance=arguments.tolerance)
-    backend = arguments.backend or "tvm"
-    check_cache(backend)
-    dims, known = _dims(arguments.dim), _known(arguments.known)
-    return verify_model(arguments.file, dims=dims, known=known, seed=arguments.seed or 0, tolerance=arguments.tolerance, backend=backend)
-
-
-def _verify_parity(arguments: Namespace) -> int:
-    from penstock import api
-    from penstock.parity import Setting, optimizers_of, verify_parity
-
-    if Path(arguments.file).is_dir():
-        raise UsageError("--parity trains a model, not a bundle", where=arguments.file)
-    given = [f"--{name}" for name in ("seed", "tolerance") if getattr(arguments, name) is not None]
-    if given:
-        raise UsageError(
-            f"{', '.join(given)} with --parity", hint="--seeds says how many runs there are of each; a gap is reported, not judged"
-        )
-    if arguments.loss is None:
-        raise UsageError("--parity needs a loss to train on", hint="add --loss")
-    backend = arguments.backend or "tvm"
-    check_cache(backend)
-    optimizers = optimizers_of(arguments.optimizers or "momentum,adamw,muon")
-    model = api.from_onnx(arguments.file, dims=_dims(arguments.dim), known=_known(arguments.known))
-    setting = Setting(
-        arguments.loss,
-        arguments.data or "synthetic",
-        arguments.steps or 200,
-        arguments.microbatches or 4,
-        arguments.devices or 2,
-        backend=backend,
-    )
-    return verify_parity(lambda seed: model, optimizers, setting, arguments.seeds or 3)
 
 
 __all__ = [name for name in dir() if name.endswith("_command")] + ["load_module"]

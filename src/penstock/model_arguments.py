@@ -14,9 +14,9 @@ RATE_HELP = (
 SCHEDULE_KINDS = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
-    """What `plan` and `compile` take."""
-    parser.add_argument("model", metavar="MODEL.onnx", nargs="?" if optional else None)
+def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False, metavar: str = "MODEL.onnx") -> None:
+    """What `plan` and `compile` take, and `verify`, which takes more than models."""
+    parser.add_argument("model", metavar=metavar, nargs="?" if optional else None)
     devices = parser.add_mutually_exclusive_group()
     devices.add_argument("--cluster", metavar="FILE", help="cluster file, TOML or YAML (.yaml, .yml)")
     devices.add_argument(

@@ -1,0 +1,258 @@
+"""The reproducer: a folder with the smallest module that shows a fault and what it is run on, and `penstock verify FILE.ir`, which runs it.
+
+    repro.ir            the module; its first line is the command that shows the fault
+    inputs.safetensors  weights as `@name`, batches as `%name`, one batch after the other
+    repro.onnx          in the place of repro.ir, where the import is at fault: the node by itself
+
+`verify FILE.ir -p PASSES` runs the passes, and compares what the module computes before and after them, in the interpreter in float64. Without `-p` its graphs are
+compiled, and compared with the interpreter. A fault that the verifier sees is shown by `penstock opt`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from penstock.backends.tensor_file import map_tensors, write_tensors
+from penstock.bisecting.case import KERNEL, Case
+from penstock.bisecting.edits import with_outputs
+from penstock.bisecting.kernels import Call, compare, compiled, recorded_slots
+from penstock.bisecting.shrinking import Budget, shrink
+from penstock.bisecting.steps import Step
+from penstock.bisecting.trial import Off, Trial, drawn, updates
+from penstock.bisecting.values import Spot
+from penstock.checks import synthetic_batch
+from penstock.ir.errors import PenstockError, UsageError, VerifyError
+from penstock.ir.graph import Module, Stage, signature, slot_of
+from penstock.ir.numpy_ops import Array
+from penstock.ir.text import parse_module, print_module
+from penstock.ir.types import numpy_dtype
+from penstock.ir.verify import verify
+from penstock.ir.words import counted
+from penstock.passes.fuse import choose_kernels
+from penstock.passes.manager import parse_pipeline, run_passes
+from penstock.passes.pipelines import PASSES
+from penstock.terminal import say, table
+
+MODULE, INPUTS, MODEL = "repro.ir", "inputs.safetensors", "repro.onnx"
+# What passes raise for modules that they were not made for: another fault than the one in hand.
+_CRASHES = (PenstockError, AssertionError, LookupError, TypeError, ValueError, StopIteration)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where a reproducer is, what it holds, and the command that shows the fault."""
+
+    folder: Path
+    command: str
+    ops: int
+    before: int
+    tried: int
+
+    def lines(self) -> list[str]:
+        shrunk = f"{counted(self.ops, 'operation')} of {self.before}, {counted(self.tried, 'case')} tried"
+        return [f"reproducer in {self.folder}: {shrunk}", f"  cd {shlex.quote(str(self.folder))} && {self.command}"]
+
+
+def check_place(folder: Path) -> None:
+    """UsageError where something else than a reproducer stands: before the work."""
+    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {MODULE, INPUTS, MODEL}):
+        raise UsageError(
+            "there is something else than a reproducer", where=str(folder), hint="remove it, or choose another place with --repro"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ making one
+
+
+def of_pass(
+    folder: Path, base: Module, passes: str, trial: Trial, spot: Spot | None, seed: int, tolerance: float | None, budget: Budget
+) -> Written:
+    """A pass that changes what a module computes: `passes` are those from `base` to it."""
+    calls = parse_pipeline(passes, PASSES)
+
+    def wrong(case: Case) -> bool:
+        try:
+            after = run_passes(case.module, calls, PASSES)
+            steps = [Step("before", "", case.module), Step("after", passes, after)]
+            found = Trial(steps, 0, seed, tolerance, case.weights, case.batches).problem(after)
+        except _CRASHES:
+            return False
+        return isinstance(found, Off)
+
+    words = ["penstock", "verify", MODULE, "-p", passes, "--data", INPUTS]
+    words += [] if tolerance is None else ["--tolerance", str(tolerance)]
+    words += ["--seed", str(seed)] if seed else []
+    return _shrunk(folder, Case(base, _own(trial.weights, base), trial.batches), wrong, words, spot, budget)
+
+
+def of_refusal(folder: Path, base: Module, passes: str, weights: Mapping[str, Array], error: PenstockError, budget: Budget) -> Written:
+    """A pass that the verifier refuses, or that raises an error."""
+    calls = parse_pipeline(passes, PASSES)
+    wanted = _shape(error)
+
+    def refused(case: Case) -> bool:
+        try:
+            run_passes(case.module, calls, PASSES)
+        except VerifyError as found:
+            return _shape(found) == wanted
+        except _CRASHES:
+            return False
+        return False
+
+    case = Case(base, _own(weights, base), [{v.name: np.zeros(v.type.dims, numpy_dtype(v.type.dtype)) for v in base.inputs}])
+    return _shrunk(folder, case, refused, ["penstock", "opt", MODULE, "-p", passes], None, budget, data=False)
+
+
+def _shape(error: PenstockError) -> str:
+    """What an error says, without names and numbers; of a list the first item."""
+    lines = str(error).splitlines()
+    told = lines[1] if len(lines) > 1 and re.match(r"\d+\. ", lines[1]) else error.what.splitlines()[0]
+    return re.sub(r"[%@][\w./:\-]+(, )?|\d+", "_", told.partition(": ")[2] or told)
+
+
+def of_kernel(folder: Path, module: Module, call: Call, spot: Spot, backend: str, tolerance: float | None, budget: Budget) -> Written:
+    """A kernel by itself, as the only graph of a stage."""
+    slots = {op.var for op in call.graph.ops if slot_of(op) is not None}
+    held = {name: replace(module.vars[name], stage=0) for name in slots}
+    # What is read counts, not what stands where a new version will be written.
+    weights = {slot.var: array for slot, array in sorted(call.slots.items(), key=lambda item: item[0].slot != "next")}
+    graph = replace(call.graph, name=KERNEL)
+    apart = Module("kernel", graph.ins, tuple(v.name for v in graph.outs), stages=(Stage(0, "cpu:0"),), vars=held, graphs={KERNEL: graph})
+
+    def wrong(case: Case) -> bool:
+        try:
+            return _graph_spot(case, KERNEL, backend, tolerance) is not None
+        except _CRASHES:
+            return False
+
+    words = ["penstock", "verify", MODULE, "--data", INPUTS, *([] if backend == "tvm" else ["--backend", backend])]
+    words += [] if tolerance is None else ["--tolerance", str(tolerance)]
+    return _shrunk(folder, Case(apart, weights, [call.ins]), wrong, words, spot, budget)
+
+
+def _shrunk(
+    folder: Path,
+    case: Case,
+    fails: Callable[[Case], bool],
+    words: Sequence[str],
+    spot: Spot | None,
+    budget: Budget,
+    data: bool = True,
+) -> Written:
+    before = case.size[0]
+    if not fails(case):
+        say("the fault does not show in the module alone: the reproducer holds all that was run")
+    else:
+        rooted = with_outputs(case, [spot.tensor.lstrip("%")]) if spot is not None else None
+        case = shrink(rooted if rooted is not None and fails(rooted) else case, fails, budget)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(words)
+    told = [] if spot is None else [f"// {line.strip()}" for line in spot.lines()]
+    text = print_module(case.module.but(notes=()))
+    (folder / MODULE).write_text("\n".join([f"// {command}", *told, text]), encoding="utf-8")
+    for name in (INPUTS, MODEL):
+        (folder / name).unlink(missing_ok=True)
+    if data:
+        write_data(folder / INPUTS, case)
+    return Written(folder, command, case.size[0], before, budget.spent)
+
+
+def _own(weights: Mapping[str, Array], module: Module) -> dict[str, Array]:
+    return {name: np.asarray(array) for name, array in weights.items() if name in module.vars}
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+
+def write_data(path: Path, case: Case) -> None:
+    names = list(case.batches[0])
+    arrays = {f"@{name}": np.asarray(array) for name, array in case.weights.items()}
+    for name in names:
+        arrays[f"%{name}"] = np.stack([np.asarray(batch[name]) for batch in case.batches])
+    write_tensors(path, arrays)
+
+
+def read_data(path: str) -> tuple[dict[str, Array], list[dict[str, Array]]]:
+    """Weights, and batches."""
+    try:
+        arrays = map_tensors(Path(path))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", hint="expected a safetensors file as a reproducer has it") from error
+    strange = [name for name in arrays if name[:1] not in ("@", "%")]
+    if strange:
+        raise UsageError(f"{strange[0]!r} is neither @variable nor %input", where=path, hint="expected a file as a reproducer has it")
+    given = {name[1:]: array for name, array in arrays.items() if name[0] == "%"}
+    counts = {len(array) for array in given.values()}
+    if len(counts) > 1:
+        raise UsageError("inputs have different numbers of batches", where=path)
+    count = counts.pop() if counts else 0
+    batches = [{name: array[t] for name, array in given.items()} for t in range(count)]
+    return {name[1:]: array for name, array in arrays.items() if name[0] == "@"}, batches
+
+
+# ------------------------------------------------------------------------------------------------ running one
+
+
+def verify_ir(path: str, *, passes: str | None, data: str | None, steps: int, seed: int, tolerance: float | None, backend: str) -> int:
+    """What passes do to what a module computes; or, without passes, what its kernels compute against the interpreter."""
+    module = parse_module(Path(path).read_text(encoding="utf-8"), path)
+    verify(module)
+    weights, batches = read_data(data) if data is not None else ({}, [])
+    if passes is None:
+        return _verify_graphs(module, path, weights, batches, seed, tolerance, backend)
+    after = run_passes(module, parse_pipeline(passes, PASSES), PASSES)
+    made = [Step(path, "", module), Step("after the passes", passes, after)]
+    trial = Trial(made, steps, seed, tolerance, weights, batches)
+    problem = trial.problem(after)
+    if problem is None:
+        what = "outputs and variables" if updates(after) else "derivatives" if "B" in after.graphs else "outputs"
+        print(f"{passes}: {what} stay what they were")
+        return 0
+    spots = trial.spots(after, module)
+    print("\n".join([f"{passes}: {problem}", *(spots[0].lines() if spots else [])]))
+    raise VerifyError(f"{passes} changes what {module.name} computes", where=path)
+
+
+def _verify_graphs(
+    module: Module,
+    path: str,
+    weights: Mapping[str, Array],
+    batches: Sequence[Mapping[str, Array]],
+    seed: int,
+    tolerance: float | None,
+    backend: str,
+) -> int:
+    graph = module.graphs.get("main")
+    if graph is not None:
+        module = module.but(graphs={KERNEL: replace(choose_kernels(graph), name=KERNEL)}, stages=(Stage(0, "cpu:0"),), facts=())
+    if KERNEL not in module.graphs or len(module.graphs) > 1:
+        raise UsageError("has several graphs", where=path, hint="say with -p what is to be done with it, or give the bundle")
+    own = {name: weights.get(name, drawn(var, np.random.default_rng(seed))) for name, var in module.vars.items()}
+    case = Case(module, own, list(batches) or [synthetic_batch(module, 1, seed)])
+    spot = _graph_spot(case, KERNEL, backend, tolerance)
+    rows = [[f"@{KERNEL}", backend, "ok" if spot is None else f"{spot.tensor} is off by {spot.error:.2g}"]]
+    print(table(["graph", "compiled by", "verdict"], rows))
+    if spot is None:
+        return 0
+    print("\n".join(spot.lines()))
+    raise VerifyError(f"{spot.tensor} is not what the interpreter gives", where=path)
+
+
+def _graph_spot(case: Case, name: str, backend: str, tolerance: float | None) -> Spot | None:
+    graph = case.module.graphs[name]
+    ins = {v.name: np.asarray(case.batches[0][v.name]) for v in graph.ins}
+    reads = {
+        slot: np.asarray(case.weights[slot.var]) for slot in signature(graph).slots if slot.slot != "next" and slot.var in case.weights
+    }
+    call = Call(graph, ins, recorded_slots(case.module, graph, reads))
+    with compiled(case.module, 0, [graph], backend) as program:
+        return compare(program, call, tolerance)[1]
+
+
+__all__ = ["Written", "check_place", "of_kernel", "of_pass", "of_refusal", "verify_ir"]

@@ -1,0 +1,102 @@
+"""Derivatives, judged by differences: along a drawn direction, a loss that was moved a little either way.
+
+In: what `autodiff` made, whole, and a store of variables. Out: a derivative that is off. The derivative of the loss by a parameter is compared with what moving the
+parameter shows; inside the backward graph each derivative with what moving the value that it belongs to shows, first microbatch only.
+
+Where the loss has a kink nearby, differences to both sides differ; by that much the derivative may be off. A derivative that has several
+parts (a value with several readers) is judged by their sum alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.bisecting.allowed import Allowed
+from penstock.bisecting.values import Seen, Spot
+from penstock.ir.graph import PARAM, Graph, Module, Namer, Op, Value, substitute
+from penstock.ir.interp import run_graph
+from penstock.ir.numpy_ops import F64, Array
+from penstock.ir.ops import make
+from penstock.ir.types import FLOATS
+
+if TYPE_CHECKING:
+    from penstock.bisecting.trial import Trial
+
+# How far a value is moved for a difference, of its own size: the error of the difference goes with the square, that of rounding with the inverse.
+_MOVE = 1e-5
+ALLOWED = Allowed(
+    1e-5,
+    f"central differences in float64 with steps of {_MOVE:g}: their square and rounding over the step are the error, one step is allowed",
+)
+
+
+class Slopes:
+    """The derivatives of one module, which has forward and backward graph."""
+
+    def __init__(self, trial: Trial, module: Module) -> None:
+        self.trial, self.module = trial, module
+        self.forward = module.graphs["F"]
+
+    def of_parameters(self) -> Iterator[tuple[str, float]]:
+        """The parameters whose derivative is off, and how far."""
+        start, store = self.trial.store(self.module), self.trial.backward(self.module)
+        for name, var in self.module.vars.items():
+            gradient = store.arrays.get(f"{name}.grad")
+            if var.role == PARAM and var.type.dtype in FLOATS and gradient is not None:
+                at = start.arrays[name]
+                error = self._error(f"@{name}.grad", gradient, at, partial(self._loss_with, name, at))
+                if not error <= ALLOWED.error:
+                    yield f"@{name}.grad", error
+
+    def first(self) -> Spot | None:
+        """The first derivative in the order of the backward graph that is off."""
+        seen = Seen()
+        self.trial.backward(self.module, seen.watch)
+        values = {v.name: v for op in self.forward.ops for v in op.outs if v.type.dtype in FLOATS}
+        for key, array in seen.values.items():
+            name = key[2].removesuffix(".grad")
+            # Where a derivative has several parts, none of them is the whole.
+            if key[1] or name not in values or not key[2].endswith(".grad") or ("B", 0, f"{key[2]}.1") in seen.values:
+                continue
+            value = values[name]
+            # In the middle of the graph derivatives are those of the scaled loss; what is added up is not.
+            error = self._error(f"%{key[2]}", array / self.trial.loss_scale, np.zeros(value.type.dims), partial(self._loss_moving, value))
+            if not error <= ALLOWED.error:
+                return seen.spot(key, error, ALLOWED)
+        return None
+
+    def _error(self, what: str, gradient: Array, at: Array, loss: Callable[[Array], float]) -> float:
+        direction: Array = np.asarray(np.random.default_rng([self.trial.seed, zlib.crc32(what.encode())]).standard_normal(at.shape))
+        move = _MOVE * max(1.0, float(np.abs(at).max(initial=0.0)))
+        left, middle, right = loss(-move * direction), loss(0.0 * direction), loss(move * direction)
+        slope, found = (right - left) / (2 * move), float(np.sum(gradient * direction))
+        kink = abs(right - 2 * middle + left) / move
+        size = max(abs(slope), float(np.linalg.norm(gradient)), 1e-8)
+        return max(0.0, abs(found - slope) - kink) / size
+
+    def _loss_with(self, name: str, at: Array, added: Array) -> float:
+        """The mean over the first batch, something added to a variable."""
+        found = []
+        for k in range(self.trial.microbatches):
+            store = self.trial.store(self.module)
+            store.arrays[name] = at + added
+            found.append(self.trial.forward(self.module, k, store)[self.module.outputs[0]])
+        return float(np.mean(found))
+
+    def _loss_moving(self, value: Value, added: Array) -> float:
+        """That of the first microbatch, something added to a value in the middle; as it counts in a batch."""
+        namer = Namer.of(self.forward)
+        more = Value(namer.fresh("added"), value.type)
+        moved = make("add", (value, more), [namer.fresh(value.name)])
+        at = next(i for i, op in enumerate(self.forward.ops) if value in op.outs) + 1
+        changed: Mapping[Value, Value] = {value: moved.outs[0]}
+        later = [Op(op.kind, substitute(op.ins, changed), op.outs, op.attrs, op.loc) for op in self.forward.ops[at:]]
+        outs = substitute(self.forward.outs, changed)
+        again = Graph(self.forward.name, (*self.forward.ins, more), outs, (*self.forward.ops[:at], moved, *later))
+        results = run_graph(again, {**self.trial.parts[0], more.name: added}, self.trial.store(self.module), F64)
+        return float(results[[v.name for v in self.forward.outs].index(self.module.outputs[0])]) / self.trial.microbatches

@@ -1,0 +1,212 @@
+"""Where the modules of a compilation come from: a dump folder, a bundle, or a model that is compiled now.
+
+A dump folder has modules and calls, no weights: these are drawn. A bundle has the model before it was cut into stages, and the program; what lies
+between is made again by the passes that its plan names, and must end in its program. Its weights and its source model are in it. A model is put through the passes here,
+with its dumps in a folder; a pass that does not finish is part of the answer.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.bisecting.steps import WRITTEN, Original, Program, Step, Trail
+from penstock.ir.errors import PenstockError, UsageError, VerifyError
+from penstock.ir.text import parse_module
+from penstock.passes.manager import Call, parse_pipeline, run_passes
+from penstock.passes.pipelines import PASSES
+from penstock.terminal import say
+
+if TYPE_CHECKING:
+    from penstock.api import Model, Plan
+    from penstock.backends.bundle import Bundle
+    from penstock.backends.interface import StageProgram
+    from penstock.ir.graph import Module
+
+_FILE = re.compile(r"(\d+)_([a-z0-9\-]+)\.ir")
+
+
+# ------------------------------------------------------------------------------------------------ dump folders
+
+
+def read_dumps(folder: str | Path) -> list[Step]:
+    """The modules of a dump folder in the order of the passes."""
+    named = sorted((int(match[1]), match[2], path) for path in Path(folder).glob("*.ir") if (match := _FILE.fullmatch(path.name)))
+    if not named or named[0][:2] != (0, "input"):
+        raise UsageError("there is no 00_input.ir", where=str(folder), hint="give a folder that `penstock compile --dump-ir` wrote")
+    if any(Path(folder).glob("*.diff")):
+        raise UsageError("has changes in place of modules", where=str(folder), hint="dump again without --dump-ir-changed")
+    try:
+        rows = [line.split("\t") for line in (Path(folder) / "passes.tsv").read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise UsageError(f"cannot read passes.tsv: {error}", where=str(folder)) from error
+    calls = {int(row[0]): row[1] for row in rows if len(row) > 1 and row[0].isdigit()}
+    return [
+        Step(path.name, calls.get(number, name), parse_module(path.read_text(encoding="utf-8"), str(path))) for number, name, path in named
+    ]
+
+
+@contextmanager
+def dumps_trail(folder: Path, backend: str | None) -> Iterator[Trail]:
+    steps = read_dumps(folder)
+    with _compiled_now(steps[-1].module, backend) as program:
+        yield Trail(str(folder), steps, compiled=program, folder=folder)
+
+
+# ------------------------------------------------------------------------------------------------ bundles
+
+
+@contextmanager
+def bundle_trail(bundle: Bundle) -> Iterator[Trail]:
+    from penstock.backends.tensor_file import map_tensors
+
+    if bundle.reference is None:
+        raise UsageError("the bundle holds no reference model to begin with", where=str(bundle.path), hint="compile it again")
+    steps = [Step("reference.ir", "", bundle.reference), *_made_again(bundle)]
+    weights = {name: array for stage in bundle.module.stages for name, array in map_tensors(bundle.weights_file(stage.index)).items()}
+    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+        original = _original_of(bundle, Path(scratch))
+        yield Trail(str(bundle.path), steps, weights, original, compiled=_Bundled(bundle))
+
+
+def _made_again(bundle: Bundle) -> Iterator[Step]:
+    """The modules of the passes from `partition` on. The last one is that of the bundle, whether or not these passes would make it today."""
+    calls = parse_pipeline(str(bundle.plan.get("pipeline", "")), PASSES)
+    names = [call.name for call in calls]
+    assert bundle.reference is not None
+    if "partition" in names:
+        seen: list[tuple[Call, Module]] = []
+
+        def look(call: Call, before: Module) -> Call:
+            seen.append((call, before))
+            return call
+
+        rest = calls[names.index("partition") :]
+        try:
+            # The plan's own notes are left out of what is compared.
+            last = run_passes(bundle.reference, rest, PASSES, before=look)
+        except PenstockError as error:
+            say(f"the passes that the plan names do not run on its model today: {str(error).splitlines()[0]}")
+        else:
+            afters = [module for _, module in seen[1:]] + [last]
+            for number, ((call, before), after) in enumerate(zip(seen, afters, strict=True), 1):
+                if after is not before:
+                    yield Step(f"{number:02d}_{call.name} (made again)", str(call), after)
+            if replace(last, notes=()) == replace(bundle.module, notes=()):
+                return
+            say("the passes that the plan names make another program today than the one that the bundle has")
+    yield Step("module.ir", WRITTEN, bundle.module)
+
+
+def _original_of(bundle: Bundle, scratch: Path) -> Original | None:
+    """The ONNX model in the bundle, with its weights filled in again."""
+    if bundle.source_structure is None:
+        return None
+    from penstock.bisecting.original import OnnxOriginal
+    from penstock.exporting import export
+
+    path = scratch / "model.onnx"
+    try:
+        export(bundle.path, onnx=path)
+    except UsageError as error:
+        say(f"the source model is not compared: {error.what}")
+        return None
+    return OnnxOriginal(path, bundle.renamed)
+
+
+@dataclass(frozen=True)
+class _Bundled:
+    """The code in a bundle."""
+
+    bundle: Bundle
+
+    @property
+    def backend(self) -> str:
+        return self.bundle.manifest.backend
+
+    def load(self, stage: int) -> StageProgram:
+        from penstock.backends.interface import backend_of
+
+        threads = min(rank.threads for rank in self.bundle.manifest.ranks)
+        return backend_of(self.backend).load_stage(self.bundle.module, stage, self.bundle.stage_files(stage), threads)
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def model_trail(
+    path: str, plan: Callable[[], Plan], load: Callable[[], Model], folder: Path, backend: str | None
+) -> AbstractContextManager[Trail]:
+    """An ONNX file, whose original is onnxruntime."""
+
+    def original(model: Model) -> Original:
+        from penstock.bisecting.original import OnnxOriginal
+
+        return OnnxOriginal(Path(path), model.imported.names, model.imported.bound)
+
+    return planned_trail(path, plan, load, original, folder, backend)
+
+
+@contextmanager
+def planned_trail(
+    name: str, plan: Callable[[], Plan], load: Callable[[], Model], original: Callable[[Model], Original], folder: Path, backend: str | None
+) -> Iterator[Trail]:
+    """`plan` runs the passes with dumps in `folder`; `load` gives the model as it is where they did not get to the end."""
+    try:
+        model, refusal = plan().model, None
+    except VerifyError as error:
+        if not (call := _refused(folder)):
+            raise
+        model, refusal = load(), (call, error)
+    steps = read_dumps(folder)
+    with _compiled_now(steps[-1].module, "numpy" if refusal else backend) as program:
+        yield Trail(name, steps, model.imported.weights, original(model), refusal, program, folder)
+
+
+def _refused(folder: Path) -> str:
+    """The call of the pass that did not finish."""
+    try:
+        first = (folder / "repro.ir").read_text(encoding="utf-8").splitlines()[0]
+    except OSError:
+        return ""
+    words = shlex.split(first)
+    return words[-1] if words[:2] == ["//", "penstock"] else ""
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """Code made now, in a folder that goes away. A library that is loaded must not be written again, so each stage is made once."""
+
+    module: Module
+    backend: str
+    folder: Path
+    loaded: dict[int, StageProgram] = field(default_factory=dict)
+
+    def load(self, stage: int) -> StageProgram:
+        from penstock.backends.interface import backend_of
+
+        if stage not in self.loaded:
+            maker = backend_of(self.backend)
+            maker.check_host(self.module, stage)
+            names = maker.compile_stages(self.module, [stage], self.folder)[stage]
+            self.loaded[stage] = maker.load_stage(self.module, stage, [self.folder / name for name in names])
+        return self.loaded[stage]
+
+
+@contextmanager
+def _compiled_now(module: Module, backend: str | None) -> Iterator[Program | None]:
+    """Nothing where kernels are not asked for, or not chosen yet."""
+    if backend == "numpy" or "fused" not in module.facts:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+        yield _Compiled(module, backend or "tvm", Path(scratch))
+
+
+__all__ = ["bundle_trail", "dumps_trail", "model_trail", "planned_trail", "read_dumps"]

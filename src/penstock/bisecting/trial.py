@@ -1,0 +1,304 @@
+"""What the modules of one compilation compute, in the interpreter in float64, and whether it is what it should be.
+
+In: the modules, weights (drawn from a seed where there are none), batches. Out: for a module what is wrong with it, and the first value that is.
+
+    forward alone      outputs are those of the first module
+    gradients          the derivative of the loss by every parameter is what moving the parameter a little shows (slopes.py)
+    updates            outputs and variables of some steps are those of the recurrence of the first module with updates, at the schedule's delay
+
+Every module is verified statically first: what the verifier refuses needs no numbers. All is computed in float64, so that only the order of sums may
+differ; allowed.py says by how much.
+
+Limits: a schedule with a delay is not run before weights have versions, so that what is wrong with it is found after `weight-versions`, if the
+verifier does not see it at once; the rule of an update is not judged, only what passes make of it; a backward graph that was parted before it stood in one piece is judged by
+what it does to the variables.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+
+import numpy as np
+
+from penstock.bisecting.allowed import Allowed, asked, by_rounding
+from penstock.bisecting.slopes import ALLOWED as SLOPE_ALLOWED
+from penstock.bisecting.slopes import Slopes
+from penstock.bisecting.steps import Step
+from penstock.bisecting.values import Key, Seen, Spot, told
+from penstock.checks import delay_of, relative_error, synthetic_batch
+from penstock.ir.errors import PenstockError, VerifyError
+from penstock.ir.graph import PARAM, Graph, Module, Var
+from penstock.ir.interp import DictStore, Run, Watch, initial_arrays, microbatches_of, run_graph, run_recurrence, run_schedule
+from penstock.ir.numpy_ops import F64, Array, array_dtype
+from penstock.ir.types import FLOATS, UNIT_ROUNDOFF
+from penstock.ir.verify import verify
+from penstock.ir.words import counted
+from penstock.passes.schedules import ScheduleOptions, schedule
+
+# What a run gave: outputs by ("output", microbatch, name), variables by ("variable", steps, name).
+Result = tuple[str, int, str]
+
+
+@dataclass(frozen=True)
+class Off:
+    """Something a module gives that is not what it should be."""
+
+    what: str
+    error: float
+    allowed: Allowed
+
+    def __str__(self) -> str:
+        if np.isfinite(self.error):
+            return f"{self.what} is off by {self.error:.2g} (allowed {self.allowed.error:.2g})"
+        return f"{self.what} has another shape, or is not finite"
+
+
+class Trial:
+    """Weights and batches, and what modules make of them. `weights` that are not given are drawn; `batches` too."""
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        count: int,
+        seed: int,
+        tolerance: float | None = None,
+        weights: Mapping[str, Array] | None = None,
+        batches: Sequence[Mapping[str, Array]] = (),
+    ) -> None:
+        self.first, self.seed, self.tolerance = steps[0].module, seed, tolerance
+        self.microbatches, self.loss_scale = _microbatches(steps), _loss_scale(steps)
+        # The first module that updates: what all later ones are compared with.
+        self.trained = next((step.module for step in steps if updates(step.module)), None)
+        self.weights: dict[str, Array] = {name: np.asarray(array) for name, array in (weights or {}).items()}
+        for name, var in ((name, var) for step in steps for name, var in step.module.vars.items()):
+            if var.init == "file":
+                self.weights.setdefault(name, drawn(var, np.random.default_rng([seed, zlib.crc32(name.encode())])))
+        self.batches = list(batches) or [synthetic_batch(self.first, self.microbatches, seed, t) for t in range(count)]
+        self.parts = microbatches_of(self.first, self.batches[0])
+
+    # -------------------------------------------------------------------------------------------- what is wrong with a module
+
+    def problem(self, module: Module) -> Off | PenstockError | None:
+        try:
+            verify(module)
+            return next(self._differences(module), None)
+        except PenstockError as error:
+            return error
+
+    def _differences(self, module: Module) -> Iterator[Off]:
+        if is_whole(module):
+            yield from self._off(self._outputs(module), self._wanted)
+            if "B" in module.graphs:
+                for name, error in Slopes(self, module).of_parameters():
+                    yield Off(f"the derivative {name}", error, SLOPE_ALLOWED)
+        elif not updates(module):
+            found = _results(self.execute(module))
+            yield from self._off({key: array for key, array in found.items() if key[0] == "output"}, self._wanted)
+        if self.trained is not None and updates(module) and module is not self.trained and _says_versions(module):
+            yield from self._off(_results(self.execute(module)), _results(self.recurrence(_delay(module))), _delay(module), module)
+
+    def _off(
+        self, found: Mapping[Result, Array], wanted: Mapping[Result, Array], delay: int | None = None, module: Module | None = None
+    ) -> Iterator[Off]:
+        for key, array in wanted.items():
+            kind, number, name = key
+            if kind == "variable" and module is not None and name not in module.vars:
+                continue
+            error = relative_error(found[key], array) if key in found else float("inf")
+            allowed = self._allowed if error <= self._allowed.error else self._allowed_for(key, delay)
+            if not error <= allowed.error:
+                steps = counted(len(self.batches), "step")
+                yield Off(f"%{name} of microbatch {number}" if kind == "output" else f"@{name} after {steps}", error, allowed)
+
+    @cached_property
+    def _allowed(self) -> Allowed:
+        if self.tolerance is not None:
+            return asked(self.tolerance)
+        module = self.trained or self.first
+        return by_rounding(module.graphs.values(), "f64", len(self.batches) if self.trained is not None else 1)
+
+    def _allowed_for(self, key: Result | Key, delay: int | None) -> Allowed:
+        """Where that is not enough: what the reference does when its numbers are changed by one rounding."""
+        if self.tolerance is not None:
+            return self._allowed
+        own = self._moved(delay).get(key, 0.0)
+        return self._allowed.widened(own, "the reference moves when all weights and inputs are changed by one rounding of float64")
+
+    def _moved(self, delay: int | None) -> Mapping[Result | Key, float]:
+        """How far each result and value of the reference moves."""
+        if delay not in self._moves:
+            calm, shaken = Seen(), Seen()
+            shaker = self._shaken
+            if delay is None:
+                for trial, seen in ((self, calm), (shaker, shaken)):
+                    trial._run_whole(trial.first, seen)
+                pairs: dict[Result | Key, tuple[Array, Array]] = {}
+                others = shaker._outputs(shaker.first)
+                pairs |= {key: (others[key], array) for key, array in self._wanted.items()}
+            else:
+                one, other = self.recurrence(delay, calm.watch), shaker.recurrence(delay, shaken.watch)
+                others = _results(other)
+                pairs = {key: (others[key], array) for key, array in _results(one).items()}
+            pairs |= {key: (shaken.values[key], array) for key, array in calm.values.items()}
+            self._moves[delay] = {key: relative_error(a, b) for key, (a, b) in pairs.items()}
+        return self._moves[delay]
+
+    @cached_property
+    def _moves(self) -> dict[int | None, dict[Result | Key, float]]:
+        return {}
+
+    @cached_property
+    def _shaken(self) -> Trial:
+        source = np.random.default_rng([self.seed, 1])
+
+        def shake(array: Array) -> Array:
+            if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+                return array
+            moved: Array = array.astype(np.float64) * (1 + 2 * UNIT_ROUNDOFF["f64"] * source.choice([-1.0, 1.0], array.shape))
+            return moved
+
+        other = Trial.__new__(Trial)
+        other.__dict__ |= {k: v for k, v in self.__dict__.items() if k not in ("_wanted", "_moves", "_shaken")}
+        other.weights = {name: shake(array) for name, array in self.weights.items()}
+        other.batches = [{name: shake(np.asarray(array)) for name, array in batch.items()} for batch in self.batches]
+        other.parts = microbatches_of(self.first, other.batches[0])
+        return other
+
+    # -------------------------------------------------------------------------------------------- runs
+
+    @cached_property
+    def _wanted(self) -> dict[Result, Array]:
+        """What the first module gives for the first batch."""
+        return self._outputs(self.first)
+
+    def _outputs(self, module: Module) -> dict[Result, Array]:
+        found: dict[Result, Array] = {}
+        for k in range(self.microbatches):
+            results = self.forward(module, k)
+            found |= {("output", k, name): results[name] for name in module.outputs if name in results}
+        return found
+
+    def forward(self, module: Module, microbatch: int, store: DictStore | None = None) -> dict[str, Array]:
+        graph = _forward_graph(module)
+        results = run_graph(graph, self.parts[microbatch], self.store(module) if store is None else store, F64)
+        return {v.name: array for v, array in zip(graph.results, results, strict=True)}
+
+    def backward(self, module: Module, watch: Watch | None = None) -> DictStore:
+        """The variables after forward and backward of the first batch."""
+        store = self.store(module)
+        for k, part in enumerate(self.parts):
+            given = {**part, **self.forward(module, k, store)}
+            run_graph(module.graphs["B"], given, store, F64, None if watch is None else partial(watch, "B", k))
+        return store
+
+    def store(self, module: Module) -> DictStore:
+        return DictStore(initial_arrays(module, self.weights, list(module.vars), F64))
+
+    def recurrence(self, delay: int, watch: Watch | None = None) -> Run:
+        """Plain training, as late as a schedule is."""
+        assert self.trained is not None
+        return run_recurrence(self.trained, self.weights, self.batches, delay=delay, watch=watch)
+
+    def execute(self, module: Module, watch: Watch | None = None) -> Run:
+        """Training as the module says; stages that have no schedule yet get one."""
+        if is_whole(module):
+            return run_recurrence(module, self.weights, self.batches, watch=watch)
+        if module.schedule is None:
+            module = schedule(module, ScheduleOptions("1f1b" if updates(module) else "forward", self.microbatches))
+        return run_schedule(module, self.weights, self.batches if updates(module) else self.batches[:1], watch=watch)
+
+    def _run_whole(self, module: Module, seen: Seen) -> None:
+        graph = _forward_graph(module)
+        for k, part in enumerate(self.parts):
+            run_graph(graph, part, self.store(module), F64, partial(seen.watch, graph.name, k))
+        if "B" in module.graphs:
+            self.backward(module, seen.watch)
+
+    # -------------------------------------------------------------------------------------------- where it shows first
+
+    def spots(self, bad: Module, before: Module | None) -> list[Spot]:
+        """The values that are not what those of their names should be, in the order of execution; none where no value is comparable."""
+        if is_whole(bad) and "B" in bad.graphs and (found := Slopes(self, bad).first()):
+            return [found]
+        right: dict[Key, Array] = {}
+        if before is not None and (_delay(before) == _delay(bad) or not updates(bad)):
+            right |= self._observe(before).values
+        trains = self.trained is not None and updates(bad)
+        if trains:
+            wanted = Seen()
+            self.recurrence(_delay(bad), wanted.watch)
+            right |= wanted.values
+
+        def judge(key: Key, error: float) -> Allowed:
+            return self._allowed if error <= self._allowed.error else self._allowed_for(key, _delay(bad) if trains else None)
+
+        return list(self._observe(bad).off(right, judge))
+
+    def _observe(self, module: Module) -> Seen:
+        """All values of a run, as far as it goes."""
+        seen = Seen()
+        with suppress(VerifyError):
+            if is_whole(module) and not updates(module):
+                self._run_whole(module, seen)
+            else:
+                self.execute(module, seen.watch)
+        return seen
+
+
+def is_whole(module: Module) -> bool:
+    return "main" in module.graphs or "F" in module.graphs
+
+
+def updates(module: Module) -> bool:
+    return any(name.rpartition(".")[2] == "U" for name in module.graphs)
+
+
+def _forward_graph(module: Module) -> Graph:
+    return module.graphs.get("F") or module.graphs["main"]
+
+
+def _says_versions(module: Module) -> bool:
+    """Whether it can be run with its own delay: a schedule with one means little before weights have versions."""
+    return module.schedule is None or "versioned" in module.facts or not _delay(module)
+
+
+def _results(run: Run) -> dict[Result, Array]:
+    found: dict[Result, Array] = {("output", k, name): array for k, outputs in run.outputs.items() for name, array in outputs.items()}
+    return found | {("variable", 0, name): array for name, array in run.variables.items()}
+
+
+def _delay(module: Module) -> int:
+    return delay_of(module) if module.schedule is not None else 0
+
+
+def _microbatches(steps: Sequence[Step]) -> int:
+    """As the schedule says, or else as autodiff was told."""
+    planned = [step.module.schedule.microbatches for step in steps if step.module.schedule is not None]
+    return next(iter([*planned, *map(int, _options(steps, r"\bmicrobatches=(\d+)"))]), 1)
+
+
+def _loss_scale(steps: Sequence[Step]) -> float:
+    """What autodiff was told to multiply the loss by, where 16 bits are too few for its gradients."""
+    return next(map(float, _options(steps, r"\bloss_scale=([\d.e+]+)")), 0.0) or 1.0
+
+
+def _options(steps: Sequence[Step], pattern: str) -> Iterable[str]:
+    return [found[1] for step in steps if (found := re.search(pattern, step.call))]
+
+
+def drawn(var: Var, source: np.random.Generator) -> Array:
+    """Products keep the size of what goes through them; statistics, which nobody trains, are positive."""
+    if var.type.dtype not in FLOATS:
+        return np.zeros(var.type.dims, array_dtype(var.type.dtype, F64))
+    normal = source.standard_normal(var.type.dims) * max(1, prod(var.type.dims)) ** -0.25
+    found: Array = (normal if var.role == PARAM else np.abs(normal) + 0.5).astype(np.float32)
+    return found
+
+
+__all__ = ["Off", "Trial", "drawn", "is_whole", "told", "updates"]
