@@ -26,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -34,9 +34,11 @@ from typing import Any
 
 import msgspec
 
-from ..ir.errors import UsageError, VerifyError
+from ..ir import html
+from ..ir.errors import PenstockError, UsageError, VerifyError
 from ..ir.graph import Module, Var, stage_vars
 from ..ir.text import parse_module
+from ..ir.words import counted
 from .interface import BACKENDS
 from .signing import SIGNATURE, check_signature, key_in_use
 
@@ -89,6 +91,27 @@ class Bundle:
 
     path: Path
     manifest: Manifest
+
+    def __repr__(self) -> str:
+        return f"<{self._told}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: ranks and their files, and the module."""
+        ranks = [(r.rank, r.stage, r.device, r.host, r.threads, self._bytes(r.files)) for r in self.manifest.ranks]
+        parts = [html.title(self._told), html.table(("rank", "stage", "device", "host", "threads", "files"), ranks)]
+        try:
+            parts.append(html.module_html(self.module))
+        except PenstockError as error:
+            parts.append(html.line(str(error)))
+        return f"<div>{''.join(parts)}</div>"
+
+    @property
+    def _told(self) -> str:
+        made = self.manifest
+        return f"bundle {self.path}: {made.name}, back end {made.backend}, {counted(len(made.ranks), 'rank')}, {self._bytes(made.files)}"
+
+    def _bytes(self, names: Iterable[str]) -> str:
+        return f"{sum(self.manifest.files[name].size for name in names if name in self.manifest.files):,} bytes"
 
     @cached_property
     def module(self) -> Module:

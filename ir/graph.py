@@ -180,6 +180,17 @@ class Module:
     facts: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
 
+    def __repr__(self) -> str:
+        from .html import describe
+
+        return f"<{describe(self)}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from .html import module_html
+
+        return module_html(self)
+
     @property
     def data_inputs(self) -> tuple[Value, ...]:
         """The inputs that data must give."""

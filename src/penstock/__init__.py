@@ -27,6 +27,7 @@ _HOMES = {
     "plan": "penstock.api",
     "compile": "penstock.api",
     "export": "penstock.exporting",
+    "load_trace": "penstock.inspecting.traces",
     "Model": "penstock.api",
     "Plan": "penstock.api",
     "open": "penstock.runtime.job",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.api import Model, Plan, compile, from_onnx, from_torch, plan
     from penstock.exporting import export
     from penstock.frontends.training import Training
+    from penstock.inspecting.traces import load_trace
     from penstock.ir.cluster import Cluster
     from penstock.ir.errors import PenstockError
     from penstock.ir.optimizers import SGD, Adagrad, Adam, AdamW, Group, Lion, Momentum, Muon
@@ -69,6 +71,7 @@ __all__ = [
     "export",
     "from_onnx",
     "from_torch",
+    "load_trace",
     "open",
     "plan",
 ]

@@ -40,6 +40,13 @@ class Model:
     def module(self) -> Module:
         return self.imported.module
 
+    def __repr__(self) -> str:
+        return f"<imported {repr(self.module)[1:]}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the module, without its weights."""
+        return self.module._repr_html_()
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -52,6 +59,17 @@ class Plan:
     calls: tuple[Call, ...]
     training: Training | None
     search: Search | None = None
+
+    def __repr__(self) -> str:
+        from penstock.inspecting.notebook import plan_told
+
+        return f"<{plan_told(self.module)}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: stages with what is predicted of them, and why; and the module."""
+        from penstock.inspecting.notebook import plan_html
+
+        return plan_html(self.module)
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2, sort_keys=True)

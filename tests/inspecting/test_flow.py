@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drawn_modules import graphs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.inspecting.flow import Line, draw
@@ -71,6 +71,7 @@ def flows(graph: Graph, lines: Sequence[Line]) -> set[tuple[int, int]]:
     }
 
 
+@settings(deadline=None)
 @given(graphs("g"), st.integers(1, 6))
 def test_rails_say_how_values_flow(graph: Graph, most: int) -> None:
     lines = draw(graph, most)

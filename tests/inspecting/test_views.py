@@ -24,7 +24,7 @@ from penstock.passes.cost import rank_seconds
 from penstock.simulating import forecast, seconds_of
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(modules())
 def test_colours_change_no_letter(module: Module) -> None:
     text = print_module(module)

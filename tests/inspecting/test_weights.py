@@ -11,7 +11,7 @@ import hypothesis.extra.numpy as arrays
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cli import main
@@ -22,6 +22,7 @@ from penstock.inspecting.weights import bundle_arrays, statistics
 FLOATS = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf]))
 
 
+@settings(deadline=None)
 @given(
     arrays.arrays(np.float32, arrays.array_shapes(min_dims=0, max_dims=3, min_side=0), elements=FLOATS), st.sampled_from([1, 3, 1 << 20])
 )

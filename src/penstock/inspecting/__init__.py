@@ -8,6 +8,7 @@
     views, colours          the same as text for a terminal
     traced_memory_view      and that of traced_memory
     exports/                files for other programs: Graphviz, ONNX with stages, Chrome trace, CSV
+    notebook, traces        plans and measured runs as HTML for a notebook; modules and bundles do it themselves (ir/html.py)
     command                 the commands inspect and diff
 
 Facts know nothing of how they are shown: they are frozen dataclasses, and `plain` makes JSON of any of them.

@@ -59,6 +59,7 @@ def record_of(subject: Subject) -> Record:
         found = tuple(Snapshot(dump.number, dump.call, dump.module) for dump in subject.dumps)
         other = subject.path != folder and print_module(found[-1].module) != print_module(subject.module)
         warning = "; its last module is not this program, so it may be of another compilation" if other else ""
+        warning += "; of the passes it has what they changed in place of modules (*.diff)" if any(folder.glob("*_*.diff")) else ""
         return Record(f"passes as dumped in {folder}{warning}", found)
     reference = subject.bundle.reference if subject.bundle is not None else None
     if reference is None or "pipeline" not in subject.plan:

@@ -5,9 +5,11 @@ The module of a dump folder is its last one. A bundle may come with the dump fol
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +44,19 @@ class Subject:
     bundle: Bundle | None = None
     dumps: tuple[Dumped, ...] = ()
 
-    @property
+    @cached_property
     def plan(self) -> dict[str, Any]:
-        """plan.json of a bundle; empty for all else."""
-        return {} if self.bundle is None else self.bundle.plan
+        """plan.json of a bundle or a dump folder; empty for all else."""
+        if self.bundle is not None:
+            return self.bundle.plan
+        path = self.path / "plan.json"
+        if not path.is_file():
+            return {}
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UsageError(f"cannot read the plan: {error}", where=str(path)) from error
+        return found if isinstance(found, dict) else {}
 
     @property
     def backend(self) -> str:
