@@ -4,7 +4,7 @@ In: graph F (and B and U when training), and a cluster. Out: the same operations
 that `devices` names for it, which share the microbatches of a batch out among them and each have a copy of the stage's variables.
 
 The operations of F, in their order, are cut into `stages` contiguous ranges. With comp(i, j, s) the time of operations i..j-1 and their
-backward operations on device s, and comm(i, s) the time to move what crosses the cut before operation i (activations forward, their
+backward operations on device s, and comm(i, s) the time to move what crosses the cut before operation i, as it travels (activations forward, their
 gradients back) from device s-1 to s, a dynamic programme finds the cuts that minimise
 
     max over stages s of  comp(cut[s], cut[s+1], s) + comm(cut[s], s)
@@ -45,7 +45,9 @@ from ..ir.words import counted
 from .cost import GraphCost, Transfer, cost, shown_seconds
 from .partition_ideals import Work, better_stages
 from .partition_memory import Needs, needs_of
+from .partition_traffic import crossing_bytes, readers, tied_bytes
 from .schedules.dealing import shares_of
+from .wire import travelling
 
 Array = npt.NDArray[np.float64]
 
@@ -55,7 +57,8 @@ class PartitionOptions:
     """`split_at` overrides the search: names of values or locs; each starts a new stage. `only_at` are the same kind of names: if there are
     any, the search starts stages at them only. `microbatches` is how many make a batch. `devices` names those of every stage, with blanks
     between several, and `shares` says how many of the microbatches each of them runs, rank by rank (as many each as can be if not given).
-    `schedule` and `recompute` (auto, none or all) are what will be done: without a schedule memory is not looked at."""
+    `schedule`, `recompute` (auto, none or all) and `wire`, the element type of float32 values between stages, are what will be done: without a
+    schedule memory is not looked at."""
 
     stages: int = 0
     split_at: tuple[str, ...] = ()
@@ -65,6 +68,7 @@ class PartitionOptions:
     shares: tuple[int, ...] = ()
     schedule: str = ""
     recompute: str = "auto"
+    wire: str = "f32"
 
 
 def partition(module: Module, options: PartitionOptions) -> Module:
@@ -81,12 +85,12 @@ def partition(module: Module, options: PartitionOptions) -> Module:
             hint="ask for fewer stages",
         )
     shares = shares_of(options.shares, [len(found) for found in devices], options.microbatches)
-    costs = _Costs(module, chain, devices, shares, cluster)
+    costs = _Costs(module, chain, devices, shares, cluster, options.wire)
     if options.split_at:
         return _annotate(module.but(cluster=cluster), devices, costs, _by_operation(_given_cuts(costs, options.split_at), len(chain)))
     stages = _chosen(costs, count, options.only_at, None)
-    readers = _readers(chain, costs.params)
-    needs = needs_of(module, chain, readers, devices, shares, costs.forward, options.schedule, options.recompute)
+    reading = readers(chain, costs.params)
+    needs = needs_of(module, chain, reading, devices, shares, costs.forward, options.schedule, options.recompute, options.wire)
     # Where all stages fit as they are, nothing else is as fast.
     fitting = _chosen(costs, count, options.only_at, needs) if needs is not None and any(_extra(needs, count, stages)) else []
     placed = _annotate(module.but(cluster=cluster), devices, costs, fitting or stages)
@@ -191,7 +195,13 @@ class _Costs:
     """Prefix sums of operation times per stage, and transfer times per cut and pair of neighbours."""
 
     def __init__(
-        self, module: Module, chain: Sequence[Op], devices: Sequence[Sequence[Device]], shares: Sequence[Sequence[int]], cluster: Cluster
+        self,
+        module: Module,
+        chain: Sequence[Op],
+        devices: Sequence[Sequence[Device]],
+        shares: Sequence[Sequence[int]],
+        cluster: Cluster,
+        wire: str,
     ) -> None:
         self.chain = chain
         microbatches = sum(shares[0])
@@ -218,9 +228,9 @@ class _Costs:
         self.forward = [found[0] for found in slowest]
         self.before = [np.concatenate([[0.0], np.cumsum(sum(found))]) for found in slowest]
         trips = 2 if backward is not None else 1
-        crossing = _crossing_bytes(chain, index) * trips
+        crossing = crossing_bytes(chain, index, wire) * trips
         if backward is not None:
-            crossing += _tied_bytes(module, chain, self.params) * (2.0 / microbatches)
+            crossing += tied_bytes(module, chain, self.params) * (2.0 / microbatches)
         self._trips, self._links = trips, [(0.0, list[Link]())]
         for (senders, a), (receivers, b) in pairwise(zip(devices, shares, strict=True)):
             links = [cluster.link(x.name, y.name) for x in senders for y in receivers]
@@ -231,11 +241,12 @@ class _Costs:
             for value in op.ins:
                 if value in index:
                     users.setdefault(value, {index[value]}).add(i)
-        self._values = [(frozenset(where), v.type.nbytes * float(trips)) for v, where in users.items()]
+        self._values = [(frozenset(where), travelling(v.type, wire) * float(trips)) for v, where in users.items()]
         self._edges = [(index[v], i) for v, where in users.items() for i in where if i != index[v]]
         if backward is not None:
-            readers = _readers(chain, self.params)
-            self._values += [(frozenset(where), module.vars[n].type.nbytes * 2.0 / microbatches) for n, where in readers.items()]
+            self._values += [
+                (frozenset(where), module.vars[n].type.nbytes * 2.0 / microbatches) for n, where in readers(chain, self.params).items()
+            ]
 
     def travel(self, stage: int, count: float) -> float:
         """Seconds for so many bytes between a stage and the one before it."""
@@ -259,20 +270,6 @@ class _Costs:
         return float(self.before[stage][last] - self.before[stage][first]), float(self.transfer[stage][first])
 
 
-def _crossing_bytes(chain: Sequence[Op], index: Mapping[Value, int]) -> Array:
-    """Entry i: bytes of values made before operation i of the chain and used at or after it."""
-    delta = np.zeros(len(chain) + 2)
-    last_use: dict[Value, int] = {}
-    for i, op in enumerate(chain):
-        for value in op.ins:
-            if value in index:
-                last_use[value] = i
-    for value, last in last_use.items():
-        delta[index[value] + 1] += value.type.nbytes
-        delta[last + 1] -= value.type.nbytes
-    return np.cumsum(delta)[: len(chain) + 1]
-
-
 def _params_used(module: Module, graph: Graph, anywhere: set[Value]) -> dict[Value, frozenset[str]]:
     """For values that any stage can compute: the parameters they are computed from, such as the transpose of a weight."""
     found: dict[Value, frozenset[str]] = {}
@@ -283,25 +280,6 @@ def _params_used(module: Module, graph: Graph, anywhere: set[Value]) -> dict[Val
                 used.append(frozenset((op.var,)))
             found |= dict.fromkeys(op.outs, frozenset[str]().union(*used))
     return found
-
-
-def _readers(chain: Sequence[Op], params: Mapping[Value, frozenset[str]]) -> dict[str, list[int]]:
-    """The operations that read each parameter, or what is computed from it."""
-    readers: dict[str, list[int]] = {}
-    for i, op in enumerate(chain):
-        for value in op.ins:
-            for name in params.get(value, ()):
-                readers.setdefault(name, []).append(i)
-    return readers
-
-
-def _tied_bytes(module: Module, chain: Sequence[Op], params: Mapping[Value, frozenset[str]]) -> Array:
-    """Entry i: bytes of parameters that are read both before operation i of the chain and at or after it."""
-    delta = np.zeros(len(chain) + 1)
-    for name, positions in _readers(chain, params).items():
-        delta[positions[0] + 1] += module.vars[name].type.nbytes
-        delta[positions[-1] + 1] -= module.vars[name].type.nbytes
-    return np.cumsum(delta)
 
 
 # ------------------------------------------------------------------------------------------------ the search

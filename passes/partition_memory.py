@@ -27,6 +27,7 @@ from ..ir.graph import GRAD, PARAM, STATE, Module, Op, Value, Var
 from ..ir.memory import BATCHES_AHEAD
 from ..ir.schedule import Action
 from .schedules import SCHEDULES, build_schedule
+from .wire import travelling
 
 Array = npt.NDArray[np.float64]
 # Operations by position in the chain, and bytes that a stage needs that has any of them.
@@ -153,9 +154,10 @@ def needs_of(
     forward: Sequence[Array],
     schedule: str,
     again: str,
+    wire: str,
 ) -> Needs | None:
     """Needs of the stages that are cut from a chain; None where no device has a limit, or nobody says which schedule. `readers` are the operations that
-    read each parameter."""
+    read each parameter; values between stages have the element type `wire` if they are float32."""
     if schedule not in SCHEDULES or all(device.memory is None for found in devices for device in found):
         return None
     kind = SCHEDULES[schedule]
@@ -198,7 +200,7 @@ def needs_of(
         [(tuple(where), fixed(name)) for name, where in readers.items()],
         [(tuple(where), float(v.type.nbytes)) for v, where in saved.items()],
         [(tuple(where), float(v.type.nbytes)) for v, where in fed.items()],
-        [(frozenset(where), float(v.type.nbytes)) for v, where in users.items()],
+        [(frozenset(where), float(travelling(v.type, wire))) for v, where in users.items()],
         [float(sum(v.type.nbytes for v in op.outs)) for op in chain],
         forward,
         "none" if kind.splits else again,

@@ -75,7 +75,7 @@ def training_pipeline(
     if guard is None and compute == "f16":
         guard = {}
     scaled: dict[str, Attr] = {"loss_scale": LOSS_SCALE} if compute == "f16" else {}
-    partition = {**partition, "microbatches": microbatches, "schedule": schedule, "recompute": again}
+    partition = {**partition, "microbatches": microbatches, "schedule": schedule, "recompute": again, **_travelling(travels)}
     return _calls(
         [
             ("simplify", {}),  # first, so that nothing dead or constant is differentiated
@@ -114,7 +114,7 @@ def inference_pipeline(
     """From a model to the forward program of every rank."""
     check_precision(compute)
     check_wire(travels)
-    partition = {**partition, "microbatches": microbatches, "schedule": "forward"}
+    partition = {**partition, "microbatches": microbatches, "schedule": "forward", **_travelling(travels)}
     return _calls(
         [
             ("simplify", {}),  # constants first
@@ -135,6 +135,10 @@ def inference_pipeline(
 
 def _precision(compute: str) -> list[Entry]:
     return [("precision", {"compute": compute})] if compute != "f32" else []
+
+
+def _travelling(travels: str) -> dict[str, Attr]:
+    return {"wire": travels} if travels != "f32" else {}
 
 
 def _wire(travels: str) -> list[Entry]:

@@ -21,9 +21,9 @@ from penstock.passes.shared import apart
 from penstock.passes.split import SplitOptions, split
 
 
-def cluster_of(rates: list[float]) -> Cluster:
+def cluster_of(rates: list[float], bandwidth: float = 1e8) -> Cluster:
     devices = tuple(Device(f"cpu:{i}", flops=rate, bandwidth=1e9) for i, rate in enumerate(rates))
-    links = tuple(Link(a.name, b.name, bandwidth=1e8, latency=1e-6) for a, b in pairwise(devices))
+    links = tuple(Link(a.name, b.name, bandwidth=bandwidth, latency=1e-6) for a, b in pairwise(devices))
     return Cluster(devices, links)
 
 
@@ -42,6 +42,29 @@ def test_cuts_are_optimal(model: Module, speeds: list[float]) -> None:
     cuts = tuple(order.index(s) for s in range(1, len(speeds)))
     best = min(bottleneck(module, c) for c in combinations(range(1, len(chain)), len(speeds) - 1))
     assert bottleneck(module, cuts) == pytest.approx(best, rel=1e-9)
+
+
+untied = st.builds(
+    chain_model,
+    st.lists(st.sampled_from([3, 8, 32, 128]), min_size=3, max_size=7),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), max_size=3),
+)
+
+
+@given(untied, rates, st.sampled_from([1e6, 1e8]))
+@settings(max_examples=30, deadline=None)
+def test_half_of_the_bytes_are_links_of_twice_the_bandwidth(model: Module, speeds: list[float], bandwidth: float) -> None:
+    module = differentiate(model)
+    short = partition(module.but(cluster=cluster_of(speeds, bandwidth)), PartitionOptions(wire="bf16"))
+    fast = partition(module.but(cluster=cluster_of(speeds, 2 * bandwidth)), PartitionOptions())
+    assert stages_of(short, "F") == stages_of(fast, "F")
+
+
+def test_where_to_cut_depends_on_what_travels() -> None:
+    """Control: the cut that shares the work out best is worth its bytes only if they are half as many."""
+    module = differentiate(chain_model([32, 16, 16, 16, 16], [])).but(cluster=cluster_of([1e8, 1e8], 1e6))
+    found = {wire: stages_of(partition(module, PartitionOptions(wire=wire)), "F") for wire in ("f32", "bf16")}
+    assert found["f32"] != found["bf16"]
 
 
 def test_the_brute_force_would_notice_a_bad_cut() -> None:
