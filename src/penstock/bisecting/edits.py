@@ -2,6 +2,7 @@
 
     batches     one step less of training
     outputs     one result less
+    sooner      what a result is made of, in its place
     operations  a result stands as data in the place of the operation that made it: a constant, or a variable that holds what it was
     shortcuts   who reads a result reads an operand of the same type instead
     parameters  no longer trained
@@ -96,6 +97,17 @@ def _fewer_batches(case: Case, chunk: Sequence[int]) -> Case | None:
 def _fewer_outputs(case: Case, chunk: Sequence[str]) -> Case | None:
     left = tuple(name for name in case.module.outputs if name not in chunk)
     return with_outputs(case, left) if left else None
+
+
+def _sooner(case: Case, chunk: Sequence[str]) -> Case | None:
+    """What a result is made of in its place."""
+    (name,) = chunk
+    graph = next((case.module.graphs[n] for n in ("main", KERNEL) if n in case.module.graphs), None)
+    op = None if graph is None else next((op for op in graph.ops if name in (v.name for v in op.outs)), None)
+    if op is None or op.kind in _DATA or not op.ins:
+        return None
+    names = dict.fromkeys(n for out in case.module.outputs for n in ([v.name for v in op.ins] if out == name else [out]))
+    return with_outputs(case, tuple(names))
 
 
 def with_outputs(case: Case, names: Sequence[str]) -> Case | None:
@@ -279,6 +291,7 @@ def _rows(array: Array, old: Value, new: Value, module: Module) -> Array:
 FAMILIES = (
     Family("batches", lambda case: list(range(len(case.batches))), _fewer_batches),
     Family("outputs", lambda case: list(case.module.outputs), _fewer_outputs),
+    Family("sooner", lambda case: list(case.module.outputs), _sooner, together=False),
     Family("parameters", _parameters, _frozen),
     Family("operations", _operations, _as_data),
     Family("shortcuts", _shortcuts, _taken_short),

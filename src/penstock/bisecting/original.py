@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from penstock.ir.interp import DictStore, initial_arrays, run_graph
 from penstock.ir.numpy_ops import F64, TYPED, Array
 from penstock.ir.types import FLOATS, UNIT_ROUNDOFF
 from penstock.terminal import say
+
+if TYPE_CHECKING:
+    import onnx
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class OnnxOriginal:
         import onnx
         import onnxruntime
 
-        model = onnx.load(self.path)
+        model = self.load()
         self.nodes = {name: node for node in model.graph.node for name in node.output if name}
         given = {value.name for value in model.graph.output}
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self.nodes if name not in given)
@@ -114,6 +117,15 @@ class OnnxOriginal:
             say(f"{self.name} does not run the model with all of its values handed out: {str(error).splitlines()[0]}")
             return {}
         return dict(zip(self.nodes, results, strict=True))
+
+    def load(self) -> onnx.ModelProto:
+        import onnx
+
+        return onnx.load(self.path)
+
+    def theirs(self, name: str) -> str:
+        """The file's name of a value."""
+        return next((theirs for theirs in self.nodes if legal(theirs) == name), name)
 
     def source_of(self, name: str) -> str:
         node = next((node for theirs, node in self.nodes.items() if legal(theirs) == name), None)

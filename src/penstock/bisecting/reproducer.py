@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,11 +23,13 @@ from penstock.backends.tensor_file import map_tensors, write_tensors
 from penstock.bisecting.case import KERNEL, Case
 from penstock.bisecting.edits import with_outputs
 from penstock.bisecting.kernels import Call, compare, compiled, recorded_slots
+from penstock.bisecting.original import OnnxOriginal, first_difference
 from penstock.bisecting.shrinking import Budget, shrink
 from penstock.bisecting.steps import Step
 from penstock.bisecting.trial import Off, Trial, drawn, updates
 from penstock.bisecting.values import Spot
 from penstock.checks import synthetic_batch
+from penstock.frontends.names import legal
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
 from penstock.ir.graph import Module, Stage, signature, slot_of
 from penstock.ir.numpy_ops import Array
@@ -38,6 +41,9 @@ from penstock.passes.fuse import choose_kernels
 from penstock.passes.manager import parse_pipeline, run_passes
 from penstock.passes.pipelines import PASSES
 from penstock.terminal import say, table
+
+if TYPE_CHECKING:
+    import onnx
 
 MODULE, INPUTS, MODEL = "repro.ir", "inputs.safetensors", "repro.onnx"
 # What passes raise for modules that they were not made for: another fault than the one in hand.
@@ -136,6 +142,37 @@ def of_kernel(folder: Path, module: Module, call: Call, spot: Spot, backend: str
     return _shrunk(folder, Case(apart, weights, [call.ins]), wrong, words, spot, budget)
 
 
+def of_import(
+    folder: Path, original: OnnxOriginal, spot: Spot, inputs: Mapping[str, Array], tolerance: float | None, budget: Budget
+) -> Written:
+    """A node of an ONNX model that is imported wrongly, with as many before it as it takes."""
+    from penstock.bisecting.onnx_part import save, smallest_part
+    from penstock.frontends.onnx import import_onnx
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model, name = original.load(), original.theirs(spot.tensor.lstrip("%"))
+    feeds = {original.names.get(n, n): array for n, array in inputs.items()}
+
+    def wrong(part: onnx.ModelProto, given: Mapping[str, Array]) -> bool:
+        budget.spent += 1
+        save(part, folder / MODEL)
+        try:
+            imported = import_onnx(folder / MODEL)
+            alone = OnnxOriginal(folder / MODEL, imported.names)
+            ours = {legal(n): array for n, array in given.items()}
+            return first_difference(alone, imported.module, imported.weights, ours, tolerance).first is not None
+        except _CRASHES:
+            return False
+
+    part, given = smallest_part(model, name, {**original.bound, **feeds, **original.run(feeds)}, wrong)
+    save(part, folder / MODEL)
+    (folder / MODULE).unlink(missing_ok=True)
+    write_tensors(folder / INPUTS, {f"%{legal(n)}": np.asarray(array)[None] for n, array in given.items()})
+    words = ["penstock", "verify", MODEL, "--data", INPUTS, "--backend", "numpy"]
+    words += [] if tolerance is None else ["--tolerance", str(tolerance)]
+    return Written(folder, shlex.join(words), len(part.graph.node), len(model.graph.node), budget.spent)
+
+
 def _shrunk(
     folder: Path,
     case: Case,
@@ -180,10 +217,9 @@ def write_data(path: Path, case: Case) -> None:
 
 def read_data(path: str) -> tuple[dict[str, Array], list[dict[str, Array]]]:
     """Weights, and batches."""
-    try:
-        arrays = map_tensors(Path(path))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", hint="expected a safetensors file as a reproducer has it") from error
+    if not Path(path).is_file():
+        raise UsageError(f"cannot read {path}", hint="expected a safetensors file as a reproducer has it")
+    arrays = map_tensors(Path(path))
     strange = [name for name in arrays if name[:1] not in ("@", "%")]
     if strange:
         raise UsageError(f"{strange[0]!r} is neither @variable nor %input", where=path, hint="expected a file as a reproducer has it")

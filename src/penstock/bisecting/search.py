@@ -6,20 +6,21 @@ modules are run. Of the pass found, and of the one before it, all values are com
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from penstock.bisecting import reproducer
 from penstock.bisecting.kernels import Verdict, first_kernel
-from penstock.bisecting.original import first_difference
+from penstock.bisecting.original import OnnxOriginal, first_difference
 from penstock.bisecting.shrinking import Budget
-from penstock.bisecting.steps import WRITTEN, Trail
+from penstock.bisecting.steps import WRITTEN, Original, Trail
 from penstock.bisecting.trial import Off, Trial, is_whole, updates
 from penstock.bisecting.values import Spot
 from penstock.ir.errors import PenstockError, VerifyError
 from penstock.ir.graph import Module
+from penstock.ir.numpy_ops import Array
 from penstock.ir.words import counted
 from penstock.terminal import say, table
 
@@ -72,9 +73,17 @@ class _Search:
         rows = [[original.name, first.name, found.count, f"{found.worst:.1e}", verdict]]
         print(table(["original", "import", "values", "largest error", "verdict"], rows))
         self.looked.append(f"{counted(found.count, 'value')} as in {original.name}")
-        if found.first is not None:
-            print("\n".join(["first wrong: the import", *found.first.lines()]))
-            self._fail(f"the import of {self.trail.name} computes something else than {original.name}", None)
+        spot = found.first
+        if spot is not None:
+            print("\n".join(["first wrong: the import", *spot.lines()]))
+            what = f"the import of {self.trail.name} computes something else than {original.name}"
+            self._fail(what, lambda budget: self._of_import(original, spot, part, budget))
+
+    def _of_import(self, original: Original, spot: Spot, inputs: Mapping[str, Array], budget: Budget) -> reproducer.Written | None:
+        if not isinstance(original, OnnxOriginal):
+            return None
+        assert self.options.repro is not None
+        return reproducer.of_import(self.options.repro, original, spot, inputs, self.options.tolerance, budget)
 
     # -------------------------------------------------------------------------------------------- passes
 

@@ -7,6 +7,8 @@ halves, quarters, ... down to one by one, and what works is kept. Families take 
     tried in all, where nothing works:   about 2n per family of n atoms
     without a limit, at the end:         no single edit is left that could be made (1-minimal)
 
+Limit: a fault in operations that nobody reads stays with them, as edits drop what nobody reads.
+
 Deterministic, but for the clock. The test decides what a fault is: one that accepts any failure may end with another fault than it began with.
 """
 

@@ -1,0 +1,91 @@
+"""Reproducers show the fault that they were made of, with their own command and nothing else; without the bug they show none."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from seeded_bugs import BUGS
+from small_models import ARGUMENTS, write_models
+
+from penstock.backends.tvm import pool
+from penstock.cli import main
+from penstock.ir.text import parse_module
+from penstock.models import write_mlp
+
+# How many operations may be left of each; none of an import, which is an ONNX file.
+LEFT = {
+    "a missing residual": 2,
+    "a lost factor 1/m": 3,
+    "a gradient that is not added up": 16,
+    "operands the wrong way round": 40,
+    "a kernel with a bad epilogue": 1,
+    "an attribute that the import reads wrongly": 0,
+}
+
+
+def command_of(folder: Path) -> list[str]:
+    model = folder / "repro.onnx"
+    if model.exists():
+        return ["verify", "repro.onnx", "--data", "inputs.safetensors", "--backend", "numpy"]
+    first = (folder / "repro.ir").read_text(encoding="utf-8").splitlines()[0]
+    assert first.startswith("// penstock ")
+    return shlex.split(first)[2:]
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_reproducer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    bug = next(bug for bug in BUGS if bug.name == name)
+    model = write_models(tmp_path)[bug.model]
+    place = tmp_path / "it is here"
+    words = ["verify", str(model), "--bisect", *ARGUMENTS[bug.model], "--repro", str(place), "--shrink", "20", *bug.more]
+    words += [] if bug.compiles else ["--backend", "numpy"]
+    monkeypatch.setattr(pool, "usable_cores", lambda: 1)
+    with monkeypatch.context() as patch:
+        patch.setenv("PENSTOCK_CACHE", str(tmp_path / "wrong"))
+        bug.patch(patch)
+        assert main(words) == 5
+        told = capsys.readouterr().out
+        assert f"reproducer in {place}" in told
+        patch.chdir(place)
+        command = command_of(place)
+        assert f"penstock {shlex.join(command)}" in told
+        assert main(command) == 5
+    if LEFT[name]:
+        module = parse_module((place / "repro.ir").read_text(encoding="utf-8"))
+        made = [op for graph in module.graphs.values() for op in graph.ops if op.kind not in ("read", "const")]
+        assert len(made) <= LEFT[name]
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "right"))
+    monkeypatch.chdir(place)
+    capsys.readouterr()
+    assert main(command) == 0, "the control: without the bug there is no fault"
+
+
+def test_places_that_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_mlp(tmp_path / "mlp.onnx", [2, 2], batch=1)
+    (tmp_path / "mlp.onnx.repro").mkdir()
+    (tmp_path / "mlp.onnx.repro" / "thesis.tex").write_text("years of work")
+    assert main(["verify", str(model), "--bisect"]) == 2
+    assert "something else than a reproducer" in capsys.readouterr().err
+
+
+def test_flags_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(write_mlp(tmp_path / "mlp.onnx", [2, 2], batch=1))
+    (tmp_path / "m.ir").write_text("module @m {\n}\n")
+    for words, said in (
+        ([model, "--schedule", "2bw", "--lr", "0"], "--lr, --schedule without --bisect of a model"),
+        ([model, "--repro", "x"], "--repro without --bisect"),
+        ([model, "-p", "fuse"], "--passes without FILE.ir"),
+        ([model, "--bisect", "--data", "x"], "--data with what has no use for it"),
+        ([model, "--bisect", "--shrink", "-1"], "--shrink -1"),
+        ([str(tmp_path / "m.ir"), "--bisect"], "are for models"),
+        ([str(tmp_path), "--bisect", "--loss", "mse"], "are for models; a folder has them built in"),
+        ([str(tmp_path), "--bisect"], "there is no 00_input.ir"),
+        ([str(tmp_path / "m.ir"), "--data", str(tmp_path / "none")], "cannot read"),
+    ):
+        assert main(["verify", *words]) == 2, words
+        assert said in capsys.readouterr().err
