@@ -142,19 +142,28 @@ def print_head(module: Module) -> Iterator[str]:
         yield f"  edge {edge.src}>{edge.dst} {edge.phase} : {', '.join(map(repr, edge.values))}"
 
 
-def _print_lines(module: Module) -> Iterator[str]:
-    yield from print_head(module)
-    for graph in module.graphs.values():
-        yield from print_graph(graph)
-    if module.schedule is not None:
-        yield from print_schedule(module.schedule)
-    for note in module.notes:
-        yield f"  note {note.origin}: {note.text}"
-    yield "}"
+class Printer:
+    """Prints modules that have graphs in common, as those after one pass and the next: every graph once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Graph, str]] = {}
+
+    def print(self, module: Module) -> str:
+        lines = [*print_head(module), *map(self._graph, module.graphs.values())]
+        if module.schedule is not None:
+            lines += print_schedule(module.schedule)
+        lines += [f"  note {note.origin}: {note.text}" for note in module.notes]
+        return "\n".join([*lines, "}"]) + "\n"
+
+    def _graph(self, graph: Graph) -> str:
+        # The graph is kept with its text, so that no other has its address.
+        if (known := self._known.get(id(graph))) is None:
+            known = self._known[id(graph)] = graph, "\n".join(print_graph(graph))
+        return known[1]
 
 
 def print_module(module: Module) -> str:
-    return "\n".join(_print_lines(module)) + "\n"
+    return Printer().print(module)
 
 
 # ------------------------------------------------------------------------------------------------ parsing

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .graph import Module, Value, stepped_vars, summed_vars, written_vars
+from .graph import Module, Value, stepped_vars, summed_vars, touched_vars, written_vars
 from .memory import measure_memory
 from .problems import Problem, op_window, step_window
 from .schedule import COMPUTE, PER_BATCH, PHASES, SENDS, TAKERS, VERSIONED, Action, Schedule
@@ -246,8 +247,9 @@ def check_versioned(module: Module) -> Iterator[Problem]:
     written = {
         s.index: [n for n in sorted(written_vars(g)) if n in stepped] for s in module.stages if (g := module.stage_graph(s.index, "U"))
     }
+    sums = {s.index: _sums(module, s.index) for s in module.stages}
     yield from _check_pins(module, stepped)
-    yield from over_runs(module, lambda module, run: _check_versions(module, run, written))
+    yield from over_runs(module, lambda module, run: _check_versions(module, run, written, sums))
 
 
 def _check_pins(module: Module, trained: set[str]) -> Iterator[Problem]:
@@ -264,13 +266,26 @@ def _check_pins(module: Module, trained: set[str]) -> Iterator[Problem]:
                     yield Problem(f"@{graph.name} op {i}", what, op_window(graph, i))
 
 
-def _check_versions(module: Module, run: Run, stepped: Mapping[int, list[str]]) -> Iterator[Problem]:
+class _Sums(NamedTuple):
+    """Gradients of a stage: those that are added to, with how many buffers each has, and those that each kind of graph takes."""
+
+    added: Mapping[str, int]
+    taken: Mapping[str, set[str]]
+
+
+def _sums(module: Module, stage: int) -> _Sums:
+    graphs = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
+    added = {op.var: module.vars[op.var].versions for kind in "BW" if kind in graphs for op in graphs[kind].ops if op.kind == "accum"}
+    return _Sums(added, {kind: touched_vars(graph, "take") for kind, graph in graphs.items()})
+
+
+def _check_versions(module: Module, run: Run, stepped: Mapping[int, list[str]], sums: Mapping[int, _Sums]) -> Iterator[Problem]:
     """`stepped` are the variables with versions that the update of each stage writes."""
     if not any(a.kind == "U" for actions in run.programs.values() for a in actions):
         return  # nothing ever changes
     microbatch: dict[int, tuple[int, str]] = {}
     for rank, actions in run.programs.items():
-        yield from _check_gradients(module, run, rank, actions)
+        yield from _check_gradients(run, rank, actions, sums)
         slots: dict[int, tuple[int, str]] = {}
         for stage in {a.stage for a in actions}:
             written = [module.vars[name] for name in stepped.get(stage, ())]
@@ -280,21 +295,13 @@ def _check_versions(module: Module, run: Run, stepped: Mapping[int, list[str]]) 
         yield from _check_rank_versions(run, rank, actions, slots, microbatch)
 
 
-def _check_gradients(module: Module, run: Run, rank: int, actions: list[Action]) -> Iterator[Problem]:
+def _check_gradients(run: Run, rank: int, actions: list[Action], sums: Mapping[int, _Sums]) -> Iterator[Problem]:
     """The sum of a batch's gradients is taken before its buffer gets gradients of a later batch."""
-    added: dict[int, dict[str, int]] = {}
-    takers: dict[int, dict[str, set[str]]] = {}
-    for stage in {a.stage for a in actions}:
-        graphs = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
-        added[stage] = {
-            op.var: module.vars[op.var].versions for kind in "BW" if kind in graphs for op in graphs[kind].ops if op.kind == "accum"
-        }
-        takers[stage] = {kind: {op.var for op in graph.ops if op.kind == "take"} for kind, graph in graphs.items()}
     waiting: dict[tuple[int, str, int], int] = {}
     for step, a in enumerate(actions):
         if a.kind in ("B", "W"):
             batch = a.batch(run.schedule.microbatches)
-            for name, buffers in added[a.stage].items():
+            for name, buffers in sums[a.stage].added.items():
                 other = waiting.setdefault((a.stage, name, batch % buffers), batch)
                 if other != batch:
                     kept = f"{buffers} buffer{'s are' if buffers > 1 else ' is'} kept"
@@ -302,8 +309,8 @@ def _check_gradients(module: Module, run: Run, rank: int, actions: list[Action])
                     return
         elif a.kind in ORDER:
             # AR works in the buffer, and leaves the sum there.
-            for name in takers[a.stage].get(a.kind, ()):
-                waiting.pop((a.stage, name, a.mb % added[a.stage].get(name, 1)), None)
+            for name in sums[a.stage].taken.get(a.kind, ()):
+                waiting.pop((a.stage, name, a.mb % sums[a.stage].added.get(name, 1)), None)
 
 
 def _check_rank_versions(

@@ -12,6 +12,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from penstock.ir.graph import Attr, Module
 from penstock.ir.words import counted
 
 if TYPE_CHECKING:
+    from penstock.arguing import Predicted
     from penstock.dumping import Dump
     from penstock.frontends.imported import Imported
     from penstock.frontends.training import Training
@@ -71,17 +73,27 @@ class Plan:
 
         return plan_html(self.module)
 
+    @cached_property
+    def predicted(self) -> Predicted:
+        """What the simulator says of it, by the module alone."""
+        from penstock.arguing import predict
+
+        return predict(self.module, plain=True)
+
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2, sort_keys=True)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain data: the same facts as `notes`, for programs, and what is predicted of it."""
-        return describe_plan(self.module, self.reference, self.calls, self.search)
+        return describe_plan(self.module, self.reference, self.calls, self.search, self.predicted)
 
 
-def describe_plan(module: Module, reference: Module, calls: Sequence[Call], search: Search | None = None) -> dict[str, Any]:
-    """A planned module as plain data; `reference` is the model before `partition`, `calls` are all passes."""
-    from penstock.arguing import planner_facts, predicted_facts
+def describe_plan(
+    module: Module, reference: Module, calls: Sequence[Call], search: Search | None = None, predicted: Predicted | None = None
+) -> dict[str, Any]:
+    """A planned module as plain data; `reference` is the model before `partition`, `calls` are all passes, `predicted` is what the simulator says of
+    the module alone."""
+    from penstock.arguing import planner_facts, predict, predicted_facts
     from penstock.passes.lifetimes import memory_table
     from penstock.passes.manager import print_pipeline
     from penstock.passes.precision import PrecisionOptions
@@ -112,7 +124,7 @@ def describe_plan(module: Module, reference: Module, calls: Sequence[Call], sear
         ],
         "memory": {str(rank): dict(row) for rank, row in memory_table(module).items()},
         "notes": [f"{note.origin}: {note.text}" for note in module.notes],
-        "predicted": predicted_facts(module),
+        "predicted": predicted_facts(predicted or predict(module, plain=True)),
         **({} if search is None else {"planner": planner_facts(search)}),
     }
 
@@ -205,12 +217,13 @@ def plan(
 
     done = run_passes(module, calls, PASSES, dump=dump, progress=progress, before=look)
     done = done.noted("placement", *notes)
+    found = Plan(model, done, seen[0], tuple(made), training)
     if dump is not None:
         from penstock.dumping.program import dump_program
 
         with dump.step("parts"):
-            dump_program(dump, done)
-    return Plan(model, done, seen[0], tuple(made), training)
+            dump_program(dump, done, lambda: found.predicted.forecast)
+    return found
 
 
 def before_partition(

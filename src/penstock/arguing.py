@@ -179,9 +179,8 @@ def _against(other: float, chosen: float) -> str:
 # ------------------------------------------------------------------------------------------------ for programs
 
 
-def predicted_facts(module: Module, plain: bool = True) -> dict[str, Any]:
+def predicted_facts(predicted: Predicted) -> dict[str, Any]:
     """What the simulator says. In the plan of a bundle that is plain, so that a bundle depends on what it was made of alone."""
-    predicted = predict(module, plain)
     return {
         "step_s": predicted.step,
         "samples_per_s": predicted.forecast.samples / predicted.step if predicted.step else None,
@@ -210,7 +209,7 @@ def planner_facts(search: Search) -> dict[str, Any]:
 
 def as_json(plan: api.Plan) -> str:
     """The plan with what would change it."""
-    found = plan.as_dict() | {"predicted": predicted_facts(plan.module, plain=False)}
+    found = plan.as_dict() | {"predicted": predicted_facts(predict(plan.module))}
     if plan.search is not None:
         found["planner"]["what_if"] = {change.name: change.step for change in what_if(plan.search)}
     return json.dumps(found, indent=2, sort_keys=True)

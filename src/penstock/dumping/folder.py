@@ -21,7 +21,7 @@ from penstock.differing import differences
 from penstock.dumping.parts import excerpt
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module
-from penstock.ir.text import print_module, print_op
+from penstock.ir.text import Printer, print_op
 from penstock.ir.words import counted
 from penstock.passes.manager import Call, Event, count_ops
 
@@ -44,6 +44,7 @@ class Dump:
         self._begun = time.perf_counter()
         self._steps: list[str] = []
         self._own: set[str] = set()
+        self._printer = Printer()
         if self.folder is not None:
             _make_room(self.folder)
 
@@ -116,7 +117,7 @@ class Dump:
         quoted = str(call).replace("'", "'\\''")
         reason = "".join(f"// {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
         if self.folder is not None:
-            self.write(REPRO, f"// penstock opt {REPRO} -p '{quoted}'\n{reason}{print_module(module)}")
+            self.write(REPRO, f"// penstock opt {REPRO} -p '{quoted}'\n{reason}{self._printer.print(module)}")
 
     # ------------------------------------------------------------------------------ sources
 
@@ -156,11 +157,11 @@ class Dump:
             return None
         part = self.filtered(name.removesuffix(".ir"), module)
         if part is module:
-            return self.write(name, print_module(module))
+            return self.write(name, self._printer.print(module))
         assert self._only is not None
         kept = count_ops(part)
         told = f"{kept} of {counted(count_ops(module), 'operation')}, those that match {self._only.pattern}"
-        return self.write(name, print_module(part.noted("excerpt", told))) if kept else None
+        return self.write(name, self._printer.print(part.noted("excerpt", told))) if kept else None
 
     def write(self, name: str, text: str) -> str:
         """Write a file, in folders as its name says."""

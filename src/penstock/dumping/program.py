@@ -1,22 +1,25 @@
-"""What a dump has of a planned module beside the modules of its passes: the parts of stages and ranks, what each rank does, and a picture of the run."""
+"""What a dump has of a planned module beside the modules of its passes: the parts of stages and ranks, what each rank
+does, and a picture of the run that is predicted. The prediction depends on the module alone, not on what was measured on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from penstock.arguing import predict
 from penstock.dumping.folder import RANKS, STAGES, Dump
 from penstock.dumping.parts import part_of_rank, part_of_stage
 from penstock.ir.graph import Module, Value, summed_vars
 from penstock.ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, Action
 from penstock.ir.words import counted
+from penstock.simulating import Forecast
 from penstock.terminal import size
 
 # Pictures of more are slow to open.
 _MOST_RANKS = 64
 
 
-def dump_program(dump: Dump, module: Module) -> None:
-    """Write the parts of a module that has been cut into stages, as far as it is planned."""
+def dump_program(dump: Dump, module: Module, predicted: Callable[[], Forecast] | None = None) -> None:
+    """Write the parts of a module that has been cut into stages, as far as it is planned; `predicted` gives the run where somebody knows it."""
     if dump.folder is None or not any(module.stage_graph(stage.index, "F") for stage in module.stages):
         return
     for stage in module.stages:
@@ -27,17 +30,13 @@ def dump_program(dump: Dump, module: Module) -> None:
         dump.write_module(f"{RANKS}/r{rank}/module.ir", part_of_rank(module, rank))
         dump.write(f"{RANKS}/r{rank}/actions.tsv", "".join("\t".join(row) + "\n" for row in action_rows(module, rank)))
     if "wired" in module.facts and len(module.schedule.ranks) <= _MOST_RANKS:
-        dump.write("schedule.svg", picture(module))
+        dump.write("schedule.svg", _picture(predicted() if predicted is not None else predict(module, plain=True).forecast))
 
 
-def picture(module: Module) -> str:
-    """The run that is predicted, as SVG. It depends on the module alone, not on what was measured on this machine."""
-    from penstock.arguing import predict
+def _picture(made: Forecast) -> str:
     from penstock.runtime.gantt import svg_gantt
 
-    made = predict(module, plain=True).forecast
-    assert module.schedule is not None
-    return svg_gantt(made.found, f"{module.name}, {module.schedule.name}, predicted", made.curves())
+    return svg_gantt(made.found, f"{made.module.name}, {made.found.schedule.name}, predicted", made.curves())
 
 
 def action_rows(module: Module, rank: int) -> Iterator[tuple[str, str, str]]:
