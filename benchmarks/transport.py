@@ -84,6 +84,9 @@ class Empty:
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
         pass
 
+    def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], None]:
+        return self.call(graph, args), None
+
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.checks:
             for value, x in zip(self._graphs[graph].ins, args, strict=False):
@@ -111,14 +114,14 @@ class Noise:
 class Pipeline:
     """One rank of a bundle whose kernels are empty, and the same messages over gloo alone."""
 
-    def __init__(self, path: Path, rank: int, program: Callable[[Module], Empty] = Empty) -> None:
+    def __init__(self, path: Path, rank: int, program: Callable[[Module], Empty] = Empty, *, trace: bool = False) -> None:
         module = open_bundle(path).module
         assert module.schedule is not None
         self.schedule, self.rank, self.first = module.schedule, rank, 0
         store = Store(stage_vars(module, rank), stepped_vars(module))
         self.program, self.samples = program(module), Noise(module)
         transport = Transport(rank, module.edges, module.rank_stages(), TIMEOUT)
-        self.executor = Executor(module, rank, self.program, store, transport, lambda record, arrays: None, Status(None, rank))
+        self.executor = Executor(module, rank, self.program, store, transport, lambda record, arrays: None, Status(None, rank), trace=trace)
         ends = {(f"S{e.phase}" if e.src == rank else f"R{e.phase}"): e for e in module.edges}
         self.sent = {kind: [filled(v) for v in e.values] for kind, e in ends.items() if kind[0] == "S"}
         blank = {

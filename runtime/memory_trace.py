@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..ir.errors import UsageError
 from ..ir.graph import Module, stage_vars
 from ..ir.lives import BEFORE, Account, Life, Version
@@ -35,20 +37,35 @@ def read_trace(path: str | Path) -> list[RankTrace]:
     """The ranks of a file that `run --trace` wrote; UsageError if it is none."""
     try:
         listed = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
-        ranks = 1 + max(e["pid"] for e in listed if e["name"] == "process_name")
-        events: list[list[Event]] = [[] for _ in range(ranks)]
-        entries: list[list[Entry]] = [[] for _ in range(ranks)]
+        ranks = sorted(e["pid"] for e in listed if e["name"] == "process_name")
+        if not ranks or ranks != list(range(len(ranks))):
+            raise ValueError(f"ranks {ranks[:8]}")
+        events: list[list[Event]] = [[] for _ in ranks]
+        entries: list[list[Entry]] = [[] for _ in ranks]
         for e in listed:
             if e["ph"] == "X":
-                start = e["ts"] / 1e6
+                start = float(e["ts"]) / 1e6
                 Action.parse(e["name"])
-                events[e["pid"]].append((e["name"], start, start + e["dur"] / 1e6))
+                events[e["pid"]].append((e["name"], start, start + float(e["dur"]) / 1e6))
             elif e.get("cat") == "memory":
                 entries[e["pid"]].append(_entry(e["name"].partition(" ")[0], e["ts"] / 1e6, e["args"]))
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        found = [RankTrace(tuple(a), tuple(b)) for a, b in zip(events, entries, strict=True)]
+        for trace in found:
+            _check(trace)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, msgspec.ValidationError) as error:
         hint = "it takes a file that `penstock run BUNDLE --trace FILE` of this version wrote"
         raise UsageError(f"cannot read it as a trace: {type(error).__name__}: {error}", where=str(path), hint=hint) from error
-    return [RankTrace(tuple(a), tuple(b)) for a, b in zip(events, entries, strict=True)]
+    return found
+
+
+def _check(trace: RankTrace) -> None:
+    """Entries are of actions that are there, and nothing is dropped that was not kept."""
+    stays = Stays()
+    for entry in trace.entries:
+        msgspec.convert(tuple(entry), Entry)
+        if not BEFORE <= entry.step <= len(trace.events) - (entry.what != "run"):
+            raise ValueError(f"{entry.what} {entry.name} of action {entry.step}, there are {len(trace.events)}")
+        stays.follow(entry)
 
 
 def _entry(what: str, at: float, args: Mapping[str, Any]) -> Entry:

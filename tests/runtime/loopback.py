@@ -21,7 +21,7 @@ from penstock.runtime.memory_trace import RankTrace
 from penstock.runtime.store import Store
 from penstock.runtime.transport import Team, Transport
 
-SECONDS = 10
+SECONDS = 60
 
 
 class Work:

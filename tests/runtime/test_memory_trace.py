@@ -14,10 +14,13 @@ import penstock as ps
 from penstock.backends.bundle import open_bundle
 from penstock.ir.cluster import Cluster, Device
 from penstock.ir.lives import Account, first_difference
+from penstock.ir.memory import planned_account
 from penstock.ir.text import parse_module
 from penstock.models import write_gpt
 from penstock.passes.communicate import communicate
 from penstock.passes.lifetimes import lifetimes
+from penstock.passes.manager import run_passes
+from penstock.passes.pipelines import PASSES, training_pipeline
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
 from penstock.passes.split_backward import split_backward
 from penstock.passes.weight_versions import weight_versions
@@ -27,6 +30,7 @@ from penstock.runtime.store import Store
 from penstock.runtime.trace import write_trace
 
 from ..conftest import toy_text
+from ..passes.drawn_chains import chain_model
 from .conftest import classifier
 from .loopback import traced
 
@@ -92,6 +96,27 @@ def test_a_model_with_all_there_is(gpt, kind):
     check(planned(gpt, kind, wire="bf16", **more), [(0, 3), (3, 2)])
 
 
+@pytest.mark.parametrize("kind", TRAINING)
+def test_a_parameter_on_several_stages(kind):
+    """Parts of its gradient travel once per batch, and stay until the update."""
+    model = chain_model([8, 16, 16, 16, 16, 8], [], tied=True)
+    cuts = {"stages": 3, "split_at": ("layer2", "layer4")}
+    module = run_passes(model, training_pipeline({"kind": "adamw", "lr": 0.1}, cuts, kind, 4), PASSES)
+    assert any(edge.phase == "P" for edge in module.edges)
+    check(module, [(0, 3), (3, 1)])
+
+
+def test_receives_of_a_gpu_wait_in_host_memory():
+    """They are no part of its memory until they have come."""
+    module = classifier(2, "1f1b", 4)
+    far = Cluster(tuple(Device(device.name, "cuda") for device in module.cluster.devices))
+    for place, early in ((module, True), (module.but(cluster=far), False)):
+        account = planned_account(place, 1, [(0, 2)])
+        came = [life.taken < life.uses[0] for life in account.lives if life.names == ("h0",)]
+        assert len(came) == 8
+        assert any(came) == early
+
+
 class Late(Store):
     """Drops a microbatch only when it is next asked for something."""
 
@@ -134,6 +159,20 @@ def test_control_a_version_that_is_kept_too_long_is_named():
     assert "retire version 1 of @w0" in str(first_difference(planned, late))
 
 
+def written(trace, module, rank: int, batch: int):
+    """What a rank wrote down in the list of a batch, in that order, counted from the batch; of values not where they lie."""
+    program, m = module.schedule.ranks[rank], module.schedule.microbatches
+    begin = trace.actions.index(program.batch[0].shifted(batch - 1, m))
+    found = []
+    for e in trace.entries:
+        if begin <= e.step < begin + len(program.batch):
+            place = (
+                (e.version - batch, e.block) if e.what in ("write", "retire") else e.owner - batch * m if e.owner >= 0 else e.owner + batch
+            )
+            found.append((e.step - begin, e.what, e.name, place, e.nbytes))
+    return found
+
+
 def shape(account: Account, module, batch: int, copies: bool):
     """What happens to memory in the list of one batch, with microbatches and versions counted from the batch."""
     program, m = module.schedule.ranks[account.rank], module.schedule.microbatches
@@ -166,6 +205,16 @@ def test_every_batch_is_like_the_one_before(kind):
                 assert rounds[0] == rounds[1] == rounds[2] == rounds[3]
 
 
+@pytest.mark.parametrize("kind", TRAINING)
+def test_entries_come_in_the_same_order_in_every_batch(kind):
+    module, period = classifier(3, kind, 4), 1 + SCHEDULES[kind].delay
+    for rank, trace in enumerate(traced(module, [(0, 8)])):
+        rounds = [written(trace, module, rank, batch) for batch in range(2, 6)]
+        assert all(rounds)
+        assert rounds[period:] == rounds[:-period]
+        assert (rounds[0] == rounds[1]) == (period == 1)
+
+
 def test_control_a_batch_that_is_not_like_the_others_is_seen():
     class Odd(Store):
         """Holds on to a value in one batch only."""
@@ -193,6 +242,28 @@ def test_a_trace_file_says_all_that_a_job_does(tmp_path):
 def test_what_is_no_trace_is_refused(tmp_path, text):
     path = tmp_path / "t.json"
     path.write_text(text)
+    with pytest.raises(ps.PenstockError, match="cannot read it as a trace"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda e: e["args"].update(step=10**6),
+        lambda e: e["args"].update(bytes="many"),
+        lambda e: e["args"].pop("block"),
+        lambda e: e.update(name="drop %x"),
+        lambda e: e.update(pid=7),
+        lambda e: e.update(ts=None),
+    ],
+)
+def test_a_damaged_trace_is_refused(tmp_path, damage):
+    module, path = classifier(1, "1f1b", 2), tmp_path / "t.json"
+    found = traced(module, [(0, 1)])
+    write_trace(path, [t.events for t in found], module=module, held=[t.entries for t in found])
+    told = json.loads(path.read_text())
+    damage(next(e for e in told["traceEvents"] if e["name"] == "keep %x"))
+    path.write_text(json.dumps(told))
     with pytest.raises(ps.PenstockError, match="cannot read it as a trace"):
         read_trace(path)
 

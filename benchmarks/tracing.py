@@ -1,0 +1,122 @@
+"""What a trace costs a run: a pipeline of two stages without kernels, with --trace and without, over loopback in the same two processes.
+
+    python benchmarks/tracing.py                            a quarter of a minute
+    python benchmarks/tracing.py --rounds 20 --json tracing.json
+
+What is measured is what lies between actions (benchmarks/transport.py): the processor time of the thread of rank 0 that runs actions, for a microbatch in which no kernel runs, and what a trace adds
+for each action and each entry of the memory ledger. Kernels take the same time with it and without, but for the first call of each graph, whose
+allocations are watched. Both take turns, a first of each does not count, and figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch.distributed as dist
+from transport import SCHEDULES, TIMEOUT, Pipeline, write_bundle
+
+from penstock.runtime.children import failure, outputs
+from penstock.runtime.launch import loopback_name, thread_environment
+from penstock.runtime.transport import Group, host_store, join_store
+
+SIZE = 64 << 10
+BATCHES = 25
+
+
+class Traced(Pipeline):
+    """A rank with a trace, which is handed out at the end of each run, as by a worker."""
+
+    actions = entries = 0
+
+    def run(self, batches: int) -> None:
+        super().run(batches)
+        assert self.executor.events is not None
+        assert self.executor.ledger is not None
+        self.actions, self.entries = len(self.executor.events), len(self.executor.ledger.taken())
+        self.executor.events.clear()
+
+
+def work(bundles: list[str], rank: int, rounds: int) -> list[dict[str, Any]]:
+    found = []
+    for bundle in bundles:
+        both = {"plain": Pipeline(Path(bundle), rank), "traced": Traced(Path(bundle), rank, trace=True)}
+        traced, microbatches = both["traced"], BATCHES * both["plain"].schedule.microbatches
+        assert isinstance(traced, Traced)
+        times: dict[str, list[float]] = {name: [] for name in both}
+        for number in range(rounds + 1):
+            for name, pipeline in both.items():
+                dist.barrier()
+                begin = time.thread_time()
+                pipeline.run(BATCHES)
+                if number:
+                    times[name].append((time.thread_time() - begin) / microbatches)
+        counts = {"actions": traced.actions / microbatches, "entries": traced.entries / microbatches}
+        found.append({"schedule": traced.schedule.name, **counts, "times": times})
+    return found
+
+
+def measure(bundles: list[str], rounds: int) -> list[dict[str, Any]]:
+    store = host_store(2, TIMEOUT)
+    environment = os.environ | thread_environment(1) | {"GLOO_SOCKET_IFNAME": loopback_name()}
+    command = [sys.executable, __file__, "--bundles", json.dumps(bundles), "--rounds", str(rounds), "--port", str(store.port)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = [subprocess.Popen([*command, "--rank", str(rank)], env=environment, **pipes) for rank in (0, 1)]  # type: ignore[call-overload]
+    told = outputs(running, 600.0)
+    if told is None:
+        raise SystemExit("the two processes did not finish within 600 s")
+    if (problem := failure(running, told)) is not None:
+        raise SystemExit(problem)
+    lines: list[dict[str, Any]] = json.loads(told[0][0])
+    for line in lines:
+        line["seconds"] = {name: statistics.median(times) for name, times in line["times"].items()}
+    return lines
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    rows = ["| schedule | a microbatch | traced | more | actions | entries | for one of them |", "| --- " * 7 + "|"]
+    for line in lines:
+        plain, traced = line["seconds"]["plain"], line["seconds"]["traced"]
+        each = (traced - plain) / (line["actions"] + line["entries"])
+        cells = [line["schedule"], f"{plain * 1e6:.0f} us", f"{traced * 1e6:.0f} us", f"{(traced - plain) * 1e6:+.0f} us"]
+        cells += [f"{line['actions']:.1f}", f"{line['entries']:.1f}", f"{each * 1e6:.1f} us"]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=["1f1b", "2bw"])
+    parser.add_argument("--rounds", type=int, default=11, metavar="N", help="turns of each contender (default: 11)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    for name in ("--bundles", "--rank", "--port"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        rank = int(arguments.rank)
+        group = Group(join_store(int(arguments.port), 2, TIMEOUT), rank, 2, TIMEOUT)
+        group.connect()
+        found = work(json.loads(arguments.bundles), rank, arguments.rounds)
+        if rank == 0:
+            print(json.dumps(found))
+        group.leave()
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        lines = measure([str(write_bundle(Path(folder), SIZE, schedule)) for schedule in arguments.schedules], arguments.rounds)
+    print(table(lines))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"lines": lines}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
