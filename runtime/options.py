@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import stat
-import tempfile
 from collections.abc import Iterator
 
 import msgspec
@@ -21,6 +19,7 @@ from .data_files import absolute_source
 from .hosts import in_group, place_of
 from .launch import HEARTBEAT
 from .logs import DEFAULT, log_ranks_problems
+from .places import directory_problem, file_problem, is_inside
 from .sinks import sink_problems
 from .trust import trust_problems
 
@@ -166,42 +165,3 @@ def nan_problems(policy: str, module: Module) -> list[str]:
 def data_problems(data: DataSpec) -> list[str]:
     problems = [] if 0 <= data.seed < 2**63 else [f"the seed must be 0 to 2^63-1, got {data.seed}"]
     return problems + ([] if data.last in LAST else [f"the last batch can be {', '.join(LAST)}, not {data.last!r}"])
-
-
-def file_problem(path: str) -> str:
-    """Why a file cannot be written at a path; empty when it can. What is there stays as it is."""
-    try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISDIR(mode):
-            return "is a directory, not a file"
-        if stat.S_ISREG(mode):
-            with open(path, "ab"):
-                return ""
-        # To open a pipe would wait for its reader.
-        return "" if os.access(path, os.W_OK) else "cannot be written to"
-    except FileNotFoundError:
-        return directory_problem(os.path.dirname(path) or os.curdir)
-    except OSError as error:
-        return error.strerror or str(error)
-
-
-def directory_problem(path: str) -> str:
-    """Why files cannot be written into a directory, which need not exist yet; empty when they can."""
-    try:
-        if not stat.S_ISDIR(os.stat(path).st_mode):
-            return f"{path} is not a directory"
-        # Permissions do not tell all: a file system may be read-only or take no files. The file has no name, or has none any more.
-        with tempfile.TemporaryFile(dir=path):
-            return ""
-    except FileNotFoundError as error:
-        parent = os.path.dirname(path) or os.curdir
-        if parent == path or os.path.lexists(path):
-            return f"cannot write into {path}: {error.strerror}"
-        return directory_problem(parent)
-    except OSError as error:
-        return f"cannot write into {path}: {error.strerror or error}"
-
-
-def is_inside(path: str, directory: str) -> bool:
-    """Whether a path is a directory or lies in it; both are absolute."""
-    return os.path.commonpath([path, directory]) == directory

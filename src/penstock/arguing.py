@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from penstock import api
@@ -18,10 +18,12 @@ from penstock.ir.graph import Module
 from penstock.ir.words import counted
 from penstock.measured import Measured, stage_times
 from penstock.passes.cost import rank_seconds, shown_seconds
-from penstock.passes.planner.argue import Change, counterfactuals
 from penstock.planning import SYNCHRONOUS, Search, first_reason
 from penstock.simulating import BATCHES, Forecast, binding, forecast, seconds_of
 from penstock.terminal import size, table
+
+# Of more devices a bundle's plan says nothing of what would be otherwise: each change is a plan made anew.
+_FEW_DEVICES = 16
 
 
 @dataclass(frozen=True)
@@ -142,21 +144,11 @@ def argument(search: Search) -> Iterator[str]:
     usual = result.outcomes[plan.schedule].step
     if (same := _against(chosen.step, usual)) != "the same":
         yield f"planner: by its formulas the plan is {same} than the best of {plan.schedule}, {shown_seconds(usual)}, which is what changes are against"
-    for change in what_if(search):
+    for change in search.what_if:
         if change.name.removeprefix("schedule ") in search.refused:
             continue
         told = "nothing fits" if change.step is None else f"{shown_seconds(change.step)} ({_against(change.step, usual)})"
         yield f"what if: {change.name}: {told}"
-
-
-def what_if(search: Search) -> list[Change]:
-    """Plans with one thing changed in what was asked for, or in the devices of the plan that was chosen, all the best by the formulas."""
-    chosen = search.chosen
-    others = {} if search.in_bf16 is None else {"in bfloat16": search.in_bf16().chain}
-    outcomes = {chosen.plan.schedule: chosen} | {
-        kind: found for kind, found in search.result.outcomes.items() if kind != chosen.plan.schedule
-    }
-    return counterfactuals(replace(search.result, outcomes=outcomes), others)
 
 
 def _bound(search: Search) -> str:
@@ -204,12 +196,17 @@ def planner_facts(search: Search) -> dict[str, Any]:
         "schedules": {kind: outcome.step for kind, outcome in search.result.outcomes.items()},
         "refused": dict(search.refused),
         "left_out": search.left_out,
+        **({"what_if": _steps(search)} if len(search.result.fleet.devices) <= _FEW_DEVICES else {}),
     }
+
+
+def _steps(search: Search) -> dict[str, float | None]:
+    return {change.name: change.step for change in search.what_if}
 
 
 def as_json(plan: api.Plan) -> str:
     """The plan with what would change it."""
     found = plan.as_dict() | {"predicted": predicted_facts(predict(plan.module))}
     if plan.search is not None:
-        found["planner"]["what_if"] = {change.name: change.step for change in what_if(plan.search)}
+        found["planner"]["what_if"] = _steps(plan.search)
     return json.dumps(found, indent=2, sort_keys=True)

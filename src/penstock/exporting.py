@@ -121,7 +121,7 @@ def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:
 def _check_places(outs: Mapping[str, Path], bundle: Bundle) -> None:
     """Refuse places where nothing can be written, all of them at once, before the work."""
     from penstock.frontends.onnx.structure import data_file
-    from penstock.runtime.options import file_problem, is_inside
+    from penstock.runtime.places import file_problem, is_inside
 
     problems = [] if outs else ["nothing to write: give --onnx FILE, --safetensors FILE or both"]
     places = [*outs.items(), *((flag, data_file(path)) for flag, path in outs.items() if flag == "--onnx")]

@@ -24,7 +24,7 @@ from .runtime.data import SyntheticSamples
 from .runtime.data_files import read_npz, write_npz
 from .runtime.job import Job
 from .runtime.job import open as open_job
-from .runtime.options import file_problem
+from .runtime.places import file_problem
 from .runtime.program import microbatch_size
 from .terminal import StatusLine, say
 

@@ -20,7 +20,7 @@ from penstock.backends.tensor_file import write_tensors
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
 from penstock.runtime.checkpoint import Index, left_behind, read_index, read_tensors, saved_steps
 from penstock.runtime.choosing import damage_of, find_checkpoint, is_place, latest_name
-from penstock.runtime.options import file_problem, is_inside
+from penstock.runtime.places import file_problem, is_inside
 from penstock.terminal import say, size, table
 
 

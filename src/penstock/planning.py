@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from penstock import api
@@ -18,7 +19,7 @@ from penstock.grading import best_prices
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import DoesNotFit, UsageError, VerifyError
 from penstock.passes.cost import Prices
-from penstock.passes.planner.argue import Result, plan_chain
+from penstock.passes.planner.argue import Change, Result, counterfactuals, plan_chain
 from penstock.passes.planner.plan import SCHEDULES, Wanted
 from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.planner.profile import Profile, profile_chain
@@ -53,6 +54,13 @@ class Search:
     little: Sequence[str] = ()
     refined: Mapping[str, Refined] = field(default_factory=dict)
     in_bf16: Callable[[], Profile] | None = None
+
+    @cached_property
+    def what_if(self) -> list[Change]:
+        """Plans with one thing changed in what was asked for, or in the devices of the plan that was chosen, all the best by the formulas."""
+        others = {} if self.in_bf16 is None else {"in bfloat16": self.in_bf16().chain}
+        kinds = {kind: found for kind, found in self.result.outcomes.items() if kind != self.chosen.plan.schedule}
+        return counterfactuals(replace(self.result, outcomes={self.chosen.plan.schedule: self.chosen} | kinds), others)
 
     @property
     def left_out(self) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,19 @@ def test_a_grid_that_is_too_wide_goes_on_below(bundle: Subject) -> None:
             " ".join(x.partition("| ")[2] for x in text.splitlines() if x.startswith(f"rank {rank} |")).split() for text in (whole, wrapped)
         ]
         assert cells[0] == cells[1]
+
+
+def test_looking_loads_none_of_the_heavy_libraries(built: Path) -> None:
+    """In one fresh process; the control is a view that has to read the source model."""
+    code = (
+        "import sys\nfrom penstock.cli import main\n"
+        "def heavy(): return [n for n in ('torch', 'tvm', 'onnx', 'onnxruntime') if n in sys.modules]\n"
+        f"look = lambda *words: main(['inspect', {str(built / 'bundle')!r}, *words])\n"
+        "assert [look(*v) for v in ((), ('--memory',), ('--schedule',), ('--params',), ('--kernels',), ('--flow', 's0.F'))] == [0] * 6\n"
+        f"assert look('--export', {str(built / 'light.dot')!r}, '--export', {str(built / 'light.csv')!r}) == 0\n"
+        "assert not heavy(), heavy()\n"
+        "assert look('--why', 'h.0.mlp.gelu') == 0\n"
+        "assert heavy() == ['onnx'], heavy()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import pytest
 from penstock.cli import main
 from penstock.inspecting.finding import find, look_up
 from penstock.inspecting.history import record_of
+from penstock.inspecting.reasons import stage_reasons
 from penstock.inspecting.subject import Subject, open_subject
 from penstock.inspecting.why import why
-from penstock.ir.errors import UsageError
+from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.text import print_op
+from penstock.models import write_mlp
 
 
 def test_a_value_a_variable_a_kernel_a_node_and_a_module(bundle: Subject) -> None:
@@ -135,3 +138,33 @@ def test_options_that_do_not_go_together_are_refused_at_once(built: Path, capsys
     assert all(flag in said for flag in ("--dumps", "--checkpoint", "--json"))
     assert main(["inspect", str(built / "bundle"), "--why", "x", "--dumps", str(built / "bundle")]) == 2
     assert "NN_pass.ir" in capsys.readouterr().err
+
+
+def test_what_the_planner_would_have_taken_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_mlp(tmp_path / "mlp.onnx", [16, 32, 32, 8])
+    words = ["compile", str(tmp_path / "mlp.onnx"), "-o", str(tmp_path / "b"), "--devices", "2", "--batch", "16", "--schedule", "auto"]
+    assert main([*words, "--loss", "mse", "--backend", "numpy"]) == 0
+    subject = open_subject(tmp_path / "b")
+    planner = subject.plan["planner"]
+    assert planner["what_if"], "a bundle keeps what would have been"
+    capsys.readouterr()
+    assert main(["plan", *words[1:2], *words[4:], "--loss", "mse", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["planner"]["what_if"] == planner["what_if"]
+    reasons = stage_reasons(subject.module, 0, subject.plan)
+    for name in planner["what_if"]:
+        assert sum(reason.startswith(f"what if: {name}: ") for reason in reasons) == 1
+    assert not any("no plans were compared" in reason for reason in reasons)
+    # A plan that is not as we write it is said to be so.
+    for key in ("step_s", "schedules"):
+        broken = {**subject.plan, "planner": {**planner, key: None}}
+        with pytest.raises(VerifyError, match=r"plan\.json"):
+            stage_reasons(subject.module, 0, broken)
+
+
+def test_operations_of_the_backward_pass_know_what_they_belong_to(bundle: Subject) -> None:
+    found = why(bundle, "%h.0.mlp.gelu")
+    ops = [(g.name, op) for g in bundle.module.graphs.values() for op in g.ops]
+    assert found.followers == dict(Counter(name for name, op in ops if op.attrs.get("of") == "h.0.mlp.gelu"))
+    for part in why(bundle, "h.0.mlp").parts:
+        op = bundle.module.graphs[part.graph].ops[part.position]
+        assert part.follows == op.attrs.get("of", "")

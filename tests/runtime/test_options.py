@@ -12,7 +12,8 @@ from penstock.runtime.control import DataSpec, Step
 from penstock.runtime.job import Job
 from penstock.runtime.join import Reports
 from penstock.runtime.metrics import Metrics
-from penstock.runtime.options import LONGEST_TIMEOUT, directory_problem, file_problem
+from penstock.runtime.options import LONGEST_TIMEOUT
+from penstock.runtime.places import directory_problem, file_problem
 from penstock.runtime.running import run_bundle
 from penstock.runtime.trace import write_trace
 

@@ -57,12 +57,13 @@ def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterat
         yield f"by the planner's formulas no plan is faster than its {shown_seconds(step)} per batch"
     else:
         yield f"the planner's formulas give {shown_seconds(step)} per batch, and no plan takes less than {shown_seconds(float(planner['bound_s']))}"
+    changes = planner.get("what_if", {})
     for kind, seconds in planner["schedules"].items():
-        if kind != plan.get("schedule") and kind not in planner["refused"]:
+        if kind != plan.get("schedule") and kind not in planner["refused"] and f"schedule {kind}" not in changes:
             yield f"what if: schedule {kind}: {_against(float(seconds), step)}"
     for kind, reason in planner["refused"].items():
         yield f"refused: {kind}: {str(reason).splitlines()[0]}"
-    for name, seconds in planner.get("what_if", {}).items():
+    for name, seconds in changes.items():
         yield f"what if: {name}: " + ("nothing fits" if seconds is None else _against(float(seconds), step))
     if planner["left_out"]:
         yield f"{counted(len(planner['left_out']), 'device')} left out: {', '.join(planner['left_out'])}"

@@ -12,8 +12,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from penstock.backends.bundle import Bundle
+from penstock.ir.graph import Module
 
-ONNX, TORCH = "ONNX node", "torch call"
+ONNX, TORCH, VARIABLE = "ONNX node", "torch call", "variable"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Source:
     module: str = ""
 
 
-def source_of(bundle: Bundle | None, loc: str) -> Source:
+def source_of(bundle: Bundle | None, module: Module, loc: str) -> Source:
+    if loc in module.vars:
+        return Source(loc, VARIABLE)
     if bundle is not None and bundle.source_rest is not None:
         path, slash, call = loc.rpartition("/")
         return Source(loc, TORCH, call if slash else loc, module=path)

@@ -64,8 +64,8 @@ class Subject:
         return "tvm" if self.bundle is None else self.bundle.manifest.backend
 
 
-def open_subject(path: str | Path, dumps: str | Path | None = None, *, weights: bool = False) -> Subject:
-    """Open what a path names. `dumps` is a dump folder beside it. Of a bundle everything that is looked at was checked, the weights if they are asked for."""
+def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
+    """Open what a path names. `dumps` is a dump folder beside it. A bundle is checked as for a run."""
     place = Path(path)
     beside = tuple(_listed(Path(dumps))) if dumps is not None else ()
     if dumps is not None and not beside:

@@ -196,6 +196,11 @@ def _why(found: Why, colours: bool) -> Iterator[str]:
         yield f"and {counted(len(found.parts) - _MOST_PARTS, 'more operation')}: {kinds}" + (
             ", ..." if len(found.parts) > 2 * _MOST_PARTS else ""
         )
+    if found.followers:
+        yield ""
+        yield "backward pass: " + ", ".join(
+            f"{counted(number, 'operation')} of it in @{graph}" for graph, number in found.followers.items()
+        )
     if found.crossings:
         yield ""
         yield head("on the wire")
@@ -231,7 +236,8 @@ def told_source(source: Source) -> str:
 def _where(part: Part) -> str:
     if part.stage is None:
         return "before stages are made"
-    return f"stage {part.stage} on {' '.join(part.devices)}" if part.devices else f"stage {part.stage}"
+    place = f"stage {part.stage} on {' '.join(part.devices)}" if part.devices else f"stage {part.stage}"
+    return place + (f", gradient of %{part.follows}" if part.follows else "")
 
 
 def _kernel(part: Part) -> Iterator[str]:

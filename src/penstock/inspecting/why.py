@@ -3,6 +3,7 @@
     sources     the nodes of the model that the operations came from
     changes     what every pass did to them (history.py)
     parts       the operations as they are now: stage, devices, kernel with its work and time
+    followers   operations of the backward pass that belong to them, by graph
     crossings   what of theirs goes from stage to stage, with its bytes
     reasons     of the stages they are on (reasons.py)
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.inspecting.finding import Place, Target, find, look_up
+from penstock.inspecting.finding import NODE, PATH, Place, Target, find, look_up
 from penstock.inspecting.history import Change, Record, changes, find_before, record_of
 from penstock.inspecting.kernels import KernelRow, kernel_rows
 from penstock.inspecting.reasons import stage_reasons
@@ -45,7 +46,8 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class Part:
-    """One operation of the program. Without a kernel it is computed where it is read, or is a read of a variable; `fused` is whether kernels were chosen."""
+    """One operation of the program. Without a kernel it is computed where it is read, or is a read of a variable; `fused` is whether kernels were chosen.
+    `follows` names the first result of the forward operation that an operation of the backward pass belongs to."""
 
     graph: str
     position: int
@@ -54,6 +56,7 @@ class Part:
     devices: tuple[str, ...]
     kernel: KernelUse | None
     fused: bool
+    follows: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Why:
     name: str
     sources: tuple[Source, ...]
     parts: tuple[Part, ...]
+    followers: dict[str, int]
     crossings: tuple[Crossing, ...]
     reasons: dict[int, tuple[str, ...]]
     record: str
@@ -104,13 +108,16 @@ def why(subject: Subject, name: str) -> Why:
 def explain(subject: Subject, target: Target, record: Record, nodes: Sequence[Place]) -> Why:
     """The same for operations that were found; `nodes` are those to name the sources of."""
     module = subject.module
-    parts = tuple(_parts(subject, target.places))
+    # Of a node or of all below a path, what computes comes before what is only read.
+    wide = target.kind in (NODE, PATH)
+    parts = tuple(sorted(_parts(subject, target.places), key=lambda part: wide and part.kernel is None))
     stages = sorted({part.stage for part in parts if part.stage is not None})
     return Why(
         target.kind,
         target.name,
-        tuple(source_of(subject.bundle, loc) for loc in dict.fromkeys(place.op.loc for place in nodes if place.op.loc)),
+        tuple(source_of(subject.bundle, module, loc) for loc in dict.fromkeys(place.op.loc for place in nodes if place.op.loc)),
         parts,
+        dict(_followers(module, target.places)),
         tuple(_crossings(module, target.places)),
         {stage: stage_reasons(module, stage, subject.plan) for stage in stages},
         record.origin,
@@ -140,7 +147,7 @@ def _parts(subject: Subject, places: Sequence[Place]) -> Iterator[Part]:
         kernel = str(op.attrs.get("kernel", ""))
         row = rows.get((place.graph, kernel or f"op{place.position}")) if not kernel.startswith(INLINE) else None
         use = _use(row, kernel or f"op{place.position}", module, measured) if row is not None else None
-        yield Part(place.graph, place.position, print_op(op), stage, devices, use, fused)
+        yield Part(place.graph, place.position, print_op(op), stage, devices, use, fused, str(op.attrs.get("of", "")))
 
 
 def _use(row: KernelRow, name: str, module: Module, measured: dict[str, float]) -> KernelUse:
@@ -167,6 +174,15 @@ def _measured(subject: Subject) -> dict[str, float]:
     table = Measured(subject.backend)
     found = {row.label: table.seconds(Kernel(row.names[0], row.ops, row.body), row.device) for row in kernel_rows(subject.module)}
     return {label: seconds for label, seconds in found.items() if seconds is not None}
+
+
+def _followers(module: Module, places: Sequence[Place]) -> Iterator[tuple[str, int]]:
+    made = {v.name for place in places for v in place.op.outs}
+    own = {(place.graph, place.position) for place in places}
+    for graph in module.graphs.values():
+        found = sum(op.attrs.get("of") in made and (graph.name, i) not in own for i, op in enumerate(graph.ops))
+        if found:
+            yield graph.name, found
 
 
 def _crossings(module: Module, places: Sequence[Place]) -> Iterator[Crossing]:

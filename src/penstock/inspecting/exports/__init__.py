@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.inspecting.subject import Subject
 from penstock.ir.errors import UsageError
-from penstock.runtime.options import file_problem, is_inside
+from penstock.runtime.places import file_problem, is_inside
 
 # Ending -> module here, and the function that makes the files: it is given what is looked at, a path, and how many batches of a schedule to write.
 Writer = Callable[[Subject, Path, int], Sequence[Path]]
