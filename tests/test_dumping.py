@@ -93,7 +93,7 @@ def test_events_say_what_the_table_says_and_what_passes_noted(whole: tuple[Path,
     folder, module = whole
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     passes, steps = ([e for e in events if e["event"] == kind] for kind in ("pass", "step"))
-    assert [step["name"] for step in steps] == ["import", "parts", "bundle"]
+    assert [step["name"] for step in steps] == ["import", "parts", "bundle", "report"]
     assert [e["start"] for e in events] == sorted(e["start"] for e in events)
     rows = [line.split("\t") for line in (folder / "passes.tsv").read_text().splitlines()[2:]]
     assert [[str(e["number"]), e["call"], str(e["ops_before"]), str(e["ops_after"]), e["rest"]] for e in passes] == [

@@ -324,4 +324,7 @@ def compile(
                 origin=keep_source(plan.model.imported, plan.module, Path(scratch)),
             )
             said.append(str(bundle.path))
+    if dump is not None:
+        with dump.step("report"):
+            dump.report(plan.module, facts)
     return bundle.path

@@ -340,7 +340,7 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
         help="all about an operation: its source, passes, stage, kernel and messages; NAME is a value, a variable, "
         "a kernel such as s0.F/k3, a node of the model or a module of it",
     )
-    inspect.add_argument("--dumps", metavar="DIR", help="with --why: the dump folder of the compilation, which knows all passes")
+    inspect.add_argument("--dumps", metavar="DIR", help="with --why or --html: the dump folder of the compilation, which knows all passes")
     inspect.add_argument("--graph", action="append", metavar="NAME", help="print one graph, e.g. s0.F, or those of a stage, e.g. s0")
     inspect.add_argument(
         "--flow", action="append", metavar="NAME", help="draw the operations of a graph with the values that flow between them"
@@ -349,7 +349,9 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
     inspect.add_argument("--schedule", action="store_true", help="print the schedule as a grid, and each rank's actions")
     inspect.add_argument("--memory", action="store_true", help="print predicted peak memory per rank, and what lives over time")
     inspect.add_argument(
-        "--trace", metavar="FILE", help="with --memory: what a run with --trace held, beside the plan, and which blocks lay idle"
+        "--trace",
+        metavar="FILE",
+        help="with --memory: what a run with --trace held, beside the plan, and which blocks lay idle; with --html: that run beside the plan",
     )
     inspect.add_argument(
         "--params", action="store_true", help="list parameters, buffers and state with sizes, and statistics of a bundle's weights"
@@ -366,6 +368,11 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the model as .dot (Graphviz) or .onnx (Netron) with stages and devices, or the schedule as .json (Chrome trace, simulated) or "
         ".csv; may be given several times",
+    )
+    inspect.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a report for a browser, from graph to kernels: one file, which needs nothing else (docs/report.md)",
     )
     inspect.add_argument("--json", action="store_true", help="print the summary, or --why, --memory, --params or --kernels, as JSON")
     inspect.add_argument(

@@ -48,7 +48,10 @@ def plan_command(arguments: Namespace) -> None:
     if arguments.workload is not None:
         plan_workload(arguments)
         return
-    found = plan_of(arguments, dump_of(arguments))
+    dump = dump_of(arguments)
+    found = plan_of(arguments, dump)
+    if dump is not None:
+        dump.report(found.module, found.as_dict())
     if arguments.json:
         print(as_json(found))
     else:
@@ -388,6 +391,7 @@ def opt_command(arguments: Namespace) -> None:
     module = run_passes(before, calls, PASSES, dump=dump)
     if dump is not None:
         dump_program(dump, module)
+        dump.report(module)
     text = print_module(module)
     if arguments.out:
         Path(arguments.out).write_text(text, encoding="utf-8")

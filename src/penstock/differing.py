@@ -1,8 +1,9 @@
 """What differs between two modules, by name: every line is compared with the one of the same name, wherever either stands.
 
-In: two modules. Out: lines of text, part by part: cluster, stages, variables and edges; then graph after graph; schedule; notes. `-` is gone, `+` is
-new, `~` has changed, with the words that did marked [-before-] {+after+}. Operations go by the names of their results, those that have none by what
-they do to which variable. What went from one graph into others, as where a model is cut into stages, is counted, and listed only where it changed on the way.
+In: two modules. Out: what differs, as data (`compare`) or as lines of text (`differences`), part by part: cluster, stages, variables and edges; then graph
+after graph; schedule; notes. In the text `-` is gone, `+` is new, `~` has changed, with the words that did marked [-before-] {+after+}. Operations go by the
+names of their results, those that have none by what they do to which variable. What went from one graph into others, as where a model is cut into stages,
+is counted, and listed only where it changed on the way.
 
 Limits: what was renamed is gone and new. Of lines that only stand elsewhere in their part the number is told, not which.
 """
@@ -14,6 +15,8 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from penstock.ir.graph import Graph, Module, Op
 from penstock.ir.text import print_frame, print_head, print_op, print_schedule
@@ -30,21 +33,120 @@ _NAMED_BY = {"module": 1, "link": 3, "edge": 3}
 _MOST_WORDS = 2000
 
 # The lines of a part by what names them, in their order.
-Lines = Mapping[object, str]
+Named = Mapping[object, str]
+# One line for two, in parts: what both have (""), what only the first has (-), what only the second has (+).
+Words = list[tuple[str, str]]
+
+T = TypeVar("T", str, Op)
+
+
+@dataclass(frozen=True, slots=True)
+class Lines(Generic[T]):
+    """What differs between the lines, or operations, of one part. Of `moved` it is known how many stand in another place, not which."""
+
+    gone: tuple[T, ...] = ()
+    changed: tuple[tuple[T, T], ...] = ()
+    new: tuple[T, ...] = ()
+    moved: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.gone or self.changed or self.new or self.moved)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphDifference:
+    """`mark` is ~ for a graph that both have, - for one that is gone, + for a new one. `went` and `came` are operations that are in another graph now,
+    or were: their numbers by the name of that graph."""
+
+    name: str
+    mark: str
+    frame: Lines[str]
+    ops: Lines[Op]
+    went: Mapping[str, int]
+    came: Mapping[str, int]
+
+    def __bool__(self) -> bool:
+        return bool(self.frame or self.ops or self.went or self.came)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How to get from one module to another. `moved_graphs` stand in another place."""
+
+    head: Lines[str]
+    graphs: tuple[GraphDifference, ...]
+    moved_graphs: int
+    schedule: Lines[str]
+    notes: Lines[str]
+
+
+def compare(a: Module, b: Module) -> Difference:
+    """What differs, as data. What the two modules share as objects is not looked into."""
+    programs: list[Iterable[str]] = [print_schedule(m.schedule) if m.schedule is not None else [] for m in (a, b)]
+    return Difference(
+        _lines(*(_named(print_head(module), _head_name) for module in (a, b))),
+        tuple(_graphs(a.graphs, b.graphs)),
+        _moved(list(a.graphs), list(b.graphs)),
+        _lines(*(_named((line for line in lines if line.strip() != "}"), _schedule_name) for lines in programs)),
+        _lines(*(_named((f"note {n.origin}: {n.text}" for n in m.notes), str) for m in (a, b))),
+    )
 
 
 def differences(a: Module, b: Module) -> Iterator[str]:
     """Lines that say how to get from one module to the other; none where they print alike."""
-    yield from _changes(_named(print_head(module), _head_name) for module in (a, b))
-    yield from _graphs(a.graphs, b.graphs)
-    programs: list[Iterable[str]] = [print_schedule(m.schedule) if m.schedule is not None else [] for m in (a, b)]
-    yield from _changes(_named((line for line in lines if line.strip() != "}"), _schedule_name) for lines in programs)
-    yield from _changes(_named((f"note {n.origin}: {n.text}" for n in m.notes), str) for m in (a, b))
+    found = compare(a, b)
+    yield from _told(found.head, str, "", "line")
+    for graph in found.graphs:
+        yield f"{graph.mark} graph @{graph.name}"
+        yield from _told(graph.frame, str, "  ", "line")
+        went = [f"  > {counted(count, 'operation')} now in @{target}" for target, count in graph.went.items()]
+        came = [f"  < {counted(count, 'operation')} before in @{source}" for source, count in graph.came.items()]
+        yield from _told(graph.ops, print_op, "  ", "operation", (*went, *came))
+    if found.moved_graphs:
+        yield f"~ {counted(found.moved_graphs, 'graph')} in another place"
+    yield from _told(found.schedule, str, "", "line")
+    yield from _told(found.notes, str, "", "line")
+
+
+def _told(lines: Lines[T], show: Callable[[T], str], indent: str, what: str, between: Iterable[str] = ()) -> Iterator[str]:
+    yield from (f"{indent}- {show(line)}" for line in lines.gone)
+    yield from between
+    yield from _changed([(show(a), show(b)) for a, b in lines.changed], indent, what)
+    yield from (f"{indent}+ {show(line)}" for line in lines.new)
+    if lines.moved:
+        yield f"{indent}~ {counted(lines.moved, what)} in another place"
+
+
+def _changed(pairs: Sequence[tuple[str, str]], indent: str, what: str) -> Iterator[str]:
+    """Lines before and after; those that changed alike together, where the first of them stands."""
+    parts = [words(*pair) for pair in pairs]
+    marks = ["".join(_marked(*part) for part in each if part[0]) for each in parts]
+    times = Counter(marks)
+    last = {mark: i for i, mark in enumerate(marks)}
+    told: set[str] = set()
+    for (line, _), each, mark in zip(pairs, parts, marks, strict=True):
+        if times[mark] < _ALIKE:
+            yield f"{indent}~ {''.join(_marked(*part) for part in each)}"
+        elif mark not in told:
+            told.add(mark)
+            yield f"{indent}~ {counted(times[mark], what)}, {_start(line)} to {_start(pairs[last[mark]][0])}: {mark}"
+
+
+def _marked(mark: str, text: str) -> str:
+    return {"-": f"[-{text}-]", "+": f"{{+{text}+}}"}.get(mark, text)
+
+
+def _start(line: str) -> str:
+    """What a line begins with, to name it by: as far as its first type or argument."""
+    return re.split(r" [:=] |[(,]", line, maxsplit=1)[0]
+
+
+# ------------------------------------------------------------------------------------------------ lines
 
 
 def _head_name(line: str) -> object:
-    words = line.split()
-    return tuple(words[: _NAMED_BY.get(words[0], 2)])
+    parts = line.split()
+    return tuple(parts[: _NAMED_BY.get(parts[0], 2)])
 
 
 def _schedule_name(line: str) -> object:
@@ -61,35 +163,16 @@ def _named(lines: Iterable[str], name: Callable[[str], object]) -> dict[object, 
     return found
 
 
-def _changes(sides: Iterable[Lines], indent: str = "") -> Iterator[str]:
-    before, after = sides
-    yield from (f"{indent}- {line}" for key, line in before.items() if key not in after)
-    yield from _changed([(line, after[key]) for key, line in before.items() if key in after and after[key] != line], indent, "line")
-    yield from (f"{indent}+ {line}" for key, line in after.items() if key not in before)
-    yield from _order(list(before), list(after), indent, "line")
+def _lines(before: Named, after: Named) -> Lines[str]:
+    return Lines(
+        tuple(line for key, line in before.items() if key not in after),
+        tuple((line, after[key]) for key, line in before.items() if key in after and after[key] != line),
+        tuple(line for key, line in after.items() if key not in before),
+        _moved(list(before), list(after)),
+    )
 
 
-def _changed(pairs: Sequence[tuple[str, str]], indent: str, what: str) -> Iterator[str]:
-    """Lines before and after; those that changed alike together, where the first of them stands."""
-    parts = [_parts(*pair) for pair in pairs]
-    marks = ["".join(part for part, is_marked in each if is_marked) for each in parts]
-    times = Counter(marks)
-    last = {mark: i for i, mark in enumerate(marks)}
-    told: set[str] = set()
-    for (line, _), each, mark in zip(pairs, parts, marks, strict=True):
-        if times[mark] < _ALIKE:
-            yield f"{indent}~ {''.join(part for part, _ in each)}"
-        elif mark not in told:
-            told.add(mark)
-            yield f"{indent}~ {counted(times[mark], what)}, {_start(line)} to {_start(pairs[last[mark]][0])}: {mark}"
-
-
-def _start(line: str) -> str:
-    """What a line begins with, to name it by: as far as its first type or argument."""
-    return re.split(r" [:=] |[(,]", line, maxsplit=1)[0]
-
-
-def _order(before: Sequence[object], after: Sequence[object], indent: str, what: str) -> Iterator[str]:
+def _moved(before: Sequence[object], after: Sequence[object]) -> int:
     """How many have to be moved: all but the longest run of those that stand in the same order."""
     place = {key: i for i, key in enumerate(after)}
     common = [place[key] for key in before if key in place]
@@ -97,9 +180,7 @@ def _order(before: Sequence[object], after: Sequence[object], indent: str, what:
     for at in common:
         i = bisect_left(tails, at)
         tails[i : i + 1] = [at]
-    moved = len(common) - len(tails)
-    if moved:
-        yield f"{indent}~ {counted(moved, what)} in another place"
+    return len(common) - len(tails)
 
 
 # ------------------------------------------------------------------------------------------------ graphs
@@ -109,6 +190,7 @@ class _Operations:
     """The operations of one graph by name."""
 
     def __init__(self, graph: Graph) -> None:
+        self.graph = graph
         self.named: dict[object, Op] = {}
         times: Counter[object] = Counter()
         for op in graph.ops:
@@ -121,17 +203,17 @@ class _Operations:
         self.frame: dict[object, str] = {line.split("(")[0].split(" ")[0]: line for line in map(str.strip, print_frame(graph))}
 
 
-def _graphs(before: Mapping[str, Graph], after: Mapping[str, Graph]) -> Iterator[str]:
+def _graphs(before: Mapping[str, Graph], after: Mapping[str, Graph]) -> Iterator[GraphDifference]:
     old, new = ({name: _Operations(graph) for name, graph in graphs.items()} for graphs in (before, after))
     # Where operations may have come from, and gone to: graphs that have no more, or did not have yet, one of that name.
     gone = _elsewhere(old, new)
     come = _elsewhere(new, old)
     for name in [*before, *(name for name in after if name not in before)]:
-        lines = list(_one_graph(name, old, new, gone, come))
-        if lines:
-            yield f"{'~' if name in old and name in new else '-' if name in old else '+'} graph @{name}"
-            yield from lines
-    yield from _order(list(before), list(after), "", "graph")
+        if before.get(name) is after.get(name):
+            continue
+        found = _one_graph(name, old, new, gone, come)
+        if found:
+            yield found
 
 
 def _elsewhere(these: Mapping[str, _Operations], others: Mapping[str, _Operations]) -> dict[object, str]:
@@ -147,37 +229,39 @@ def _elsewhere(these: Mapping[str, _Operations], others: Mapping[str, _Operation
 
 def _one_graph(
     name: str, old: Mapping[str, _Operations], new: Mapping[str, _Operations], gone: Mapping[object, str], come: Mapping[object, str]
-) -> Iterator[str]:
+) -> GraphDifference:
     a, b = old.get(name), new.get(name)
-    frames: list[Lines] = [graph.frame if graph else {} for graph in (a, b)]
-    yield from _changes(frames, "  ")
-    named: list[Mapping[object, Op]] = [graph.named if graph else {} for graph in (a, b)]
-    before, after = named
+    before: Mapping[object, Op] = a.named if a else {}
+    after: Mapping[object, Op] = b.named if b else {}
     left = {key: op for key, op in before.items() if key not in after}
-    yield from (f"  - {print_op(op)}" for key, op in left.items() if key not in come)
-    moved = Counter(come[key] for key in left if key in come)
-    yield from (f"  > {counted(count, 'operation')} now in @{target}" for target, count in moved.items())
     # Each operation with what it was, here or where it came from.
     known = [(before[key] if key in before else old[gone[key]].named[key], op) for key, op in after.items() if key in before or key in gone]
-    arrived = Counter(gone[key] for key in after if key not in before and key in gone)
-    yield from (f"  < {counted(count, 'operation')} before in @{source}" for source, count in arrived.items())
-    # As text: to Python True is 1, and 0.0 is -0.0.
-    lines = [(print_op(was), print_op(op)) for was, op in known]
-    yield from _changed([pair for pair in lines if pair[0] != pair[1]], "  ", "operation")
-    yield from (f"  + {print_op(op)}" for key, op in after.items() if key not in before and key not in gone)
-    yield from _order(list(before), list(after), "  ", "operation")
+    return GraphDifference(
+        name,
+        "~" if a and b else "-" if a else "+",
+        _lines(a.frame if a else {}, b.frame if b else {}),
+        Lines(
+            tuple(op for key, op in left.items() if key not in come),
+            # As text: to Python True is 1, and 0.0 is -0.0.
+            tuple((was, op) for was, op in known if was is not op and print_op(was) != print_op(op)),
+            tuple(op for key, op in after.items() if key not in before and key not in gone),
+            _moved(list(before), list(after)),
+        ),
+        Counter(come[key] for key in left if key in come),
+        Counter(gone[key] for key in after if key not in before and key in gone),
+    )
 
 
 # ------------------------------------------------------------------------------------------------ words
 
 
-def _parts(before: str, after: str) -> list[tuple[str, bool]]:
-    """One line for two, in parts: the words that changed are marked."""
+def words(before: str, after: str) -> Words:
+    """One line for two, in parts."""
     old, new = _WORDS.findall(before), _WORDS.findall(after)
     first = _alike(old, new)
     last = _alike(old[first:][::-1], new[first:][::-1])
     middle = _matched(old[first : len(old) - last], new[first : len(new) - last])
-    return [(_shortened(old[:first]), False), *middle, (_shortened(old[len(old) - last :]), False)]
+    return [("", _shortened(old[:first])), *middle, ("", _shortened(old[len(old) - last :]))]
 
 
 def _alike(old: Sequence[str], new: Sequence[str]) -> int:
@@ -190,18 +274,19 @@ def _alike(old: Sequence[str], new: Sequence[str]) -> int:
     return count
 
 
-def _matched(old: list[str], new: list[str]) -> list[tuple[str, bool]]:
+def _matched(old: list[str], new: list[str]) -> Words:
     if not old or not new or max(len(old), len(new)) > _MOST_WORDS:
-        return [(_marked(old, new), True)]
+        return _replaced(old, new)
     codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return [
-        (_shortened(old[i:i_end]), False) if tag == "equal" else (_marked(old[i:i_end], new[j:j_end]), True)
+        part
         for tag, i, i_end, j, j_end in codes
+        for part in ([("", _shortened(old[i:i_end]))] if tag == "equal" else _replaced(old[i:i_end], new[j:j_end]))
     ]
 
 
-def _marked(old: list[str], new: list[str]) -> str:
-    return f"[-{_shortened(old)}-]" * bool(old) + f"{{+{_shortened(new)}+}}" * bool(new)
+def _replaced(old: list[str], new: list[str]) -> Words:
+    return [(mark, _shortened(part)) for mark, part in (("-", old), ("+", new)) if part]
 
 
 def _shortened(words: list[str]) -> str:

@@ -7,6 +7,7 @@
                              began), ms, said (list of lines); of a pass also number, call, ops_before, ops_after, changed, file (or null), rest
     repro.ir                 where a pass failed: the module before it; its first line is the command that fails
     plan.json                the plan, as in the bundle
+    index.html               all of it for a browser, in one file (penstock.report); whole modules, whatever is left out elsewhere
     schedule.svg             the run that the simulator predicts: actions and live bytes of every rank over time
     stages/sN/module.ir      the graphs of a stage with their variables, a module of its own
     stages/sN/relax.py       of compiled stages: the function of every graph, which calls kernels

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -45,6 +45,11 @@ class Dump:
         self._steps: list[str] = []
         self._own: set[str] = set()
         self._printer = Printer()
+        # For index.html: number, call, ms and result (None where nothing changed) of each pass, sources of kernels by graph and kernel, and of whole
+        # stages by their file.
+        self.passes: list[tuple[int, str, float | None, Module | None]] = []
+        self.kernels: dict[str, str] = {}
+        self.programs: dict[str, str] = {}
         if self.folder is not None:
             _make_room(self.folder)
 
@@ -84,6 +89,7 @@ class Dump:
 
     def begin(self, module: Module, rest: str) -> None:
         """Planning may begin again: the last time counts."""
+        self.passes = [(0, "input", None, module)]
         if self.folder is None:
             return
         self._clear()
@@ -92,6 +98,7 @@ class Dump:
         self.write_module("00_input.ir", module)
 
     def passed(self, event: Event, name: str, before: Module, after: Module) -> None:
+        self.passes.append((event.number, event.call, event.ms, after if event.changed else None))
         file = self._write_pass(f"{event.number:02d}_{name}", before, after) if event.changed else None
         yes = "yes" if event.changed else "no"
         self._append(PASSES, f"{event.number}\t{event.call}\t{event.ms:.1f}\t{event.ops_before}\t{event.ops_after}\t{yes}\t{event.rest}\n")
@@ -118,12 +125,28 @@ class Dump:
         reason = "".join(f"// {line}\n" for line in f"{type(error).__name__}: {error}".splitlines())
         if self.folder is not None:
             self.write(REPRO, f"// penstock opt {REPRO} -p '{quoted}'\n{reason}{self._printer.print(module)}")
+            self.report(module, failure=f"pass {call}\n{type(error).__name__}: {error}")
+
+    # ------------------------------------------------------------------------------ the report
+
+    def report(self, module: Module, plan: Mapping[str, Any] | None = None, failure: str = "") -> None:
+        """Write index.html: what was seen until now, whatever is left out elsewhere."""
+        from penstock.report.material import Material, Step
+        from penstock.report.page import page_of
+
+        steps = tuple(Step(*row) for row in self.passes)
+        if self.folder is not None:
+            material = Material(module, steps, plan or {}, sources=self.kernels, programs=self.programs, failure=failure)
+            self.write("index.html", page_of(material, plain=True))
 
     # ------------------------------------------------------------------------------ sources
 
     def sources(self, stage: str, found: StageSources) -> None:
         """What a back end made of a stage."""
         home = f"{STAGES}/{stage}"
+        self.kernels |= {f"{call.graph}/{call.kernel}": found.kernels[call.source] for call in found.calls if call.source in found.kernels}
+        texts = {"relax.py": found.functions, "kernels.cu": found.device}
+        self.programs |= {f"{stage}/{name}": text for name, text in texts.items() if text}
         calls = [
             call for call in found.calls if any(self.wants(f"{home}/kernels/{call.source}", call.graph, one) for one in call.operations)
         ]

@@ -6,6 +6,7 @@ import difflib
 import re
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backends.interface import check_cache
@@ -15,13 +16,15 @@ from penstock.inspecting.subject import Subject, load_module, open_subject
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph, Module
 from penstock.ir.text import print_graph, print_module, print_op
-from penstock.terminal import Progress, say, terminal_width
+from penstock.runtime.places import file_problem
+from penstock.terminal import Progress, say, size, terminal_width
 
 if TYPE_CHECKING:
     from penstock.inspecting.kernels import KernelRow
 
 # What can be shown, by the flag that asks for it; and what can be JSON.
-_VIEWS = ("graph", "flow", "op", "schedule", "memory", "params", "kernels", "measure", "source", "why", "export")
+_VIEWS = ("graph", "flow", "op", "schedule", "memory", "params", "kernels", "measure", "source", "why", "export", "html")
+_FILES = ("export", "html")
 _AS_JSON = ("memory", "params", "kernels", "measure", "why")
 
 
@@ -32,6 +35,8 @@ def inspect_command(arguments: Namespace) -> None:
         from penstock.inspecting.exports import check_exports
 
         check_exports(arguments.export, arguments.file)
+    if arguments.html and (problem := file_problem(arguments.html)):
+        raise UsageError(problem, where=arguments.html)
     subject = open_subject(arguments.file, arguments.dumps)
     if arguments.why:
         _show_why(subject, arguments)
@@ -56,6 +61,8 @@ def inspect_command(arguments: Namespace) -> None:
 
         for path in export_files(subject, arguments.export, arguments.batches):
             say(f"wrote {path}")
+    if arguments.html:
+        _write_report(subject, arguments)
     if not asked:
         _show_summary(subject.module, arguments.json)
 
@@ -63,17 +70,26 @@ def inspect_command(arguments: Namespace) -> None:
 def _check(arguments: Namespace, asked: Sequence[str]) -> None:
     """Options that do not go together, all of them at once, before anything is read."""
     problems = []
-    views = {"kernels" if name == "measure" else name for name in asked if name != "export"}
+    views = {"kernels" if name == "measure" else name for name in asked if name not in _FILES}
     if arguments.json and (len(views) > 1 or not views <= set(_AS_JSON)):
         problems.append(f"--json is of one thing: the summary, {', '.join(f'--{name}' for name in _AS_JSON)}")
     if arguments.checkpoint and not arguments.params:
         problems.append("--checkpoint goes with --params")
-    if arguments.trace and not arguments.memory:
-        problems.append("--trace goes with --memory")
-    if arguments.dumps and not arguments.why:
-        problems.append("--dumps goes with --why")
+    if arguments.trace and not (arguments.memory or arguments.html):
+        problems.append("--trace goes with --memory or --html")
+    if arguments.dumps and not (arguments.why or arguments.html):
+        problems.append("--dumps goes with --why or --html")
     if problems:
         raise UsageError("; ".join(problems))
+
+
+def _write_report(subject: Subject, arguments: Namespace) -> None:
+    from penstock.report.material import read_material
+    from penstock.report.page import page_of
+
+    text = page_of(read_material(subject, arguments.trace)).encode()
+    Path(arguments.html).write_bytes(text)
+    say(f"wrote {arguments.html}, {size(len(text))}")
 
 
 def _show_summary(module: Module, as_data: bool) -> None:

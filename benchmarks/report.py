@@ -1,0 +1,159 @@
+"""What the report of a training program costs: to make, in bytes, and to open in a headless Chromium.
+
+    python benchmarks/report.py                         a GPT-2-small-shaped program of two stages, as it is dumped; then one of some 5000 operations
+    python benchmarks/report.py --layers 2 --width 64 --heads 4 --vocab 512 --positions 64 --deep 0
+
+The program is planned, and compiled with `--backend tvm` (the sources of its kernels are most of the data) with a dump; nothing is trained. Rows:
+
+    gather, render      seconds: facts from modules that are in memory, as `index.html` of a dump folder is made; and facts into a page
+    compile             seconds of planning and compiling with nothing in the cache, a dump and that page included
+    bytes               of the page and of its parts
+    load                milliseconds from the request for the page until it says that it is ready, median of the rounds; first paint of the browser
+    open VIEW           milliseconds until a view stands that is opened for the first time; of the graph also with all blocks open
+
+`--deep N` plans a second GPT with N layers and nothing else, without kernels' sources, for the pictures of large graphs.
+Limits are 5 MB and 2 s: the exit code says whether they are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "report"))
+
+import chromium
+
+import penstock as ps
+from penstock.dumping import Dump
+from penstock.models import write_gpt
+from penstock.report.facts import gather
+from penstock.report.material import Material, Step
+from penstock.report.page import page_of, render
+
+LIMIT_BYTES, LIMIT_S = 5e6, 2.0
+VIEWS = ("graph", "passes", "placement", "schedule", "memory", "links", "kernels")
+
+
+def planned(folder: Path, layers: int, shape: dict[str, int], microbatches: int, dump: Dump) -> ps.Plan:
+    path = folder / f"gpt{layers}.onnx"
+    if not path.exists():
+        write_gpt(path, layers=layers, batch=2, **shape)
+    training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(), microbatches=microbatches)
+    return ps.plan(ps.from_onnx(path), ps.Cluster.local(2), training, schedule="2bw", stages=2, dump=dump)
+
+
+def opened(browser: chromium.Browser, page: Path, rounds: int) -> dict[str, float]:
+    """Milliseconds."""
+    loads, paints, found = [], [], {}
+    for _ in range(rounds):
+        browser.open(page)
+        loads.append(browser.js("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"))
+        paints.append(browser.js("(performance.getEntriesByName('first-contentful-paint')[0] || {startTime: 0}).startTime"))
+    found["load"], found["first paint"] = statistics.median(loads), statistics.median(paints)
+    for name in VIEWS:
+        found[f"open {name}"] = _took(browser, f"document.getElementById('tab-{name}').click()")
+    found["open all blocks"] = _took(
+        browser,
+        "(document.getElementById('tab-graph').click(), [...document.querySelectorAll('#view-graph button')].find((b) => b.textContent === 'Open all').click())",
+    )
+    nodes = browser.js("document.querySelectorAll('#view-graph .node').length")
+    assert not browser.complaints(), browser.complaints()
+    return found | {"nodes": nodes}
+
+
+def _took(browser: chromium.Browser, act: str) -> float:
+    """Until the next frame has been laid out."""
+    return float(
+        browser.js(
+            f"new Promise((done) => {{ const t = performance.now(); {act}; document.body.getBoundingClientRect(); setTimeout(() => done(performance.now() - t)) }})"
+        )
+    )
+
+
+def report_of(plan: ps.Plan, dump: Dump, page: Path) -> dict[str, Any]:
+    """Seconds and bytes of making a page."""
+    steps = tuple(Step(*row) for row in dump.passes)
+    material = Material(plan.module, steps, plan.as_dict(), sources=dump.kernels, programs=dump.programs)
+    begin = time.perf_counter()
+    facts = gather(material, plain=True)
+    middle = time.perf_counter()
+    text = render(facts)
+    end = time.perf_counter()
+    page.write_text(text, encoding="utf-8")
+    parts = {name: len(json.dumps(part, separators=(",", ":"))) for name, part in facts.items()}
+    parts["sources"] = len(facts["kernels"]["sources"])
+    return {
+        "gather": middle - begin,
+        "render": end - middle,
+        "bytes": len(text.encode()),
+        "parts": parts,
+        "operations": facts["summary"]["operations"],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shape = {"width": 768, "heads": 12, "vocab": 50257, "positions": 128}
+    for name, usual in {"layers": 12, **shape, "microbatches": 8, "deep": 25, "rounds": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--backend", choices=("tvm", "numpy"), default="tvm")
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        sizes = {name: getattr(arguments, name) for name in shape}
+        os.environ["PENSTOCK_CACHE"] = str(folder / "cache")
+        dump, begin = Dump(folder / "dumps"), time.perf_counter()
+        plan = planned(folder, arguments.layers, sizes, arguments.microbatches, dump)
+        ps.compile(plan, folder / "bundle", backend=arguments.backend, dump=dump)
+        found["compile"] = time.perf_counter() - begin
+        pages = {f"{arguments.layers} layers": (folder / "page.html", report_of(plan, dump, folder / "page.html"))}
+        if arguments.deep:
+            dump = Dump(folder / "deep")
+            plan = planned(folder, arguments.deep, {"width": 32, "heads": 2, "vocab": 64, "positions": 8}, arguments.microbatches, dump)
+            page_of(Material(plan.module), plain=True)
+            pages[f"{arguments.deep} layers"] = (folder / "deep.html", report_of(plan, dump, folder / "deep.html"))
+        program = chromium.installed()
+        for title, (page, made) in pages.items():
+            found[title] = made
+            if program is not None:
+                with chromium.Browser(program) as browser:
+                    made["opened"] = opened(browser, page, arguments.rounds)
+    return told(found, program, arguments.json)
+
+
+def told(found: dict[str, Any], program: str | None, out: str | None) -> int:
+    """Print it all; 1 where a limit is not kept."""
+    kept = True
+    for title, made in found.items():
+        if not isinstance(made, dict):
+            print(f"{title}: {made:.2f} s")
+            continue
+        kept &= made["bytes"] <= LIMIT_BYTES
+        print(
+            f"{title}, {made['operations']} operations: gather {made['gather']:.3f} s, render {made['render']:.3f} s, {made['bytes'] / 1e6:.2f} MB"
+        )
+        largest = sorted(made["parts"].items(), key=lambda item: -item[1])[:6]
+        print("    " + ", ".join(f"{name} {size / 1e3:.0f} kB" for name, size in largest))
+        for name, value in made.get("opened", {}).items():
+            kept &= name != "load" or value <= LIMIT_S * 1e3
+            print(f"    {name:<18} {value:8.0f}{'' if name == 'nodes' else ' ms'}")
+    if program is None:
+        print("no Chromium is installed: nothing was opened")
+    print("limits kept" if kept else f"LIMITS NOT KEPT: {LIMIT_BYTES / 1e6:.0f} MB, {LIMIT_S:.0f} s")
+    if out:
+        Path(out).write_text(json.dumps(found, indent=2), encoding="utf-8")
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

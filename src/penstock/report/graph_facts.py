@@ -1,0 +1,65 @@
+"""The graphs of a module as data: operations with their operands, by number.
+
+    {"values": [[name, type, bytes], ...], "graphs": [{"name", "kind", "stage", "ins", "outs", "saved", "ops"}, ...]}
+    operation = [kind, results, operands, source location, other attributes, kernel, variable, stage]
+
+Names, types and other texts are numbers of the report's strings, values are numbers of `values`; a stage that is not known is -1, an empty text the number
+of "". The same name means the same tensor in all graphs of a module, so it is one value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from penstock.ir.graph import Module, Op, Value
+from penstock.ir.text import print_literal
+from penstock.report.strings import Strings
+
+# Attributes that have a place of their own, or say what others say.
+_APART = ("kernel", "var", "stage", "mesh")
+
+
+def graph_facts(module: Module, strings: Strings) -> dict[str, Any]:
+    """All graphs in the order of the module."""
+    numbers: dict[str, int] = {}
+    values: list[list[int]] = []
+
+    def listed(found: Iterable[Value]) -> list[int]:
+        rows = []
+        for value in found:
+            number = numbers.setdefault(value.name, len(values))
+            if number == len(values):
+                values.append([strings(value.name), strings(str(value.type)), value.type.nbytes if value.type.is_static else 0])
+            rows.append(number)
+        return rows
+
+    def row(op: Op, home: int) -> list[Any]:
+        rest = ", ".join(f"{k}={print_literal(v)}" for k, v in op.attrs.items() if k not in _APART)
+        kernel, stage = str(op.attrs.get("kernel", "")), op.attrs.get("stage", home)
+        texts = (op.loc, rest, kernel, str(op.attrs.get("var", "")))
+        return [strings(op.kind), listed(op.outs), listed(op.ins), *map(strings, texts), stage]
+
+    graphs = []
+    for graph in module.graphs.values():
+        home, kind = _home(graph.name)
+        graphs.append(
+            {
+                "name": graph.name,
+                "kind": kind,
+                "stage": home,
+                "ins": listed(graph.ins),
+                "outs": listed(graph.outs),
+                "saved": listed(graph.saved),
+                "ops": [row(op, home) for op in graph.ops],
+            }
+        )
+    return {"values": values, "graphs": graphs}
+
+
+def _home(name: str) -> tuple[int, str]:
+    """Stage and kind of a graph: `s1.B` is B of stage 1; before the cut there are F, B and U, and before that one graph."""
+    stage, dot, kind = name.partition(".")
+    if dot and stage[:1] == "s" and stage[1:].isdecimal():
+        return int(stage[1:]), kind
+    return -1, name

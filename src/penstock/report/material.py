@@ -1,0 +1,169 @@
+"""What a report is made from. In: what is looked at (a bundle, a dump folder, an IR file), and perhaps the trace of a run. Out: the program, its passes with
+their modules, plan, times, and sources of kernels.
+
+A dump folder has the module after every pass, the plan, the sources, and if the pipeline failed, why. Of a bundle passes are run again from `partition` on, as
+`inspect --why` does, and kernels are planned again for this machine's CPU. A bundle with its dump folder beside it has all of that.
+
+Limit: `--dump-ir-filter` and `--dump-ir-changed` leave modules out of a dump folder, so a report made of it later knows less than its index.html.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.inspecting.history import record_of
+from penstock.inspecting.subject import Subject
+from penstock.ir.errors import UsageError
+from penstock.ir.graph import Module
+from penstock.ir.schedule import Action
+from penstock.passes.kernels import Kernel
+from penstock.runtime.ledger import Entry
+from penstock.runtime.memory_trace import read_trace
+from penstock.runtime.stays import VALUES, Stays
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pass of the pipeline, the first being what went into it; `module` is what came out of it, None where nothing changed; so are ms where nobody
+    measured them."""
+
+    number: int
+    call: str
+    ms: float | None
+    module: Module | None
+
+    @property
+    def name(self) -> str:
+        return self.call.partition("{")[0]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Of every rank: actions with start and duration, and (time, bytes held) where that was traced; seconds from the first action of all."""
+
+    actions: Mapping[int, list[tuple[Action, float, float]]]
+    held: Mapping[int, list[tuple[float, int]]]
+
+
+@dataclass(frozen=True)
+class Material:
+    """`module` is the newest there is. `sources` are those of kernels by graph and name (`s0.F/k3`), `programs` those of whole stages by file. `failure` is the
+    error that ended the pipeline."""
+
+    module: Module
+    steps: tuple[Step, ...] = ()
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    trace: Trace | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+    programs: Mapping[str, str] = field(default_factory=dict)
+    failure: str = ""
+
+
+def read_material(subject: Subject, trace: str | Path | None = None) -> Material:
+    """Everything that is there to be read."""
+    folder = subject.dumps[0].path.parent if subject.dumps else None
+    plan, sources, programs, failure = dict(subject.plan), dict[str, str](), dict[str, str](), ""
+    if folder is not None:
+        if not plan and (folder / "plan.json").is_file():
+            plan = _read_json(folder / "plan.json", "expected the plan of a compilation")
+        sources, failure = dict(_dumped_sources(folder)), _failure(folder / "repro.ir")
+        files = [path for name in ("relax.py", "kernels.cu") for path in sorted(folder.glob(f"stages/*/{name}"))]
+        programs = {f"{path.parent.name}/{path.name}": path.read_text(encoding="utf-8") for path in files}
+    if not sources and subject.backend == "tvm":
+        sources = _planned_sources(subject.module)
+    times = None if trace is None else trace_of(trace, subject.module)
+    return Material(subject.module, tuple(_steps(subject, folder)), plan, times, sources, programs, failure)
+
+
+def _steps(subject: Subject, folder: Path | None) -> Iterator[Step]:
+    snapshots = {snapshot.number: snapshot for snapshot in record_of(subject).snapshots}
+    rows = {} if folder is None else _pass_rows(folder / "passes.tsv")
+    for number in sorted({*snapshots, *rows}):
+        call, ms = rows.get(number, (snapshots[number].call or "input" if number in snapshots else "", None))
+        yield Step(number, call, ms, snapshots[number].module if number in snapshots else None)
+
+
+def _pass_rows(path: Path) -> dict[int, tuple[str, float | None]]:
+    """Call and time of all passes, also of those that changed nothing."""
+    if not path.is_file():
+        return {}
+    try:
+        with path.open(encoding="utf-8", newline="") as table:
+            rows = csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE)
+            return {int(row["number"]): (row["pass"], float(row["ms"])) for row in rows}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"cannot read it: {error}", where=str(path), hint="is this a dump folder?") from error
+
+
+def _failure(path: Path) -> str:
+    """What repro.ir says of the error, in its comments."""
+    if not path.is_file():
+        return ""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return "\n".join(line[3:] for line in lines[1:] if line.startswith("// "))
+
+
+def _dumped_sources(folder: Path) -> Iterator[tuple[str, str]]:
+    """The sources of stages/sN/kernels.tsv by graph and kernel."""
+    for path in sorted(folder.glob("stages/*/kernels.tsv")):
+        for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+            graph, kernel, file, *_ = line.split("\t")
+            if (path.parent / file).is_file():
+                yield f"{graph}/{kernel}", (path.parent / file).read_text(encoding="utf-8")
+
+
+def _planned_sources(module: Module) -> dict[str, str]:
+    """The sources of all kernels as they are for this machine's CPU. Kernels of several stages that differ in names only have that of the first."""
+    from penstock.inspecting.kernels import kernel_rows, kernel_source
+
+    if "fused" not in module.facts or module.cluster is None:
+        return {}
+    made: dict[str, str] = {}
+    found = {}
+    for row in kernel_rows(module):
+        if row.device.kind == "cpu":
+            key = Kernel(row.names[0], row.ops, row.body).key
+            if key not in made:
+                made[key] = kernel_source([row], row.label)
+            found[row.label] = made[key]
+    return found
+
+
+def _read_json(path: Path, hint: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("expected an object")
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read {path.name}: {error}", where=str(path), hint=hint) from error
+    return found
+
+
+def trace_of(path: str | Path, module: Module) -> Trace:
+    """What `penstock run --trace` wrote of a run of this module."""
+    found = read_trace(path)
+    homes = module.rank_stages()
+    actions = {rank: [(Action.parse(name), start, end - start) for name, start, end in ranks.events] for rank, ranks in enumerate(found)}
+    strangers = any(rank >= len(homes) or action.stage != homes[rank] for rank, line in actions.items() for action, _, _ in line)
+    times = [time for line in actions.values() for _, start, seconds in line for time in (start, seconds)]
+    if strangers or not times or not all(map(math.isfinite, times)):
+        raise UsageError(
+            "is not of a run of this program: its ranks, stages or times are none of its",
+            where=str(path),
+            hint="give a file that `penstock run --trace` wrote",
+        )
+    return Trace(actions, {rank: list(_held(ranks.entries)) for rank, ranks in enumerate(found)})
+
+
+def _held(entries: Iterable[Entry]) -> Iterator[tuple[float, int]]:
+    stays = Stays()
+    for entry in entries:
+        if entry.what in VALUES:
+            stays.follow(entry)
+            yield entry.at, stays.nbytes

@@ -1,0 +1,53 @@
+// Who runs what, and why: ranks with their share of time and memory, the planner's reasons, and what would change the plan.
+
+function placementView() {
+  const place = facts.placement;
+  if (!place) return { node: el("div", {}, view.title("Placement"), absent("Nothing is placed and scheduled yet: this program has not come that far.")) };
+  const slowest = Math.max(...place.ranks.map((rank) => rank.seconds), 1e-30);
+  const rows = place.ranks.map((rank) => {
+    const [busy, waiting, idle] = rank.use, whole = busy + waiting + idle || 1;
+    return [
+      { value: rank.rank, node: String(rank.rank) },
+      { value: rank.stage, node: stageChip(rank.stage) },
+      { value: rank.device, node: el("span", {}, rank.device, el("small", {}, `${rank.kind}, ${plural(rank.threads, "thread")}, ${count(rank.flops)}FLOP/s`)) },
+      { value: rank.starts_at || "", node: rank.starts_at || "–" },
+      rank.share,
+      { value: rank.seconds, node: el("span", { class: "with-bar" }, seconds(rank.seconds), bar([[rank.seconds / slowest, stageClass(rank.stage)]], `${percent(rank.seconds / slowest)} of the slowest`)) },
+      { value: busy / whole, node: el("span", { class: "with-bar" }, percent(busy / whole), bar([[busy / whole, "busy", "busy"], [waiting / whole, "waiting", "waiting"], [idle / whole, "idle", "idle"]],
+        `busy ${percent(busy / whole)}, waiting ${percent(waiting / whole)}`)) },
+      { value: rank.peak, node: el("span", { class: "with-bar" }, bytes(rank.peak), rank.capacity ? bar([[rank.peak / rank.capacity, stageClass(rank.stage)]], `${percent(rank.peak / rank.capacity)} of ${bytes(rank.capacity)}`) : null,
+        rank.capacity ? el("small", {}, `of ${bytes(rank.capacity)}`) : null) },
+      rank.in_flight,
+    ];
+  });
+  const columns = [["rank"], ["stage"], ["device"], ["starts at", "code"], ["microbatches", "number"], ["time per batch"], ["busy"], ["peak memory"], ["in flight", "number"]];
+  return {
+    node: el("div", {}, view.title("Placement", "Which device runs which part of the model, and what that costs it, as predicted."),
+      panel("Ranks", table(columns, rows, { caption: "Ranks", sortable: true })), reasons(place), whatIf(place.planner)),
+  };
+}
+
+function reasons(place) {
+  const lines = place.notes.filter(([origin]) => !["fuse", "lifetimes"].includes(origin));
+  const planner = place.planner;
+  const told = [];
+  if (planner) {
+    const gap = planner.bound_s ? 1 - planner.bound_s / planner.step_s : 0;
+    told.push(["planner", `${seconds(planner.step_s)} per batch by its formulas, limited by ${planner.limited_by}; ` +
+      (planner.proven ? "by these no plan is faster" : `no plan takes less than ${seconds(planner.bound_s)}, ${percent(gap)} less`)]);
+    for (const [schedule, step] of Object.entries(planner.schedules || {})) told.push(["schedule", `the best plan of ${schedule} takes ${seconds(step)}`]);
+    for (const [schedule, why] of Object.entries(planner.refused || {})) told.push(["refused", `${schedule}: ${why}`]);
+    for (const [device, why] of Object.entries(planner.left_out || {})) told.push(["left out", `${device}: ${why}`]);
+  } else told.push(["planner", "was not asked: stages, devices and microbatches were given. compile --batch N lets it choose."]);
+  return panel("Reasons", el("ul", { class: "reasons" }, [...told, ...lines].map(([origin, words]) => el("li", {}, el("span", { class: "origin" }, origin), el("span", {}, words)))));
+}
+
+function whatIf(planner) {
+  const changes = planner && planner.what_if ? Object.entries(planner.what_if) : [];
+  if (!changes.length) return null;
+  const most = Math.max(planner.step_s, ...changes.map(([, step]) => step || 0));
+  const rows = changes.map(([name, step]) => [name, step === null ? "nothing fits" : seconds(step),
+    step === null ? "" : el("span", { class: "with-bar" }, step === planner.step_s ? "the same" : `${percent(Math.abs(step / planner.step_s - 1))} ${step > planner.step_s ? "slower" : "faster"}`,
+      bar([[step / most, step > planner.step_s ? "slower" : "faster"]], name))]);
+  return panel("What if", table([["change"], ["time per batch", "number"], ["against this plan"]], rows, { caption: "What would change the plan" }));
+}

@@ -1,0 +1,105 @@
+"""What each pass did, by names, as data.
+
+    {"number", "name", "call", "does", "ms", "ops", "changed", "parts": [{"title", "mark", "rows", "went", "came", "moved"}, ...]}
+    row = [mark, names, text] of what is gone (-) or new (+), [~, names, [[mark, text], ...]] of what changed
+
+`names` are the results of the operations that a row is about, so that one finds every pass that touched a value. Operations whose attributes alone changed
+say these and nothing else; what changed alike is one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from penstock.differing import Difference, Lines, T, Words, compare, words
+from penstock.ir.graph import Module, Op
+from penstock.ir.text import print_literal, print_op
+from penstock.passes.manager import count_ops
+from penstock.passes.pipelines import PASSES
+from penstock.report.material import Step
+from penstock.report.strings import Strings
+
+# So many that changed alike are one row, as `penstock diff` has it.
+_ALIKE = 5
+
+
+def pass_facts(steps: Sequence[Step], strings: Strings) -> list[dict[str, Any]]:
+    """One entry per step; the first says what went in."""
+    found = []
+    before: Module | None = None
+    for step in steps:
+        changed = step.module is not None and step.module is not before
+        after = step.module if step.module is not None else before
+        known = PASSES.get(step.name)
+        found.append(
+            {
+                "number": step.number,
+                "name": step.name,
+                "call": step.call,
+                "does": known.doc if known is not None else "",
+                "ms": step.ms,
+                "ops": count_ops(after) if after is not None else 0,
+                "facts": list(after.facts) if after is not None else [],
+                "changed": changed,
+                "parts": list(_parts(compare(before, after), strings)) if changed and before is not None and after is not None else [],
+            }
+        )
+        before = after
+    return found
+
+
+def _parts(found: Difference, strings: Strings) -> Iterator[dict[str, Any]]:
+    def part(title: str, mark: str, rows: list[Any], moved: int, **more: Any) -> dict[str, Any]:
+        return {"title": title, "mark": mark, "rows": rows, "moved": moved, "went": {}, "came": {}} | more
+
+    if found.head:
+        yield part("head", "~", list(_lines(found.head, strings)), found.head.moved)
+    for graph in found.graphs:
+        rows = [*_lines(graph.frame, strings), *_ops(graph.ops, strings)]
+        yield part(f"@{graph.name}", graph.mark, rows, graph.ops.moved, went=dict(graph.went), came=dict(graph.came))
+    for title, lines in (("schedule", found.schedule), ("notes", found.notes)):
+        if lines:
+            yield part(title, "~", list(_lines(lines, strings)), lines.moved)
+
+
+def _lines(lines: Lines[str], strings: Strings) -> Iterator[list[Any]]:
+    return _rows(lines, strings, str, lambda line: [], words)
+
+
+def _ops(lines: Lines[Op], strings: Strings) -> Iterator[list[Any]]:
+    return _rows(lines, strings, print_op, lambda op: [v.name for v in op.outs] or [op.var], _op_words)
+
+
+def _rows(
+    lines: Lines[T], strings: Strings, show: Callable[[T], str], names: Callable[[T], list[str]], say: Callable[[T, T], Words]
+) -> Iterator[list[Any]]:
+    yield from (["-", [strings(n) for n in names(line)], show(line)] for line in lines.gone)
+    alike: dict[tuple[tuple[str, str], ...], list[tuple[T, Words]]] = {}
+    for a, b in lines.changed:
+        parts = say(a, b)
+        alike.setdefault(tuple(part for part in parts if part[0]), []).append((b, parts))
+    marked: tuple[tuple[str, str], ...]
+    for marked, group in alike.items():
+        if len(group) < _ALIKE:
+            yield from (["~", [strings(n) for n in names(line)], [list(part) for part in parts]] for line, parts in group)
+        else:
+            about = f"{len(group)} alike, {_begin(show(group[0][0]))} to {_begin(show(group[-1][0]))}: "
+            yield ["~", [strings(n) for line, _ in group for n in names(line)], [["", about], *map(list, marked)]]
+    yield from (["+", [strings(n) for n in names(line)], show(line)] for line in lines.new)
+
+
+def _begin(text: str) -> str:
+    return text.split(" : ", 1)[0].split("(", 1)[0]
+
+
+def _op_words(a: Op, b: Op) -> Words:
+    """Where nothing but attributes changed, those; else all words of the two lines."""
+    if (a.kind, a.ins, a.outs, a.loc) != (b.kind, b.ins, b.outs, b.loc):
+        return words(print_op(a), print_op(b))
+    parts: Words = [("", f"{', '.join('%' + v.name for v in b.outs)}{' = ' if b.outs else ''}{b.kind} ")]
+    for name in dict.fromkeys((*a.attrs, *b.attrs)):
+        old, new = (f"{name}={print_literal(op.attrs[name])}" if name in op.attrs else "" for op in (a, b))
+        if old != new:
+            parts += [(mark, text) for mark, text in (("-", old), ("+", new)) if text] + [("", " ")]
+    return parts
