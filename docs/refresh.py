@@ -48,6 +48,11 @@ def seeded_bugs() -> str:
     return "\n".join(["| bug | found by | place | tensor | error |", "| --- | --- | --- | --- | --- |", *lines, ""])
 
 
+def walkthrough(name: str) -> str:
+    """A case of debugging, as its test keeps it."""
+    return block((HERE.parent / "tests" / "bisecting" / "walkthrough" / f"{name}.txt").read_text(encoding="utf-8"))
+
+
 def onnx_operators() -> str:
     import onnx
 
@@ -211,6 +216,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "bundle-files": lambda: docstring("penstock.backends.bundle", "manifest.json", "`open_bundle`"),
     "checkpoint-files": lambda: docstring("penstock.runtime.checkpoint", "DIR/latest", "A checkpoint is"),
     "seeded-bugs": lambda: seeded_bugs(),
+    "walk-wrong-number": lambda: walkthrough("wrong-number"),
+    "walk-hang": lambda: walkthrough("hang"),
+    "walk-does-not-fit": lambda: walkthrough("does-not-fit"),
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),
 }
 

@@ -16,7 +16,7 @@ from penstock.bisecting.kernels import Verdict, first_kernel
 from penstock.bisecting.original import OnnxOriginal, first_difference
 from penstock.bisecting.shrinking import Budget
 from penstock.bisecting.steps import WRITTEN, Original, Trail
-from penstock.bisecting.trial import Off, Trial, is_whole, updates
+from penstock.bisecting.trial import Off, Trial, can_run, is_whole, updates
 from penstock.bisecting.values import Spot
 from penstock.ir.errors import PenstockError, VerifyError
 from penstock.ir.graph import Module
@@ -89,7 +89,7 @@ class _Search:
 
     def look_at_passes(self) -> None:
         self._look_at_passes(self.trial)
-        last = self.trail.steps[-1].module
+        last = [step.module for step in self.trail.steps if can_run(step.module)][-1]
         if self.own is not self.trial and self.own.problem(last) is not None:
             say("with drawn weights all is well, with the model's own weights it is not")
             self.trial = self.own
@@ -107,33 +107,38 @@ class _Search:
             raise VerifyError(f"the model itself is wrong: {problem}", where=culprit.name)
         before = steps[high - 1]
         print(f"first wrong after: {culprit.call}\n  {problem}")
+        if not can_run(before.module):
+            print(f"  or after {before.call}: what that makes cannot be run before weights have versions")
         spots = trial.spots(culprit.module, before.module)
         _tell_graphs(spots)
         print("\n".join(spots[0].lines()) if spots else "no single value is off that had one of its name before")
         self._fail(
-            f"pass {culprit.call} changes what {self.trail.steps[0].module.name} computes",
+            f"{culprit.call if culprit.call == WRITTEN else f'pass {culprit.call}'} changes what {steps[0].module.name} computes",
             lambda budget: self._of_pass(high, problem, spots, budget),
         )
 
     def _halves(self, trial: Trial) -> tuple[int, Problems]:
         """The first module that is wrong (the last one, if none is), and what was found on the way."""
-        every = self.trail.steps
+        steps = self.trail.steps
+        # The others are passed over: what is wrong with them shows in the next one.
+        every = [i for i, step in enumerate(steps) if can_run(step.module)]
         problems: Problems = {}
 
-        def is_bad(i: int) -> bool:
+        def is_bad(place: int) -> bool:
+            i = every[place]
             if i not in problems:
-                say(f"running {every[i].name}")
-                problems[i] = trial.problem(every[i].module)
+                say(f"running {steps[i].name}")
+                problems[i] = trial.problem(steps[i].module)
             return problems[i] is not None
 
         # What everything later is compared with is judged first.
-        judge = next((i for i, step in enumerate(every) if updates(step.module)), len(every) - 1)
+        judge = next((place for place, i in enumerate(every) if updates(steps[i].module)), len(every) - 1)
         high = judge if is_bad(judge) else len(every) - 1
         low = -1 if is_bad(0) else 0
         while is_bad(high) and high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if is_bad(middle) else (middle, high)
-        return high, problems
+        return every[high], problems
 
     def _of_pass(self, at: int, problem: object, spots: list[Spot], budget: Budget) -> reproducer.Written | None:
         if not isinstance(problem, Off) or self.trail.steps[at].call == WRITTEN:

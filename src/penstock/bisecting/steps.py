@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 # In the place of a call: no pass made this module now.
-WRITTEN = "(the program of the bundle)"
+WRITTEN = "the program of the bundle"
 
 
 @dataclass(frozen=True)

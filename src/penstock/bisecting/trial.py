@@ -100,7 +100,7 @@ class Trial:
         elif not updates(module):
             found = _results(self.execute(module))
             yield from self._off({key: array for key, array in found.items() if key[0] == "output"}, self._wanted)
-        if self.trained is not None and updates(module) and module is not self.trained and _says_versions(module):
+        if self.trained is not None and updates(module) and module is not self.trained:
             yield from self._off(_results(self.execute(module)), _results(self.recurrence(_delay(module))), _delay(module), module)
 
     def _off(
@@ -263,7 +263,7 @@ def _forward_graph(module: Module) -> Graph:
     return module.graphs.get("F") or module.graphs["main"]
 
 
-def _says_versions(module: Module) -> bool:
+def can_run(module: Module) -> bool:
     """Whether it can be run with its own delay: a schedule with one means little before weights have versions."""
     return module.schedule is None or "versioned" in module.facts or not _delay(module)
 
@@ -301,4 +301,4 @@ def drawn(var: Var, source: np.random.Generator) -> Array:
     return found
 
 
-__all__ = ["Off", "Trial", "drawn", "is_whole", "told", "updates"]
+__all__ = ["Off", "Trial", "can_run", "drawn", "is_whole", "told", "updates"]

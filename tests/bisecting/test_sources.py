@@ -1,0 +1,97 @@
+"""What can be bisected beside a model: a bundle, with the code and the weights that are in it, and a dump folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from seeded_bugs import BUGS, Bug
+from small_models import ARGUMENTS, write_models
+
+from penstock.backends.tvm import pool
+from penstock.cli import main
+
+MADE_NOW = "compiled now by itself, is right"
+
+
+def bug_named(name: str) -> Bug:
+    return next(bug for bug in BUGS if bug.name == name)
+
+
+def compiled(model: Path, folder: Path, *more: str) -> Path:
+    assert (
+        main(["compile", str(model), "-o", str(folder / "bundle"), *ARGUMENTS[model.stem], "--dump-ir", str(folder / "dumps"), *more]) == 0
+    )
+    return folder / "bundle"
+
+
+def bisected(path: Path, *more: str) -> int:
+    return main(["verify", str(path), "--bisect", "--repro", "none", *more])
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "usable_cores", lambda: 1)
+
+
+def test_code_in_a_bundle_that_is_older_than_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_models(tmp_path)["mlp"]
+    with monkeypatch.context() as patch:
+        patch.setenv("PENSTOCK_CACHE", str(tmp_path / "wrong"))
+        bug_named("a kernel with a bad epilogue").patch(patch)
+        bundle = compiled(model, tmp_path)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "right"))
+    capsys.readouterr()
+    assert bisected(bundle) == 5
+    told = capsys.readouterr().out
+    assert "first wrong: the graph @s0.F" in told
+    assert MADE_NOW in told
+    assert "values as in onnxruntime" not in told, "the end was not reached"
+    # The control: the same bundle, compiled by the right compiler.
+    (tmp_path / "again").mkdir()
+    assert bisected(compiled(model, tmp_path / "again")) == 0
+    told = capsys.readouterr().out
+    assert "values as in onnxruntime" in told
+    assert "graphs of 2 stages compiled by tvm" in told
+
+
+def test_passes_of_a_bundle_are_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    bug = bug_named("operands the wrong way round")
+    model = write_models(tmp_path)[bug.model]
+    with monkeypatch.context() as patch:
+        bug.patch(patch)
+        bundle = compiled(model, tmp_path, "--backend", "numpy")
+        capsys.readouterr()
+        assert bisected(bundle) == 5
+        told = capsys.readouterr()
+        assert "first wrong after: split" in told.out
+        assert bug.tensor in told.out
+    # By passes that are right today only the program in the bundle is wrong.
+    assert bisected(bundle) == 5
+    told = capsys.readouterr()
+    assert "make another program today" in told.err
+    assert "first wrong after: the program of the bundle" in told.out
+    assert bug.tensor in told.out
+
+
+def test_a_dump_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    bug = bug_named("a wrong mask")
+    model = write_models(tmp_path)[bug.model]
+    with monkeypatch.context() as patch:
+        bug.patch(patch)
+        compiled(model, tmp_path, "--backend", "numpy")
+    capsys.readouterr()
+    assert bisected(tmp_path / "dumps", "--backend", "numpy") == 5
+    told = capsys.readouterr().out
+    assert "first wrong after: decompose" in told
+    assert bug.tensor in told
+    compiled(model, tmp_path, "--backend", "numpy")
+    assert bisected(tmp_path / "dumps", "--backend", "numpy") == 0, "the control"
+    assert main(["compile", str(model), "-o", str(tmp_path / "other"), *ARGUMENTS["gpt"], "--backend", "numpy", "--dump-ir", str(tmp_path / "c"), "--dump-ir-changed"]) == 0  # fmt: skip
+    assert bisected(tmp_path / "c") == 2
+    assert "without --dump-ir-changed" in capsys.readouterr().err
