@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from penstock.cli import main
 from penstock.inspecting import colours
 from penstock.inspecting.memory import memory_curves
-from penstock.inspecting.subject import Subject
+from penstock.inspecting.subject import Subject, load_module
 from penstock.inspecting.summary import summarize
 from penstock.inspecting.views import _heights, show_memory
 from penstock.ir.graph import Module
@@ -61,7 +61,7 @@ def test_the_summary_counts_what_is_there(bundle: Subject) -> None:
         work = sum(cost_of(op).flops * (1 if g.name.endswith("U") else 3) for g in graphs for op in g.ops)
         assert row.flops == pytest.approx(work, rel=1e-12)
         assert row.peak == measure_memory(module)[row.stage].peak
-        assert row.seconds == pytest.approx(bundle.plan["predicted"]["busy_s"][str(row.stage)], rel=0.5)
+        assert row.seconds == pytest.approx(bundle.plan["predicted"]["busy_s"][str(row.stage)], rel=1e-12)
     assert [(m.source, m.target, m.nbytes) for m in facts.messages] == [
         (e.src, e.dst, sum(v.type.nbytes for v in e.values)) for e in module.edges
     ]
@@ -128,3 +128,22 @@ def test_looking_loads_none_of_the_heavy_libraries(built: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_stages_on_several_devices_and_programs_that_do_not_train(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["compile", str(built / "gpt.onnx"), "--dim", "batch=2", "--backend", "numpy"]
+    training = ["--loss", "mse", "--devices", "4", "--stages", "2", "--replicas", "2", "--microbatches", "4"]
+    assert main([*common, *training, "-o", str(tmp_path / "replicas")]) == 0
+    assert main([*common, "--devices", "2", "-o", str(tmp_path / "forward")]) == 0
+    module = load_module(tmp_path / "replicas")
+    facts = summarize(module)
+    assert [row.devices for row in facts.stages] == [("cpu:0", "cpu:1"), ("cpu:2", "cpu:3")]
+    assert [curve.device for curve in memory_curves(module, 1)] == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+    for name in ("replicas", "forward"):
+        exported = [word for suffix in ("dot", "onnx", "csv", "json") for word in ("--export", str(tmp_path / f"{name}.{suffix}"))]
+        assert (
+            main(["inspect", str(tmp_path / name), "--memory", "--params", "--schedule", "--flow", "s1", "--why", "logits", *exported]) == 0
+        )
+        out = capsys.readouterr().out
+        assert "@s1.F" in out
+        assert "partition" in out

@@ -168,3 +168,10 @@ def test_operations_of_the_backward_pass_know_what_they_belong_to(bundle: Subjec
     for part in why(bundle, "h.0.mlp").parts:
         op = bundle.module.graphs[part.graph].ops[part.position]
         assert part.follows == op.attrs.get("of", "")
+
+
+def test_a_kernel_is_followed_by_what_it_makes(dumps: Subject) -> None:
+    found = why(dumps, "s0.F/k3")
+    told = [line for change in found.changes for line in change.lines]
+    assert any("@s0.F" in line for line in told)
+    assert not any("graph @s0.B" in line or "graph @B" in line for line in told), "of the forward pass alone"

@@ -46,8 +46,12 @@ class Target:
     places: tuple[Place, ...]
 
     def within(self, module: Module) -> Target:
-        """The same in another module of the pipeline: by the name, and where that is not known there, by the nodes that the operations came from."""
+        """The same in another module of the pipeline: by the name; where that is not known there, of a kernel by what its operations make, and else by the
+        nodes that the operations came from."""
         found = tuple(_places(module, self.kind, self.name))
+        if not found and self.kind == KERNEL:
+            made = {(_phase(place.graph), v.name) for place in self.places for v in place.op.outs}
+            found = tuple(place for place in _all(module) if any((_phase(place.graph), v.name) in made for v in place.op.outs))
         if not found and self.kind in (VALUE, KERNEL):
             nodes = {place.op.loc for place in self.places if place.op.loc}
             found = tuple(place for place in _all(module) if place.op.loc in nodes)
@@ -127,6 +131,12 @@ def _all(module: Module) -> Iterator[Place]:
     for graph in module.graphs.values():
         for position, op in enumerate(graph.ops):
             yield Place(graph.name, position, op)
+
+
+def _phase(graph: str) -> str:
+    """What a graph computes, of a stage or of the whole model: F, B, W, P, N or U."""
+    kind = graph.rpartition(".")[2]
+    return "F" if kind == "main" else kind
 
 
 def _of_kernel(module: Module, name: str) -> Iterator[Place]:

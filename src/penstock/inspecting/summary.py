@@ -1,6 +1,6 @@
 """What a module is, in a few tables. In: a module. Out: a Summary: stages with their work and memory, graphs, messages, notes.
 
-Times are predicted by the rates of the module's cluster, per batch and of the rank that computes longest; memory is the predicted peak of the rank that needs
+Times are predicted by the rates of the module's cluster, per batch and of the rank that is busy longest; memory is the predicted peak of the rank that needs
 most. A module that is not cut into stages, or has no schedule, devices or messages yet, has no such numbers.
 """
 
@@ -96,10 +96,12 @@ def summarize(module: Module) -> Summary:
 
 
 def busy_seconds(module: Module) -> dict[int, float]:
-    """Predicted seconds of a batch that each rank computes."""
+    """Predicted seconds of a batch in which each rank computes, or is busy with an end of a message."""
+    from penstock.simulating import seconds_of
+
     assert module.schedule is not None, "who computes how often is said by the schedule"
-    seconds = rank_seconds(module)
-    return {rank: sum(seconds.get((rank, action.kind), 0.0) for action in program.batch) for rank, program in module.schedule.ranks.items()}
+    seconds = seconds_of(module, rank_seconds(module))
+    return {rank: sum(seconds(rank, action) for action in program.batch) for rank, program in module.schedule.ranks.items()}
 
 
 def _kernels(graph: Graph) -> int:

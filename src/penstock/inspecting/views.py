@@ -66,7 +66,7 @@ def _summary(facts: Summary, width: int | None) -> Iterator[str]:
         heads = ["stage", "devices", "ops", "kernels", "parameters", "stored", "GFLOP", "time", "of slowest", "peak memory", "sent"]
         yield ""
         yield table(heads, rows, width, cut=(1,))
-        yield "GFLOP, time (predicted) and what is sent are per batch; stored are parameters, state and buffers with all their versions"
+        yield "GFLOP, time (predicted, ends of messages among it) and what is sent are per batch; stored are parameters, state and buffers with all their versions"
     yield ""
     graphs = [[g.name, g.operations, g.kernels or "-", g.inputs, g.outputs, size(g.saved)] for g in facts.graphs]
     yield table(["graph", "ops", "kernels", "inputs", "outputs", "saved"], graphs)
@@ -90,7 +90,7 @@ def show_params(module: Module, found: Mapping[str, Statistics], width: int | No
     for v in module.vars.values():
         row = [v.name, v.role, "-" if v.stage is None else v.stage, v.type, v.versions, size(v.type.nbytes * v.versions)]
         rows.append([*row, *(_statistics(found.get(v.name)) if found else ())])
-    return table(heads, rows, width, cut=(0, 3))
+    return table(heads, rows, width, cut=(3,))
 
 
 def _statistics(found: Statistics | None) -> list[str]:
@@ -185,11 +185,14 @@ def _why(found: Why, colours: bool) -> Iterator[str]:
         yield f"  from {told_source(source)}"
     if len(found.sources) > _MOST_SOURCES:
         yield f"  and from {counted(len(found.sources) - _MOST_SOURCES, 'more node')}"
+    told = ""
     for part in found.parts[:_MOST_PARTS]:
         yield ""
         yield head(f"@{part.graph}, operation {part.position}") + f", {_where(part)}"
         yield f"  {paint_ir(part.text) if colours else part.text}"
-        yield from (f"  {line}" for line in _kernel(part))
+        label = part.kernel.label if part.kernel is not None else ""
+        yield from (f"  {line}" for line in (_kernel(part) if not label or label != told else [f"the same kernel {label}"]))
+        told = label
     if len(found.parts) > _MOST_PARTS:
         kinds = ", ".join(f"@{part.graph} {part.position}" for part in found.parts[_MOST_PARTS:][:_MOST_PARTS])
         yield ""
