@@ -6,6 +6,7 @@ An entry says when, in which action (counted from 0 over all runs of the rank, t
     write     an update has made a version of a parameter          retire    nobody will read a version any more
     post      a receive has memory for a message                   keep      a value is held under a name
     drop      a value is let go of                                 call      a block that a call of a graph takes for temporaries, at the first call
+    send      a message is handed to gloo, and stays until it is   sent      with the peer (during whatever action that was)
     run       actions from here on are of batches from this one on
 
 The block of a value is the memory that its tensor lies in, by address: values that came in one message are in one block, and blocks are used again.

@@ -79,7 +79,9 @@ def _entry(what: str, at: float, args: Mapping[str, Any]) -> Entry:
         case "own" | "write" | "retire":
             return Entry(at, step, what, args["variable"], 0, args["block"], args["bytes"], args["version"])
     owner = args["microbatch"] if "microbatch" in args else -1 - args["batch"]
-    return Entry(at, step, what, args["receive" if what == "post" else "value"], owner, int(args["block"], 16), args["bytes"])
+    return Entry(
+        at, step, what, args["message" if what in ("post", "send", "sent") else "value"], owner, int(args["block"], 16), args["bytes"]
+    )
 
 
 def measured_account(module: Module, rank: int, trace: RankTrace) -> Account:
@@ -105,6 +107,14 @@ def measured_account(module: Module, rank: int, trace: RankTrace) -> Account:
     return Account(
         rank, actions, tuple(with_uses(module, stage, newest, actions, lives)), tuple(_versions(trace.entries)), workspace, times
     )
+
+
+def most_away(trace: RankTrace) -> int:
+    """The most bytes that a rank held at once only because they were sent and had not arrived, of which no plan is made."""
+    stays = Stays()
+    for entry in trace.entries:
+        stays.follow(entry)
+    return stays.most_away
 
 
 def planned_beside(module: Module, rank: int, trace: RankTrace) -> Account:

@@ -26,11 +26,11 @@ _FEW, _SMALL = 8, 1 << 20
 
 
 class Sender(threading.Thread):
-    """Holds the tensors of one channel's sends until the peer has them, in order."""
+    """Holds the tensors of one channel's sends until the peer has them, in order. `sent` is told of each that it lets go of, where somebody wants to know."""
 
-    def __init__(self, timeout: timedelta, failed: Failures) -> None:
+    def __init__(self, timeout: timedelta, failed: Failures, sent: Callable[[Action, torch.Tensor], None] | None = None) -> None:
         super().__init__(name="sender", daemon=True)
-        self._timeout, self._failed = timeout, failed
+        self._timeout, self._failed, self._sent = timeout, failed, sent
         self._queue: queue.SimpleQueue[list[tuple[Action, Works]] | threading.Event] = queue.SimpleQueue()
         self._kept: list[tuple[Action, Works]] = []
         self._bytes = 0
@@ -67,6 +67,8 @@ class Sender(threading.Thread):
                     # No variable of a loop, which would keep the last tensor while the queue is empty.
                     while works:
                         works[0][0].wait(self._timeout)
+                        if self._sent is not None:
+                            self._sent(action, works[0][1])
                         del works[0]
                 except RuntimeError as error:
                     self._failed.append((action, error))

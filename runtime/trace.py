@@ -1,7 +1,7 @@
 """A timeline of a run as Chrome-trace JSON, which Perfetto opens: one row per rank, one slice per action, an arrow from every send to its receive.
 In: (action, start, end) of each rank, on one clock (runtime/clocks.py where there are several).
 
-What a rank wrote down of its memory (ledger.py) is a counter, the live bytes of values and messages, and an instant for each entry: what happened, the number
+What a rank wrote down of its memory (ledger.py) is a counter, the live bytes of values and messages and beside them of what was sent and has not arrived, and an instant for each entry: what happened, the number
 of the action in which it did, the block (an address, as blocks are used again; of a variable the number of its buffer) and its bytes; name, microbatch and
 operation of a value, variable and version of a parameter, and of a call's temporaries the first and the last kernel that work in them.
 `memory_trace.read_trace` reads all of this back.
@@ -99,7 +99,7 @@ def _memory(rank: int, entries: Sequence[Entry], origin: float, makers: Mapping[
         yield {**shared, "cat": "memory", "ph": "i", "s": "t", "name": f"{entry.what} {name}", "args": {"step": entry.step, **told}}
         if entry.what in VALUES:
             stays.follow(entry)
-            yield {**shared, "name": "live", "ph": "C", "args": {"bytes": stays.nbytes}}
+            yield {**shared, "name": "live", "ph": "C", "args": {"bytes": stays.nbytes, "on the way": stays.away}}
 
 
 def _told(entry: Entry, makers: Mapping[str, str]) -> tuple[str, _Entry]:
@@ -113,7 +113,7 @@ def _told(entry: Entry, makers: Mapping[str, str]) -> tuple[str, _Entry]:
         return f"@{entry.name}", {"variable": entry.name, "version": entry.version, "block": entry.block, "bytes": entry.nbytes}
     owner = {"microbatch": entry.owner} if entry.owner >= 0 else {"batch": -1 - entry.owner}
     place = {"bytes": entry.nbytes, "block": hex(entry.block)}
-    if entry.what == "post":
-        return entry.name, {"receive": entry.name, **owner, **place}
+    if entry.what in ("post", "send", "sent"):
+        return entry.name, {"message": entry.name, **owner, **place}
     made = {"op": makers[entry.name]} if entry.name in makers else {}
     return f"%{entry.name}", {"value": entry.name, **owner, **made, **place}

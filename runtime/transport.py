@@ -46,7 +46,7 @@ from ..ir.errors import PeerLost, VerifyError
 from ..ir.graph import Edge
 from ..ir.memory_walk import POSTED
 from ..ir.parcels import parcels
-from ..ir.schedule import PHASES, SENDS, Action
+from ..ir.schedule import PHASES, RECEIVES, SENDS, Action
 from .ledger import Ledger
 from .packing import Packing
 from .senders import Failures, Link, Sender, Works
@@ -254,6 +254,9 @@ class Transport:
             self.check()
         channel = self._channels.get((action.kind, action.peer)) or self._open(action)
         messages = [self._on_host(x) for x in channel.packing.pack([tensors[name].contiguous() for name in channel.names])]
+        if self.ledger is not None:
+            for message in messages:
+                self._note("send", action, message)
         if channel.link is not None:
             channel.link.begin(action, lambda: self._start_send(action, channel, messages))
             return
@@ -379,7 +382,11 @@ class Transport:
         channel.posted[action.mb] = (messages, works)
         if self.ledger is not None and self.device == CPU:
             for message in messages:
-                self.ledger.value("post", f"{action.kind}<{peer}", action.holder, message)
+                self._note("post", action, message)
+
+    def _note(self, what: str, action: Action, message: torch.Tensor) -> None:
+        assert self.ledger is not None
+        self.ledger.value(what, f"{action.kind}{'<' if action.kind in RECEIVES else '>'}{action.peer}", action.holder, message)
 
     def _open(self, action: Action) -> _Channel:
         """The channel of a send or receive, from its first use on."""
@@ -388,7 +395,8 @@ class Transport:
         names, tag = tuple(value.name for value in edge.values), _FIRST_TAG + PHASES.index(edge.phase)
         channel = _Channel(edge, action.peer, tag, names, Packing(edge.values, self._buffers, self.device), {}, deque())
         if action.kind in SENDS:
-            channel.sender = Sender(self._timeout, self._failed)
+            told = None if self.ledger is None else lambda action, message: self._note("sent", action, message)
+            channel.sender = Sender(self._timeout, self._failed, told)
             channel.link = Link(self._latency, channel.sender, self._failed) if self._latency else None
         self._channels[action.kind, action.peer] = channel
         return channel

@@ -4,6 +4,7 @@ what is measured are entries of real stores and transports. Controls: stores tha
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,7 @@ from penstock.passes.split_backward import split_backward
 from penstock.passes.weight_versions import weight_versions
 from penstock.runtime.memory_trace import measured_account, planned_beside, read_trace
 from penstock.runtime.running import run_bundle
+from penstock.runtime.stays import Stays
 from penstock.runtime.store import Store
 from penstock.runtime.trace import write_trace
 
@@ -117,6 +119,20 @@ def test_receives_of_a_gpu_wait_in_host_memory():
         assert any(came) == early
 
 
+def test_what_was_sent_stays_until_it_has_arrived():
+    """Values that stage 0 does not save live no longer than their send; what holds them then is the transport, until all of them have arrived."""
+    module = classifier(2, "1f1b", 4)
+    for trace in traced(module, [(0, 3)]):
+        counted = Counter((e.what, e.name, e.owner) for e in trace.entries if e.what in ("send", "sent"))
+        sends = [a for a in trace.actions if a.kind in ("SF", "SB")]
+        assert counted == Counter((what, f"{a.kind}>{a.peer}", a.mb) for a in sends for what in ("send", "sent"))
+        stays = Stays()
+        for entry in trace.entries:
+            stays.follow(entry)
+        assert (stays.away, stays.most_away % 128) == (0, 0)
+        assert 128 <= stays.most_away <= 128 * len(sends)
+
+
 class Late(Store):
     """Drops a microbatch only when it is next asked for something."""
 
@@ -160,12 +176,12 @@ def test_control_a_version_that_is_kept_too_long_is_named():
 
 
 def written(trace, module, rank: int, batch: int):
-    """What a rank wrote down in the list of a batch, in that order, counted from the batch; of values not where they lie."""
+    """What a rank wrote down in the list of a batch, in that order, counted from the batch; of values not where they lie. When messages arrive, nobody plans."""
     program, m = module.schedule.ranks[rank], module.schedule.microbatches
     begin = trace.actions.index(program.batch[0].shifted(batch - 1, m))
     found = []
     for e in trace.entries:
-        if begin <= e.step < begin + len(program.batch):
+        if begin <= e.step < begin + len(program.batch) and e.what != "sent":
             place = (
                 (e.version - batch, e.block) if e.what in ("write", "retire") else e.owner - batch * m if e.owner >= 0 else e.owner + batch
             )

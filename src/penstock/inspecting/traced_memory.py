@@ -13,7 +13,7 @@ from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module
 from penstock.ir.idle import Gap, Way, idle_at, longest_gap, way_out
 from penstock.ir.lives import Account, Life, first_difference
-from penstock.runtime.memory_trace import RankTrace, measured_account, planned_beside
+from penstock.runtime.memory_trace import RankTrace, measured_account, most_away, planned_beside
 from penstock.runtime.trace import makers
 
 
@@ -80,7 +80,8 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class TracedMemory:
-    """`difference` is None where plan and trace agree in every block and action. `temporaries` are bytes of calls by kind of graph."""
+    """`difference` is None where plan and trace agree in every block and action. `temporaries` are bytes of calls by kind of graph,
+    `on_the_way` the most that was held at once only because it had been sent and had not arrived."""
 
     rank: int
     stage: int
@@ -92,6 +93,7 @@ class TracedMemory:
     kinds: tuple[BlockKind, ...]
     blocks: tuple[TracedBlock, ...]
     temporaries: Mapping[str, tuple[int, ...]]
+    on_the_way: int
 
     @property
     def most_live(self) -> TracedPoint:
@@ -143,6 +145,7 @@ def _of_rank(module: Module, rank: int, trace: RankTrace) -> TracedMemory:
         tuple(_kinds(measured, gap_of, way, made_by, peak)),
         tuple(_block(measured, life, gap_of[id(life)], way, made_by) for life in measured.lives),
         dict(measured.workspace),
+        most_away(trace),
     )
 
 

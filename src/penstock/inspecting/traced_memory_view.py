@@ -30,8 +30,10 @@ def _rank(found: TracedMemory, width: int | None) -> Iterator[str]:
     else:
         yield f"not as planned: {found.difference}"
     calls = [f"{graph} {size(sum(sizes))}" for graph, sizes in found.temporaries.items() if sizes]
-    if calls:
-        yield f"beside that, while a graph is called: {', '.join(calls)}"
+    beside = [f"{', '.join(calls)} while a graph is called"] if calls else []
+    beside += [f"at most {size(found.on_the_way)} that was sent and had not arrived"] if found.on_the_way else []
+    if beside:
+        yield f"beside that: {'; '.join(beside)}"
     worth = [kind for kind in found.kinds if kind.candidate]
     rest = sum(kind.count for kind in found.kinds) - sum(kind.count for kind in worth)
     yield (
