@@ -34,7 +34,7 @@ def docstring(module: str, first: str, last: str | None = None) -> str:
 
 def ops() -> str:
     """The op table with what supports each row."""
-    from penstock.coverage import coverage
+    from penstock.reference.coverage import coverage
 
     header, rows = coverage()
     lines = [header, ["---"] * len(header), *(["`" + row[0] + "`", *(str(cell).replace("|", "\\|") for cell in row[1:])] for row in rows)]

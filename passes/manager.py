@@ -1,6 +1,6 @@
 """Runs passes: reads pipeline text, checks facts, verifies after every pass, and tells a watcher what each did.
 
-A pipeline is written `simplify,partition{stages=4},weight-versions`; options are the fields of the pass's frozen dataclass, and
+A pipeline is written `simplify,partition{stages=4},weight-versions`, in a file perhaps over many lines and with comments; options are the fields of the pass's frozen dataclass, and
 `str(call)` prints only those that differ from their defaults.
 """
 
@@ -57,29 +57,39 @@ def _print_option(value: Attr) -> str:
     return value if isinstance(value, str) and _BARE.fullmatch(value) else print_literal(value)
 
 
-_CALL = re.compile(r"\s*([a-z][\w\-]*)\s*(?:\{((?:[^}\"]|\"(?:[^\"\\]|\\.)*\")*)\})?\s*(,|$)")
+_COMMENT = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*')
+_CALL = re.compile(r"\s*([a-z][\w\-]*)[^\S\n]*(?:\{((?:[^}\"]|\"(?:[^\"\\]|\\.)*\")*)\})?(?:\s*,\s*|[^\S\n]*\n\s*|\s*$)")
 _OPTION = re.compile(r'\s*([\w\-]+)=("(?:[^"\\]|\\.)*"|\[(?:[^\]"]|"(?:[^"\\]|\\.)*")*\]|[^,]*)\s*(?:,|$)')
 
 
-def parse_pipeline(text: str, table: dict[str, Pass]) -> list[Call]:
-    """The calls that print as `text`; one UsageError lists every unknown pass and option."""
+def parse_pipeline(text: str, table: dict[str, Pass], where: str = "-p") -> list[Call]:
+    """The calls that print as `text`. A line end may stand for a comma, and `//` begins a comment. One UsageError lists every unknown pass and option;
+    `where` says where the text is from."""
     calls: list[Call] = []
     problems: list[str] = []
-    at = 0
-    while at < len(text):
-        match = _CALL.match(text, at)
+    # Blanks in place of comments: everything stays where it is, for messages.
+    plain = _COMMENT.sub(lambda m: m[0] if m[0][0] == '"' else " " * len(m[0]), text)
+    lines = "\n" in text
+    at = len(plain) - len(plain.lstrip())
+    while at < len(plain):
+        match = _CALL.match(plain, at)
+        line = f"line {plain.count(chr(10), 0, at) + 1}: " if lines else ""
         if match is None:
+            found = plain[at : at + 60].partition("\n")[0].rstrip()
             raise UsageError(
-                f"cannot read the pipeline at {text[at : at + 60]!r}, expected pass{{option=value,...}} separated by commas", where="-p"
+                f"{line}cannot read the pipeline at {found!r}, expected pass{{option=value,...}} separated by commas or line ends",
+                where=where,
             )
         at = match.end()
-        if match[1] not in table:
-            problems.append(f"unknown pass {match[1]!r}, expected one of {', '.join(table)}")
-            continue
-        calls += _parse_call(table[match[1]], match[2] or "", problems)
+        own: list[str] = []
+        if match[1] in table:
+            calls += _parse_call(table[match[1]], match[2] or "", own)
+        else:
+            own.append(f"unknown pass {match[1]!r}, expected one of {', '.join(table)}")
+        problems += [line + problem for problem in own]
     problems += _disagreements(calls)
     if problems:
-        raise UsageError("the pipeline has problems:" + "".join(f"\n  - {p}" for p in problems), where="-p")
+        raise UsageError("the pipeline has problems:" + "".join(f"\n  - {p}" for p in problems), where=where)
     return calls
 
 

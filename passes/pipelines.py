@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, ParamSpec
 
 from ..ir.graph import Attr, Scalar
 from ..ir.text import print_literal
@@ -48,13 +49,25 @@ PASSES: dict[str, Pass] = {
     )
 }
 
-Entry = tuple[str, dict[str, Attr]]
+
+P = ParamSpec("P")
+
+
+class Entry(NamedTuple):
+    """A pass in a pipeline, and why it stands there. Those that are not `wanted` are left out; `asked` says what wants them."""
+
+    name: str
+    options: dict[str, Attr]
+    why: str
+    wanted: bool = True
+    asked: str = ""
+
 
 # What a loss is scaled by at first where gradients are computed in f16; it adapts. The same as torch's.
 LOSS_SCALE = 65536.0
 
 
-def training_pipeline(
+def training_entries(
     optimizer: dict[str, Attr],
     partition: dict[str, Attr],
     schedule: str,
@@ -65,7 +78,7 @@ def training_pipeline(
     again: str = "auto",
     shares: tuple[Scalar, ...] = (),
     travels: str = "f32",
-) -> list[Call]:
+) -> list[Entry]:
     """From a model with its loss to the program of every rank. `compute` is the element type of activations; `library`, where there are GPUs,
     who computes contractions on them; `guard` what is done about the gradient before it is used; `again` what is computed again in the
     backward pass: auto, none or all; `shares` how many microbatches each device of a stage runs; `travels` the
@@ -75,92 +88,128 @@ def training_pipeline(
     if guard is None and compute == "f16":
         guard = {}
     scaled: dict[str, Attr] = {"loss_scale": LOSS_SCALE} if compute == "f16" else {}
-    partition = {**partition, "microbatches": microbatches, "schedule": schedule, "recompute": again, **_travelling(travels)}
-    return _calls(
-        [
-            ("simplify", {}),  # first, so that nothing dead or constant is differentiated
-            *_decompose(library),  # composites without a gradient rule or kernel of their own, before gradients are taken
-            *_precision(compute),  # before gradients are taken, so that they have the types of what they are gradients of
-            (
-                "autodiff",
-                {"microbatches": microbatches, **scaled},
-            ),  # on the whole model: gradients of values used by several stages are summed once
-            ("optimizer", optimizer),  # after the gradients exist that it consumes
-            *([("guard", guard)] if guard is not None else []),  # sees every use of a gradient and every new value of a parameter
-            ("simplify", {}),  # gradients bring new constants and common subexpressions; merge them before costs are counted
-            ("partition", partition),  # sees forward, backward and update, so that costs and memory are those of training
-            ("split", {}),  # annotations become one graph per stage
-            *_split_backward(schedule),  # what a stage sends is known now, and the schedule needs to know which stages have a W
-            ("schedule", {"kind": schedule, "microbatches": microbatches, "shares": shares}),  # needs to know the stages only
-            ("weight-versions", {}),  # needs to know which forwards run before which update
-            *_wire(travels),  # before edges get their types; after gradients and W, so that no pass sees two forms of a value
-            ("communicate", {}),  # after versions, so that the diff of that pass shows nothing but versions
-            *_libraries(library),  # before kernels are chosen: what a library computes is a kernel of its own
-            ("recompute", {"mode": again}),  # needs to know what is in flight, and who computes what, for memory and time
-            ("fuse", {}),  # kernels are chosen in graphs that no longer change
-            ("lifetimes", {}),  # last: sends and receives hold values, and what kernels are made of has no memory
-        ]
-    )
+    partition = {**partition, "microbatches": microbatches, "schedule": schedule, "recompute": again, "wire": travels}
+    return [
+        Entry("simplify", {}, "first, so that nothing dead or constant is differentiated"),
+        _decompose(library, "composites without a gradient rule or kernel of their own, before gradients are taken"),
+        _precision(compute, "before gradients are taken, so that they have the types of what they are gradients of"),
+        Entry(
+            "autodiff",
+            {"microbatches": microbatches, **scaled},
+            "on the whole model: gradients of values used by several stages are summed once",
+        ),
+        Entry("optimizer", optimizer, "after the gradients exist that it consumes"),
+        Entry(
+            "guard",
+            guard or {},
+            "sees every use of a gradient and every new value of a parameter",
+            guard is not None,
+            "--clip, --skip-nonfinite, --precision f16",
+        ),
+        Entry("simplify", {}, "gradients bring new constants and common subexpressions; merge them before costs are counted"),
+        Entry("partition", partition, "sees forward, backward and update, so that costs and memory are those of training"),
+        Entry("split", {}, "annotations become one graph per stage"),
+        Entry(
+            "split-backward",
+            {},
+            "what a stage sends is known now, and the schedule needs to know which stages have a W",
+            schedule in SCHEDULES and SCHEDULES[schedule].splits,
+            "--schedule zb-1f1b",
+        ),
+        Entry("schedule", {"kind": schedule, "microbatches": microbatches, "shares": shares}, "needs to know the stages only"),
+        Entry("weight-versions", {}, "needs to know which forwards run before which update"),
+        _wire(travels, "before edges get their types; after gradients and W, so that no pass sees two forms of a value"),
+        Entry("communicate", {}, "after versions, so that the diff of that pass shows nothing but versions"),
+        _libraries(library),
+        Entry("recompute", {"mode": again}, "needs to know what is in flight, and who computes what, for memory and time"),
+        Entry("fuse", {}, "kernels are chosen in graphs that no longer change"),
+        Entry("lifetimes", {}, "last: sends and receives hold values, and what kernels are made of has no memory"),
+    ]
 
 
-def inference_pipeline(
+def inference_entries(
     partition: dict[str, Attr],
     microbatches: int,
     compute: str = "f32",
     library: str = "",
     shares: tuple[Scalar, ...] = (),
     travels: str = "f32",
-) -> list[Call]:
+) -> list[Entry]:
     """From a model to the forward program of every rank."""
     check_precision(compute)
     check_wire(travels)
-    partition = {**partition, "microbatches": microbatches, "schedule": "forward", **_travelling(travels)}
-    return _calls(
-        [
-            ("simplify", {}),  # constants first
-            *_decompose(library),  # composites without a kernel of their own
-            *_precision(compute),  # when no composite is left that has no kernel
-            ("partition", partition),  # forward cost only
-            ("split", {}),  # annotations become one graph per stage
-            ("schedule", {"kind": "forward", "microbatches": microbatches, "shares": shares}),  # forwards in order
-            ("weight-versions", {}),  # one version; the verifier wants it said
-            *_wire(travels),  # before edges get their types
-            ("communicate", {}),  # activations between stages
-            *_libraries(library),  # before kernels are chosen: what a library computes is a kernel of its own
-            ("fuse", {}),  # kernels are chosen in graphs that no longer change
-            ("lifetimes", {}),  # last: a microbatch is dropped once it is sent on, and what kernels are made of has no memory
-        ]
-    )
+    partition = {**partition, "microbatches": microbatches, "schedule": "forward", "wire": travels}
+    return [
+        Entry("simplify", {}, "constants first"),
+        _decompose(library, "composites without a kernel of their own"),
+        _precision(compute, "when no composite is left that has no kernel"),
+        Entry("partition", partition, "forward cost only"),
+        Entry("split", {}, "annotations become one graph per stage"),
+        Entry("schedule", {"kind": "forward", "microbatches": microbatches, "shares": shares}, "forwards in order"),
+        Entry("weight-versions", {}, "one version; the verifier wants it said"),
+        _wire(travels, "before edges get their types"),
+        Entry("communicate", {}, "activations between stages"),
+        _libraries(library),
+        Entry("fuse", {}, "kernels are chosen in graphs that no longer change"),
+        Entry("lifetimes", {}, "last: a microbatch is dropped once it is sent on, and what kernels are made of has no memory"),
+    ]
 
 
-def _precision(compute: str) -> list[Entry]:
-    return [("precision", {"compute": compute})] if compute != "f32" else []
+def _precision(compute: str, why: str) -> Entry:
+    wanted = compute != "f32"
+    return Entry("precision", {"compute": compute if wanted else "bf16"}, why, wanted, "--precision")
 
 
-def _travelling(travels: str) -> dict[str, Attr]:
-    return {"wire": travels} if travels != "f32" else {}
+def _wire(travels: str, why: str) -> Entry:
+    wanted = travels != "f32"
+    return Entry("wire", {"dtype": travels if wanted else "bf16"}, why, wanted, "--wire")
 
 
-def _wire(travels: str) -> list[Entry]:
-    return [("wire", {"dtype": travels})] if travels != "f32" else []
+def _decompose(library: str, why: str) -> Entry:
+    return Entry("decompose", {"keep": ()} if library == "none" else {}, why)
 
 
-def _decompose(library: str) -> list[Entry]:
-    return [("decompose", {"keep": ()} if library == "none" else {})]
+def _libraries(use: str) -> Entry:
+    why = "before kernels are chosen: what a library computes is a kernel of its own"
+    return Entry("libraries", {"use": use} if use else {}, why, bool(use), "devices that are GPUs")
 
 
-def _split_backward(kind: str) -> list[Entry]:
-    return [("split-backward", {})] if kind in SCHEDULES and SCHEDULES[kind].splits else []
+# The pipelines by name: what they are for, and what they consist of if nothing is asked for.
+PIPELINES: dict[str, tuple[str, Callable[[], list[Entry]]]] = {
+    "train": ("from a model with its loss to the program of every rank", lambda: training_entries({}, {}, "1f1b", 1)),
+    "infer": ("from a model to the forward program of every rank", lambda: inference_entries({}, 1)),
+}
 
 
-def _libraries(use: str) -> list[Entry]:
-    return [("libraries", {"use": use})] if use else []
+def calls_of(entries: Iterable[Entry]) -> list[Call]:
+    """The calls of those that are wanted."""
+    return parse_pipeline(",".join(_text(entry) for entry in entries if entry.wanted), PASSES)
 
 
-def _calls(entries: list[Entry]) -> list[Call]:
-    return parse_pipeline(",".join(_texts(entries)), PASSES)
+def _pipeline(entries: Callable[P, list[Entry]]) -> Callable[P, list[Call]]:
+    """What gives the calls that the entries come to."""
+
+    def pipeline(*arguments: P.args, **options: P.kwargs) -> list[Call]:
+        return calls_of(entries(*arguments, **options))
+
+    return pipeline
 
 
-def _texts(entries: list[Entry]) -> Iterator[str]:
-    for name, options in entries:
-        yield f"{name}{{{','.join(f'{k}={print_literal(v)}' for k, v in options.items())}}}"
+training_pipeline, inference_pipeline = _pipeline(training_entries), _pipeline(inference_entries)
+
+
+def pipeline_text(name: str) -> str:
+    """A pipeline as a file that `penstock opt --pipeline` reads: a pass per line with the reason for its place; those that have to be asked for are
+    comments."""
+    meaning, entries = PIPELINES[name]
+    rows = []
+    for entry in entries():
+        (call,) = parse_pipeline(_text(entry), PASSES)
+        asked = f"with {entry.asked}: " if entry.asked else ""
+        rows.append((str(call) if entry.wanted else f"// {call}", f"// {asked}{entry.why}"))
+    width = max(len(call) for call, _ in rows)
+    return f"// {name}: {meaning}\n" + "".join(f"{call:<{width}}  {why}\n" for call, why in rows)
+
+
+def _text(entry: Entry) -> str:
+    return f"{entry.name}{{{','.join(f'{k}={print_literal(v)}' for k, v in entry.options.items())}}}"

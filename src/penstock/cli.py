@@ -313,14 +313,28 @@ def _parser() -> argparse.ArgumentParser:
 
     opt = add("opt", "run passes over an IR file; goes on from any dump")
     opt.add_argument("file", metavar="FILE.ir")
-    opt.add_argument(
-        "-p", "--passes", required=True, metavar="PIPELINE", help="e.g. 'partition{stages=4},split'; `penstock passes` lists them"
+    pipeline = opt.add_mutually_exclusive_group(required=True)
+    pipeline.add_argument(
+        "-p", "--passes", metavar="PIPELINE", help="e.g. 'partition{stages=4},split', or @FILE; `penstock passes` lists them"
+    )
+    pipeline.add_argument(
+        "--pipeline",
+        metavar="FILE",
+        help="a pipeline with a pass per line and // comments, as `penstock passes --pipeline train` prints them",
     )
     opt.add_argument("-o", "--out", metavar="OUT.ir", help="default: stdout")
     add_dump_arguments(opt)
 
-    add("passes", "list the passes with their options")
-    add("ops", "list the operations and which parts of the compiler support them")
+    passes = add("passes", "list the passes with their options, explain one, or print a pipeline")
+    some = passes.add_mutually_exclusive_group()
+    some.add_argument("name", nargs="?", metavar="PASS", help="explain this one: options, what it needs and gives, where it stands and why")
+    some.add_argument("--pipeline", choices=("train", "infer"), help="print a pipeline as a file for `penstock opt --pipeline`")
+
+    ops = add("ops", "list the operations and which parts of the compiler support them, or explain one")
+    ops.add_argument("name", nargs="?", metavar="OP", help="explain this one: attributes, dimensions, gradient, kernels")
+
+    completion = add("completion", "print what makes a shell complete commands, options, passes and operations")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
 
     verify = add(
         "verify",

@@ -6,7 +6,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterable
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,9 @@ from penstock.inspecting.command import inspect_command as inspect_command
 from penstock.inspecting.subject import load_module
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError
-from penstock.ir.text import print_literal, print_module
+from penstock.ir.text import print_module
 from penstock.simulating import simulate_command as simulate_command
-from penstock.terminal import Progress, say, table
+from penstock.terminal import Progress, say
 from penstock.verifying import verify_command as verify_command
 
 if TYPE_CHECKING:
@@ -378,12 +378,24 @@ def dump_of(arguments: Namespace) -> Dump | None:
     return None
 
 
+def _pipeline_of(arguments: Namespace) -> tuple[str, str]:
+    """The text of a pipeline, and where it is from: the command line, or a file."""
+    path = arguments.pipeline or (arguments.passes[1:] if arguments.passes.startswith("@") else None)
+    if path is None:
+        return arguments.passes, "-p"
+    try:
+        return Path(path).read_text(encoding="utf-8"), path
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot be read: {error}", where=path, hint="expected a file with a pipeline") from error
+
+
 def opt_command(arguments: Namespace) -> None:
     from penstock.dumping.program import dump_program
     from penstock.passes.manager import parse_pipeline, run_passes
     from penstock.passes.pipelines import PASSES
 
-    calls = parse_pipeline(arguments.passes, PASSES)
+    text, where = _pipeline_of(arguments)
+    calls = parse_pipeline(text, PASSES, where)
     before = load_module(arguments.file)
     if arguments.dump_ir and Path(arguments.file).resolve().parent == Path(arguments.dump_ir).resolve():
         raise UsageError(f"{arguments.file} lies in it, and would be removed", where="--dump-ir", hint="give another folder")
@@ -400,20 +412,21 @@ def opt_command(arguments: Namespace) -> None:
 
 
 def passes_command(arguments: Namespace) -> None:
-    from penstock.passes.pipelines import PASSES
+    from penstock.reference.passes import passes_command
 
-    for row in PASSES.values():
-        options = [f.name if f.default is MISSING else f"{f.name}={print_literal(f.default)}" for f in fields(row.options)]
-        facts = [f"{word} {', '.join(names)}" for word, names in (("needs", row.needs), ("gives", row.gives)) if names]
-        print(f"{row.name}{{{','.join(options)}}}" + (f"  [{'; '.join(facts)}]" if facts else ""))
-        print(f"    {row.doc}")
+    passes_command(arguments)
 
 
 def ops_command(arguments: Namespace) -> None:
-    from penstock.coverage import coverage
+    from penstock.reference.ops import ops_command
 
-    header, rows = coverage()
-    print(table(header, rows))
+    ops_command(arguments)
+
+
+def completion_command(arguments: Namespace) -> None:
+    from penstock.reference.completion import completion_command
+
+    completion_command(arguments)
 
 
 __all__ = [name for name in dir() if name.endswith("_command")] + ["load_module"]

@@ -1,0 +1,107 @@
+"""`penstock ops`: all operations with who supports them, or one in full. In: the op table and the tables beside it. Out: text."""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Iterator
+
+from penstock.ir.numpy_ops import NUMPY
+from penstock.ir.ops import ANY, OPS, Needs, OpDef
+from penstock.ir.text import print_literal
+from penstock.passes.decompose import DECOMPOSE, DecomposeOptions
+from penstock.passes.vjp import FLAT, STATISTICS, STOPS, VJP
+from penstock.reference.coverage import STATE, coverage
+from penstock.reference.passes import known
+from penstock.terminal import table
+
+_TYPES = {bool: "bool", int: "int", float: "float", str: "word", tuple: "list", object: "any"}
+_DIMENSIONS = "a name is a dimension, `...` any leading ones; n may be split over devices, n+ into partial sums, n^ stays whole"
+
+
+def ops_command(arguments: Namespace) -> None:
+    if arguments.name is None:
+        print(table(*coverage()))
+    else:
+        print("\n".join(op_help(known(arguments.name, OPS, "operation", "penstock ops"))))
+
+
+def op_help(name: str) -> Iterator[str]:
+    """All there is to say about an operation."""
+    row = OPS[name]
+    yield f"{name}({_operands(row)})"
+    yield f"    {row.doc}"
+    yield ""
+    rows = [[attr, *_attribute(spec)] for attr, spec in row.attrs.items()]
+    yield table(["attribute", "type", "default"], rows) if rows else "no attributes"
+    yield ""
+    yield f"family: {row.family}" + (", has an effect: it is done once, and in its place" if row.effect else "")
+    if row.dims:
+        yield f"dimensions: {row.dims}  ({_DIMENSIONS})"
+    else:
+        yield "dimensions: those of all operands are the same, after broadcasting, and any of them may be split"
+    yield f"gradient: {_gradient(name)}"
+    yield f"interpreter: {_place(NUMPY.get(name)) if name in NUMPY else 'reads and writes variables' if row.family == STATE else 'no'}"
+    for device, kinds in _kernels():
+        yield f"{device}: {_kernel(row, kinds)}"
+    if name in DECOMPOSE:
+        kept = (
+            f", which leaves it alone where that pays (keep=[{','.join(DecomposeOptions().keep)}])"
+            if name in DecomposeOptions().keep
+            else ""
+        )
+        yield f"taken apart by the pass decompose{kept}: {_place(DECOMPOSE[name])}"
+
+
+def _operands(row: OpDef) -> str:
+    low, high = row.arity
+    names = [f"%{chr(ord('a') + i)}" for i in range(low)]
+    more = ["..."] if high >= ANY else [f"[%{chr(ord('a') + i)}]" for i in range(low, high)]
+    variable = ["@var"] if "var" in row.attrs else []
+    return ", ".join(
+        [*names, *more, *variable, *(f"{attr}=" for attr, spec in row.attrs.items() if isinstance(spec, Needs) and attr != "var")]
+    )
+
+
+def _attribute(spec: object) -> tuple[str, str]:
+    if isinstance(spec, Needs):
+        return _TYPES.get(spec.kind, spec.kind.__name__), "must be given"
+    return _TYPES[type(spec)], print_literal(spec)  # type: ignore[arg-type]
+
+
+def _gradient(name: str) -> str:
+    if name in VJP:
+        without = "".join(f", none through result {number}" for number in STATISTICS.get(name, ()))
+        return f"{_place(VJP[name])}{without}"
+    if name in FLAT:
+        return "zero wherever there is one, so nothing is trained through it"
+    if name in STOPS:
+        return "none: gradients end here"
+    return "that of what it is taken apart into" if name in DECOMPOSE else "none"
+
+
+def _kernels() -> Iterator[tuple[str, frozenset[str]]]:
+    from penstock.backends.tvm.cuda.generate import KINDS
+    from penstock.backends.tvm.kernels import MAIN
+    from penstock.backends.tvm.kernels.elements import INDEXED, POINTWISE
+
+    yield "kernels for CPUs", frozenset((*MAIN, *INDEXED, *POINTWISE))
+    yield "kernels for CUDA", KINDS
+
+
+def _kernel(row: OpDef, kinds: frozenset[str]) -> str:
+    if row.name in kinds:
+        return "yes"
+    if row.family == STATE:
+        return "yes: variables are parameters of kernels"
+    return "that of what it is taken apart into" if row.name in DECOMPOSE else "no"
+
+
+def _place(rule: object) -> str:
+    """Where a rule stands."""
+    target = inspect.unwrap(rule) if callable(rule) else rule
+    code = getattr(target, "__code__", None)
+    if code is None:
+        return "yes"
+    path = code.co_filename.replace("\\", "/").rpartition("/penstock/")[2] or code.co_filename
+    return f"yes, {path}:{code.co_firstlineno}"
