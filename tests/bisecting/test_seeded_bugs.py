@@ -84,6 +84,15 @@ def test_what_is_right_passes(model: str, models: dict[str, Path], capsys: pytes
     assert f"nothing changes what {model} computes" in capsys.readouterr().out
 
 
+def test_an_update_that_is_guarded_is_what_later_modules_are_compared_with(
+    models: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bisected(models["tied"], "--clip", "0.1", "--backend", "numpy") == 0
+    next(bug for bug in BUGS if bug.name == "a missing sum of tied gradients").patch(monkeypatch)
+    assert bisected(models["tied"], "--clip", "0.1", "--backend", "numpy") == 5
+    assert "after: split" in capsys.readouterr().out
+
+
 def test_the_record_has_all_bugs() -> None:
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     assert [row["bug"] for row in record] == [bug.name for bug in BUGS]

@@ -26,7 +26,7 @@ from penstock.bisecting.kernels import Call, compare, compiled, recorded_slots
 from penstock.bisecting.original import OnnxOriginal, first_difference
 from penstock.bisecting.shrinking import Budget, shrink
 from penstock.bisecting.steps import Step
-from penstock.bisecting.trial import Off, Trial, drawn, updates
+from penstock.bisecting.trial import Off, Trial, drawn
 from penstock.bisecting.values import Spot
 from penstock.checks import synthetic_batch
 from penstock.frontends.names import legal
@@ -247,7 +247,7 @@ def verify_ir(path: str, *, passes: str | None, data: str | None, steps: int, se
     trial = Trial(made, steps, seed, tolerance, weights, batches)
     problem = trial.problem(after)
     if problem is None:
-        what = "outputs and variables" if updates(after) else "derivatives" if "B" in after.graphs else "outputs"
+        what = "outputs and variables" if trial.compares_training(after) else "derivatives" if "B" in after.graphs else "outputs"
         print(f"{passes}: {what} stay what they were")
         return 0
     spots = trial.spots(after, module)

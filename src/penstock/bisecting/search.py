@@ -16,7 +16,7 @@ from penstock.bisecting.kernels import Verdict, first_kernel
 from penstock.bisecting.original import OnnxOriginal, first_difference
 from penstock.bisecting.shrinking import Budget
 from penstock.bisecting.steps import WRITTEN, Original, Trail
-from penstock.bisecting.trial import Off, Trial, can_run, is_whole, updates
+from penstock.bisecting.trial import Off, Trial, can_run, is_whole
 from penstock.bisecting.values import Spot
 from penstock.ir.errors import PenstockError, VerifyError
 from penstock.ir.graph import Module
@@ -132,7 +132,7 @@ class _Search:
             return problems[i] is not None
 
         # What everything later is compared with is judged first.
-        judge = next((place for place, i in enumerate(every) if updates(steps[i].module)), len(every) - 1)
+        judge = next((place for place, i in enumerate(every) if steps[i].module is trial.trained), len(every) - 1)
         high = judge if is_bad(judge) else len(every) - 1
         low = -1 if is_bad(0) else 0
         while is_bad(high) and high - low > 1:

@@ -10,7 +10,7 @@ Every module is verified statically first: what the verifier refuses needs no nu
 differ; allowed.py says by how much.
 
 Limits: a schedule with a delay is not run before weights have versions, so that what is wrong with it is found after `weight-versions`, if the
-verifier does not see it at once; the rule of an update is not judged, only what passes make of it; a backward graph that was parted before it stood in one piece is judged by
+verifier does not see it at once; the rule of an update, and what guards it, are not judged, only what passes make of them; a backward graph that was parted before it stood in one piece is judged by
 what it does to the variables.
 """
 
@@ -40,6 +40,9 @@ from penstock.ir.types import FLOATS, UNIT_ROUNDOFF
 from penstock.ir.verify import verify
 from penstock.ir.words import counted
 from penstock.passes.schedules import ScheduleOptions, schedule
+
+# A pass that changes what an update does, and is meant to.
+_MEANT = r"guard\b"
 
 # What a run gave: outputs by ("output", microbatch, name), variables by ("variable", steps, name).
 Result = tuple[str, int, str]
@@ -73,8 +76,11 @@ class Trial:
     ) -> None:
         self.first, self.seed, self.tolerance = steps[0].module, seed, tolerance
         self.microbatches, self.loss_scale = _microbatches(steps), _loss_scale(steps)
-        # The first module that updates: what all later ones are compared with.
-        self.trained = next((step.module for step in steps if updates(step.module)), None)
+        # The first module that updates, as it means to: what all later ones are compared with. Those before it are judged by their derivatives alone.
+        begin = next((i for i, step in enumerate(steps) if updates(step.module)), len(steps))
+        begin = next((i for i, step in enumerate(steps) if re.match(_MEANT, step.call)), begin)
+        self.trained = steps[begin].module if begin < len(steps) else None
+        self._later = {id(step.module) for step in steps[begin + 1 :]}
         self.weights: dict[str, Array] = {name: np.asarray(array) for name, array in (weights or {}).items()}
         for name, var in ((name, var) for step in steps for name, var in step.module.vars.items()):
             if var.init == "file":
@@ -100,8 +106,12 @@ class Trial:
         elif not updates(module):
             found = _results(self.execute(module))
             yield from self._off({key: array for key, array in found.items() if key[0] == "output"}, self._wanted)
-        if self.trained is not None and updates(module) and module is not self.trained:
+        if self.compares_training(module):
             yield from self._off(_results(self.execute(module)), _results(self.recurrence(_delay(module))), _delay(module), module)
+
+    def compares_training(self, module: Module) -> bool:
+        """Whether there is a module to compare its training with."""
+        return id(module) in self._later and updates(module)
 
     def _off(
         self, found: Mapping[Result, Array], wanted: Mapping[Result, Array], delay: int | None = None, module: Module | None = None
