@@ -14,6 +14,8 @@ from penstock.backends.bundle import Bundle, open_bundle
 from penstock.backends.tvm.store import Store
 from penstock.cli import main
 from penstock.inspecting.kernels import kernel_rows
+from penstock.inspecting.subject import open_subject
+from penstock.inspecting.why import why
 from penstock.ir.cluster import Cluster, Device
 from penstock.ir.graph import Graph, Value
 from penstock.ir.ops import make
@@ -102,6 +104,10 @@ def test_measured_kernels_of_a_report_are_kept(
     table = Measured("numpy")
     for row in kernel_rows(bundle.module):
         assert table.seconds(Kernel(row.names[0], row.ops, row.body), replace(DEVICE, threads=1)) is not None
+    row = next(row for row in kernel_rows(bundle.module) if row.device.threads == 1)
+    (part, *_) = why(open_subject(bundle.path), row.label).parts
+    assert part.kernel is not None
+    assert part.kernel.measured_s == table.seconds(Kernel(row.names[0], row.ops, row.body), row.device) is not None
     monkeypatch.setenv("PENSTOCK_CACHE", "off")
     assert Measured("numpy").seconds(Kernel(row.names[0], row.ops, row.body), replace(DEVICE, threads=1)) is None
 

@@ -7,7 +7,6 @@ with its dumps in a folder; a pass that does not finish is part of the answer.
 
 from __future__ import annotations
 
-import re
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,10 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.bisecting.steps import WRITTEN, Original, Program, Step, Trail
+from penstock.dumping.reading import dumped_passes, made_again
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
-from penstock.ir.text import parse_module
-from penstock.passes.manager import Call, parse_pipeline, run_passes
-from penstock.passes.pipelines import PASSES
 from penstock.terminal import say
 
 if TYPE_CHECKING:
@@ -29,27 +26,18 @@ if TYPE_CHECKING:
     from penstock.backends.interface import StageProgram
     from penstock.ir.graph import Module
 
-_FILE = re.compile(r"(\d+)_([a-z0-9\-]+)\.ir")
-
 
 # ------------------------------------------------------------------------------------------------ dump folders
 
 
 def read_dumps(folder: str | Path) -> list[Step]:
     """The modules of a dump folder in the order of the passes."""
-    named = sorted((int(match[1]), match[2], path) for path in Path(folder).glob("*.ir") if (match := _FILE.fullmatch(path.name)))
-    if not named or named[0][:2] != (0, "input"):
+    found = dumped_passes(folder)
+    if not found or found[0].path.name != "00_input.ir":
         raise UsageError("there is no 00_input.ir", where=str(folder), hint="give a folder that `penstock compile --dump-ir` wrote")
     if any(Path(folder).glob("*.diff")):
         raise UsageError("has changes in place of modules", where=str(folder), hint="dump again without --dump-ir-changed")
-    try:
-        rows = [line.split("\t") for line in (Path(folder) / "passes.tsv").read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise UsageError(f"cannot read passes.tsv: {error}", where=str(folder)) from error
-    calls = {int(row[0]): row[1] for row in rows if len(row) > 1 and row[0].isdigit()}
-    return [
-        Step(path.name, calls.get(number, name), parse_module(path.read_text(encoding="utf-8"), str(path))) for number, name, path in named
-    ]
+    return [Step(dump.path.name, dump.call, dump.module) for dump in found]
 
 
 @contextmanager
@@ -77,30 +65,22 @@ def bundle_trail(bundle: Bundle) -> Iterator[Trail]:
 
 def _made_again(bundle: Bundle) -> Iterator[Step]:
     """The modules of the passes from `partition` on. The last one is that of the bundle, whether or not these passes would make it today."""
-    calls = parse_pipeline(str(bundle.plan.get("pipeline", "")), PASSES)
-    names = [call.name for call in calls]
     assert bundle.reference is not None
-    if "partition" in names:
-        seen: list[tuple[Call, Module]] = []
-
-        def look(call: Call, before: Module) -> Call:
-            seen.append((call, before))
-            return call
-
-        rest = calls[names.index("partition") :]
-        try:
-            # The plan's own notes are left out of what is compared.
-            last = run_passes(bundle.reference, rest, PASSES, before=look)
-        except PenstockError as error:
-            say(f"the passes that the plan names do not run on its model today: {str(error).splitlines()[0]}")
-        else:
-            afters = [module for _, module in seen[1:]] + [last]
-            for number, ((call, before), after) in enumerate(zip(seen, afters, strict=True), 1):
-                if after is not before:
-                    yield Step(f"{number:02d}_{call.name} (made again)", str(call), after)
-            if replace(last, notes=()) == replace(bundle.module, notes=()):
-                return
-            say("the passes that the plan names make another program today than the one that the bundle has")
+    try:
+        made = made_again(bundle.reference, str(bundle.plan.get("pipeline", "")))
+    except PenstockError as error:
+        say(f"the passes that the plan names do not run on its model today: {str(error).splitlines()[0]}")
+        made = []
+    before = bundle.reference
+    for number, step in enumerate(made, 1):
+        if step.module is not before:
+            yield Step(f"{number:02d}_{step.call.name} (made again)", str(step.call), step.module)
+        before = step.module
+    if made:
+        # The plan's own notes are left out of what is compared.
+        if replace(before, notes=()) == replace(bundle.module, notes=()):
+            return
+        say("the passes that the plan names make another program today than the one that the bundle has")
     yield Step("module.ir", WRITTEN, bundle.module)
 
 

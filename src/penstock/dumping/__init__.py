@@ -23,6 +23,7 @@ Modules can be gone on from (`penstock opt NN_pass.ir -p PASS`), compared (`pens
 
     folder.py   the files of passes, and events         parts.py   modules of parts of a module
     program.py  what is there once a module is planned: parts, actions, picture, sources
+    reading.py  the modules of passes again, out of a folder or by running the passes
 """
 
 from penstock.dumping.folder import Dump, step_of

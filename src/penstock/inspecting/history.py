@@ -15,11 +15,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from penstock.differing import differences
+from penstock.dumping.reading import made_again
 from penstock.inspecting.finding import VARIABLE, Target, look_up
 from penstock.inspecting.subject import Subject
+from penstock.ir.errors import PenstockError
 from penstock.ir.graph import Edge, Graph, Module
 from penstock.ir.text import print_module
 
+_ASK = "give --dumps, the folder of `penstock compile --dump-ir`"
 # What stands around the operations of a graph: of those that are cut out here it says nothing.
 _FRAME = re.compile(r"\s*[-+] (?:graph @\S+\(\) \{|return)")
 
@@ -63,31 +66,22 @@ def record_of(subject: Subject) -> Record:
         return Record(f"passes as dumped in {folder}{warning}", found)
     reference = subject.bundle.reference if subject.bundle is not None else None
     if reference is None or "pipeline" not in subject.plan:
-        return Record("what passes did is not known: give --dumps, the folder of `penstock compile --dump-ir`")
+        return Record(f"what passes did is not known: {_ASK}")
     return _run_again(subject, reference, str(subject.plan["pipeline"]))
 
 
 def _run_again(subject: Subject, reference: Module, pipeline: str) -> Record:
-    from penstock.passes.manager import Call, parse_pipeline, run_passes
-    from penstock.passes.pipelines import PASSES
-
-    calls = parse_pipeline(pipeline, PASSES)
-    names = [call.name for call in calls]
-    if "partition" not in names:
-        return Record("what passes did is not known: plan.json names no `partition`, which the model in the bundle stands before")
-    start = names.index("partition")
-    seen: list[tuple[int, str, Module]] = []
-
-    def look(call: Call, module: Module) -> Call:
-        seen.append((start + len(seen), str(calls[start + len(seen) - 1]) if seen else "", module))
-        return call
-
-    last = run_passes(reference, calls[start:], PASSES, before=look)
-    seen.append((len(calls), str(calls[-1]), last))
-    told = f"passes from {names[start]} on, run again from reference.ir; of those before only a dump folder knows (--dumps)"
-    if print_module(last.but(notes=())) != print_module(subject.module.but(notes=())):
+    try:
+        made = made_again(reference, pipeline)
+    except PenstockError as error:
+        return Record(f"what passes did is not known: those that plan.json names do not run today: {str(error).splitlines()[0]} ({_ASK})")
+    if not made:
+        return Record(f"what passes did is not known: plan.json names no `partition`, which the model in the bundle stands before ({_ASK})")
+    told = f"passes from {made[0].call.name} on, run again from reference.ir; of those before only a dump folder knows (--dumps)"
+    if print_module(made[-1].module.but(notes=())) != print_module(subject.module.but(notes=())):
         told += "; they give another program than the bundle has, as another version of them made it"
-    return Record(told, tuple(Snapshot(number, call, module) for number, call, module in seen))
+    before = Snapshot(made[0].number - 1, "", reference)
+    return Record(told, (before, *(Snapshot(step.number, str(step.call), step.module) for step in made)))
 
 
 # ------------------------------------------------------------------------------------------------ following

@@ -6,8 +6,6 @@ The module of a dump folder is its last one. A bundle may come with the dump fol
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,22 +17,9 @@ from penstock.ir.text import parse_module
 
 if TYPE_CHECKING:
     from penstock.backends.bundle import Bundle
+    from penstock.dumping.reading import Dumped
 
-_DUMP = re.compile(r"(\d+)_([a-z0-9\-]+)\.ir")
 _EXPECTED = "expected a bundle directory, a dump folder or an IR file"
-
-
-@dataclass(frozen=True)
-class Dumped:
-    """A module of a dump folder, and the call of the pass that made it."""
-
-    number: int
-    call: str
-    path: Path
-
-    @property
-    def module(self) -> Module:
-        return _read(self.path)
 
 
 @dataclass(frozen=True)
@@ -67,12 +52,16 @@ class Subject:
 def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
     """Open what a path names. `dumps` is a dump folder beside it. A bundle is checked as for a run."""
     place = Path(path)
-    beside = tuple(_listed(Path(dumps))) if dumps is not None else ()
+    if dumps is None and not place.is_dir():
+        return Subject(place, _read(place))
+    from penstock.dumping.reading import dumped_passes
+
+    beside = tuple(dumped_passes(dumps)) if dumps is not None else ()
     if dumps is not None and not beside:
         raise UsageError("holds no NN_pass.ir", where=str(dumps), hint="give a folder that `penstock compile --dump-ir` wrote")
     if not place.is_dir():
         return Subject(place, _read(place), None, beside)
-    if listed := tuple(_listed(place)):
+    if listed := tuple(dumped_passes(place)):
         if dumps is not None:
             raise UsageError("is a dump folder itself", where=str(path), hint="--dumps goes with a bundle or an IR file")
         return Subject(place, listed[-1].module, None, listed)
@@ -85,17 +74,6 @@ def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
 def load_module(path: str | Path) -> Module:
     """The module of a bundle, of an IR file, or the last one of a dump folder."""
     return open_subject(path).module
-
-
-def _listed(folder: Path) -> Iterator[Dumped]:
-    """The modules of a dump folder in the order of the passes, read when they are asked for."""
-    found = sorted((int(match[1]), match[2], path) for path in folder.glob("*.ir") if (match := _DUMP.fullmatch(path.name)))
-    calls: dict[int, str] = {}
-    table = folder / "passes.tsv"
-    if found and table.is_file():
-        rows = (line.split("\t") for line in table.read_text(encoding="utf-8").splitlines())
-        calls = {int(row[0]): row[1] for row in rows if len(row) > 1 and row[0].isdigit()}
-    yield from (Dumped(number, calls.get(number, name), path) for number, name, path in found)
 
 
 def _read(path: Path) -> Module:
