@@ -14,7 +14,7 @@ runtime.
 Results and temporaries of compiled graphs come from an allocator that keeps a freed block for the next one of exactly that size. So what it
 holds is, for each size, the most blocks of that size at once; the walk counts them. Memory of received values and of inputs is used again in the same
 way. Receives are posted ahead, and have their memory from then on; on a GPU it is pinned memory of the host, which is not counted, until they have come.
-What is sent stays until the next send of its channel. Values that share a message (parcels.py) are one block.
+What is sent stays until the next send of its channel, small messages until there are a few of them. Values that share a message (parcels.py) are one block.
 Known limits: scratch memory inside kernels and rounding to pages need more. The interpreter and its libraries are not counted: a worker measures them before
 it loads its variables. `planned_account` is exact, block by block and action by action, but for receives of batches that a program has yet to give.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .graph import Graph, Module, Value
 from .lives import BEFORE, Life
@@ -21,6 +21,8 @@ from .storage import planned_blocks
 # at most so many of one channel: one that arrives while its predecessor is worked on, one to follow.
 LOOK_AHEAD = 10
 POSTED = 2
+# Sends of a channel that may be noticed to have arrived together, in messages and in bytes (runtime/senders.py).
+SENDS_TOGETHER, BYTES_TOGETHER = 8, 1 << 20
 
 
 def actions_of(schedule: Schedule, rank: int, batches: int, first: int = 0) -> list[Action]:
@@ -61,6 +63,16 @@ class _Block:
     saved: bool = False
 
 
+@dataclass(slots=True)
+class _Line:
+    """What was sent over a channel and is still held: `leaving` until the next send, `waiting` until there are enough, of so many sends and bytes."""
+
+    leaving: list[tuple[Pool, int]] = field(default_factory=list)
+    waiting: list[tuple[Pool, int]] = field(default_factory=list)
+    sends: int = 0
+    nbytes: int = 0
+
+
 class Walk:
     """Follows one rank's program. `now` are the bytes of values that are saved (True), and of those that are passing through; `coming` those of messages that
     may come before their action. With `lives`, blocks are written down when they are given back."""
@@ -86,7 +98,7 @@ class Walk:
         self._posts, self._sends = posts, Counter[tuple[str, int]]()
         self._posted: dict[tuple[str, int], dict[int, list[_Block]]] = {}
         self._expected: dict[tuple[str, int], deque[Action]] = {}
-        self._lingering: dict[tuple[str, int], list[tuple[Pool, int]]] = {}
+        self._lingering: dict[tuple[str, int], _Line] = {}
         self.lives: list[Life] | None = [] if lives else None
         self.step = BEFORE
         self.coming = self.activations = self.boundary = self.workspace = self.peak = self.in_flight = 0
@@ -107,6 +119,7 @@ class Walk:
             self.in_flight = max(self.in_flight, sum(mb >= 0 for mb in self.held))
             self._note()
             yield action
+        self._flush()
 
     def _do(self, action: Action) -> None:
         kind, mb = action.kind, action.mb
@@ -188,21 +201,31 @@ class Walk:
             self._post(waiting.popleft())
 
     def _linger(self, action: Action) -> None:
-        """What was sent stays until the peer has it: until the next send of the channel, say. What is saved stays anyway; values that share a message were
-        copied into it."""
+        """What was sent stays until somebody notices that the peer has it: small messages until there are a few of a channel, and those until the next send of
+        it, say. What is saved stays anyway; values that share a message were copied into it."""
         assert action.peer is not None
-        for pool, size in self._lingering.get((action.kind, action.peer), ()):
+        line = self._lingering.setdefault((action.kind, action.peer), _Line())
+        for pool, size in line.leaving:
             pool.change(size, -1)
+        line.leaving = []
         key = self._edge(action)
-        values, stays = self.edges[key], []
+        values = self.edges[key]
         for parcel in self.parcels[key]:
-            if len(parcel.numbers) > 1:
-                stays.append((self.messages, parcel.nbytes))
-            elif values[parcel.numbers[0]].name not in self.saved:
-                stays.append((self.made, parcel.nbytes))
-        self._lingering[action.kind, action.peer] = stays
-        for pool, size in stays:
-            pool.change(size, 1)
+            pool = self.messages if len(parcel.numbers) > 1 else self.made
+            if pool is self.messages or values[parcel.numbers[0]].name not in self.saved:
+                pool.change(parcel.nbytes, 1)
+                line.waiting.append((pool, parcel.nbytes))
+            line.nbytes += parcel.nbytes
+        line.sends += 1
+        if line.sends >= SENDS_TOGETHER or line.nbytes >= BYTES_TOGETHER:
+            line.leaving, line.waiting, line.sends, line.nbytes = line.waiting, [], 0, 0
+
+    def _flush(self) -> None:
+        """At the end of a run everything has arrived."""
+        for line in self._lingering.values():
+            for pool, size in (*line.leaving, *line.waiting):
+                pool.change(size, -1)
+        self._lingering.clear()
 
     # ---------------------------------------------------------------------------------------- values
 

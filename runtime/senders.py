@@ -16,13 +16,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ..ir.memory_walk import BYTES_TOGETHER, SENDS_TOGETHER
 from ..ir.schedule import Action
 
 Works = list[tuple[dist.Work, torch.Tensor]]
 Failures = list[tuple[Action, RuntimeError]]
-
-# Sends of a channel that may wait for the next one before their thread hears of them, in messages and in bytes.
-_FEW, _SMALL = 8, 1 << 20
 
 
 class Sender(threading.Thread):
@@ -41,7 +39,7 @@ class Sender(threading.Thread):
         self._kept.append((action, works))
         for _, tensor in works:
             self._bytes += tensor.nbytes
-        if self._bytes >= _SMALL or len(self._kept) >= _FEW:
+        if self._bytes >= BYTES_TOGETHER or len(self._kept) >= SENDS_TOGETHER:
             self._hand_over()
 
     def tell(self, event: threading.Event) -> None:

@@ -29,7 +29,7 @@ messages take no time; otherwise they are a little high for 1f1b, and within som
 Bytes of a replica: parameters * versions (2 when delayed) + gradients (twice when delayed and replicated: those of a batch wait for the others while the
 next one adds up) + optimiser state + activations + workspace + transport buffers + batches that wait (on CPUs) + base. Activations are saved * in flight; with
 recomputation what comes in *
-in flight + saved of one. Buffers are POSTED receives and one send of every boundary.
+in flight + saved of one. Buffers are POSTED receives and one send of every boundary; of small messages the runtime holds up to 1 MiB a channel more.
 
 `step` also holds what the boundaries and rings of different stages add up to on one NIC, and, for schedules that drain, the rings of all stages there, one after
 another, behind the pipeline; `pipe` leaves that out, because it is what a search over stages can see.

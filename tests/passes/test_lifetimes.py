@@ -51,14 +51,14 @@ def test_activations_are_the_formula_times_what_a_microbatch_saves(toy, kind, d,
 
 
 def test_the_peak_of_a_stage_by_hand(toy):
-    """Stage 1 of 3 under 1f1b with 2 microbatches. Fixed: weight and gradient. Worst: its first backward, with %h0 of both microbatches
-    saved, %h1.grad received, %h0.grad made, and in the graph only %dw1 is a temporary; that and %h0.grad take the blocks of both %h1.
-    Receives are posted for %h1.grad of the other microbatch, and for %h0 of the first of the next batch. Beside that there is what was sent last in
-    both directions, and at most one block that nobody uses."""
+    """Stage 1 of 3 under 1f1b with 2 microbatches, in the third batch. Fixed: weight and gradient. Messages: at the first backward of the batch before %h0 of both
+    microbatches is saved, %h1.grad received, and receives are posted for %h1.grad of the other one and %h0 of the first of the next batch. Made: at the last
+    backward there are %h0.grad and in the graph %dw1; and all that was sent so far, as nobody notices that small messages have arrived before there are eight
+    in a direction: six %h1 and five %h0.grad."""
     memory = measure_memory(pipeline(toy(3), "1f1b", 2))[1]
     assert (memory.fixed, memory.activations) == (2 * VALUE, 2 * VALUE)
-    held = 2 * VALUE + 2 * VALUE + VALUE + VALUE + VALUE + 2 * VALUE + 2 * VALUE
-    assert held <= memory.peak <= held + VALUE
+    messages, made, sent = 2 + 1 + 2, 2, 6 + 5
+    assert memory.peak == memory.fixed + (messages + made + sent) * VALUE
     assert memory.in_flight == 2
 
 
