@@ -29,7 +29,6 @@ _SAME_WORDS = 40
 _ALIKE = 5
 # What names a line of a module's head, in words; two for what is not here.
 _NAMED_BY = {"module": 1, "link": 3, "edge": 3}
-# Of lines that differ in more words than this, words are not matched: that takes up to the square of their number.
 _MOST_WORDS = 2000
 
 # The lines of a part by what names them, in their order.
@@ -204,16 +203,21 @@ class _Operations:
 
 
 def _graphs(before: Mapping[str, Graph], after: Mapping[str, Graph]) -> Iterator[GraphDifference]:
-    old, new = ({name: _Operations(graph) for name, graph in graphs.items()} for graphs in (before, after))
+    # Of graphs that both modules share nothing went, and nothing came into them.
+    touched = [{name: g for name, g in graphs.items() if before.get(name) is not after.get(name)} for graphs in (before, after)]
+    old, new = ({name: _Operations(graph) for name, graph in graphs.items()} for graphs in touched)
     # Where operations may have come from, and gone to: graphs that have no more, or did not have yet, one of that name.
     gone = _elsewhere(old, new)
     come = _elsewhere(new, old)
-    for name in [*before, *(name for name in after if name not in before)]:
-        if before.get(name) is after.get(name):
-            continue
+    for name in [*old, *(name for name in new if name not in old)]:
         found = _one_graph(name, old, new, gone, come)
         if found:
             yield found
+
+
+def _prints_otherwise(a: Op, b: Op) -> bool:
+    """Operations that are not equal print otherwise; of those that are, text decides: to Python True is 1, and 0.0 is -0.0."""
+    return a != b or print_op(a) != print_op(b)
 
 
 def _elsewhere(these: Mapping[str, _Operations], others: Mapping[str, _Operations]) -> dict[object, str]:
@@ -242,8 +246,7 @@ def _one_graph(
         _lines(a.frame if a else {}, b.frame if b else {}),
         Lines(
             tuple(op for key, op in left.items() if key not in come),
-            # As text: to Python True is 1, and 0.0 is -0.0.
-            tuple((was, op) for was, op in known if was is not op and print_op(was) != print_op(op)),
+            tuple((was, op) for was, op in known if was is not op and _prints_otherwise(was, op)),
             tuple(op for key, op in after.items() if key not in before and key not in gone),
             _moved(list(before), list(after)),
         ),
@@ -255,12 +258,12 @@ def _one_graph(
 # ------------------------------------------------------------------------------------------------ words
 
 
-def words(before: str, after: str) -> Words:
-    """One line for two, in parts."""
+def words(before: str, after: str, most: int = _MOST_WORDS) -> Words:
+    """One line for two, in parts. Of lines that differ in more words than `most`, words are not matched: that takes up to the square of their number."""
     old, new = _WORDS.findall(before), _WORDS.findall(after)
     first = _alike(old, new)
     last = _alike(old[first:][::-1], new[first:][::-1])
-    middle = _matched(old[first : len(old) - last], new[first : len(new) - last])
+    middle = _matched(old[first : len(old) - last], new[first : len(new) - last], most)
     return [("", _shortened(old[:first])), *middle, ("", _shortened(old[len(old) - last :]))]
 
 
@@ -274,8 +277,8 @@ def _alike(old: Sequence[str], new: Sequence[str]) -> int:
     return count
 
 
-def _matched(old: list[str], new: list[str]) -> Words:
-    if not old or not new or max(len(old), len(new)) > _MOST_WORDS:
+def _matched(old: list[str], new: list[str], most: int) -> Words:
+    if not old or not new or max(len(old), len(new)) > most:
         return _replaced(old, new)
     codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return [

@@ -43,10 +43,8 @@ def test_memory_is_what_is_predicted_and_adds_up_at_every_moment(planned: Planne
         for time, activations, boundary, _ in points[:: max(1, len(points) // 20)]:
             # Of actions that end at the same time only the last can be told by it.
             if sum(point[0] == time for point in points) == 1:
-                live = [0, 0]
-                for _, _, purpose, nbytes, taken, given in lives:
-                    live[purpose] += nbytes if taken <= time and (given < 0 or given > time) else 0
-                assert live == [activations, boundary]
+                live = sum(nbytes for _, _, _, nbytes, taken, given in lives if taken <= time and (given < 0 or given > time))
+                assert live == activations + boundary
 
 
 def test_timelines_are_those_of_the_simulator_and_of_the_trace(planned: Planned, facts: dict[str, Any]) -> None:

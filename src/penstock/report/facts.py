@@ -12,12 +12,13 @@ on this machine, too.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from penstock import __version__
 from penstock.arguing import Predicted, predict
 from penstock.ir.graph import PARAM, Module
-from penstock.ir.memory import measure_memory
+from penstock.ir.memory import Memory, measure_memory
 from penstock.ir.schedule import PER_BATCH
 from penstock.measured import Measured
 from penstock.passes.manager import count_ops
@@ -36,15 +37,18 @@ def gather(material: Material, plain: bool = False) -> dict[str, Any]:
     module, strings = material.module, Strings()
     strings("")
     predicted = predict(module, plain) if _runs(module) else None
+    memory = measure_memory(module) if predicted is not None else {}
     found = {
         "version": __version__,
         "failure": material.failure,
         "summary": _summary(material, predicted),
         "graph": graph_facts(module, strings),
         "passes": pass_facts(material.steps, strings) or None,
-        "placement": _placement(material, predicted) if predicted is not None else None,
+        "placement": _placement(material, predicted, memory) if predicted is not None else None,
         "schedule": _schedule(material, predicted) if predicted is not None else None,
-        "memory": memory_facts(module, predicted.forecast.found, strings) if predicted is not None and "freed" in module.facts else None,
+        "memory": memory_facts(module, memory, predicted.forecast.found, strings)
+        if predicted is not None and "freed" in module.facts
+        else None,
         "links": _links(module, predicted, strings) if predicted is not None else None,
         "kernels": None,
     }
@@ -94,11 +98,11 @@ def _predictions(predicted: Predicted) -> dict[str, Any]:
     }
 
 
-def _placement(material: Material, predicted: Predicted) -> dict[str, Any]:
+def _placement(material: Material, predicted: Predicted, memory: Mapping[int, Memory]) -> dict[str, Any]:
     module, plan, cluster = material.module, material.plan, material.module.cluster
     assert module.schedule is not None
     assert cluster is not None
-    memory, uses = measure_memory(module), {use.rank: use for use in predicted.forecast.found.ranks}
+    uses = {use.rank: use for use in predicted.forecast.found.ranks}
     shares = [share for stage in module.stages for share in module.schedule.shares(stage.index)]
     starts = {entry.get("stage"): entry.get("starts_at") for entry in plan.get("stages", []) if isinstance(entry, dict)}
     ranks = []

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.inspecting.history import record_of
 from penstock.inspecting.subject import Subject
@@ -23,9 +23,9 @@ from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module
 from penstock.ir.schedule import Action
 from penstock.passes.kernels import Kernel
-from penstock.runtime.ledger import Entry
-from penstock.runtime.memory_trace import read_trace
-from penstock.runtime.stays import VALUES, Stays
+
+if TYPE_CHECKING:
+    from penstock.runtime.ledger import Entry
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,9 @@ def _read_json(path: Path, hint: str) -> dict[str, Any]:
 
 def trace_of(path: str | Path, module: Module) -> Trace:
     """What `penstock run --trace` wrote of a run of this module."""
+    # Here alone: it loads torch, which takes longer than a report without a trace.
+    from penstock.runtime.memory_trace import read_trace
+
     found = read_trace(path)
     homes = module.rank_stages()
     actions = {rank: [(Action.parse(name), start, end - start) for name, start, end in ranks.events] for rank, ranks in enumerate(found)}
@@ -162,6 +165,8 @@ def trace_of(path: str | Path, module: Module) -> Trace:
 
 
 def _held(entries: Iterable[Entry]) -> Iterator[tuple[float, int]]:
+    from penstock.runtime.stays import VALUES, Stays
+
     stays = Stays()
     for entry in entries:
         if entry.what in VALUES:

@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.ir.graph import Module, stage_vars
-from penstock.ir.lives import Account, Life
-from penstock.ir.memory import Memory, measure_memory, memory_curve, planned_account
+from penstock.ir.lives import Life
+from penstock.ir.memory import Memory
+from penstock.ir.memory_walk import Walk, actions_of
 from penstock.report.material import Trace
 from penstock.report.schedule_facts import TICKS, ticks
 from penstock.report.strings import Strings
@@ -30,25 +31,27 @@ _PASSING = ("activations", "boundary")
 _MOST = 12000
 
 
-def memory_facts(module: Module, found: Simulated, strings: Strings) -> list[dict[str, Any]]:
-    """One entry per rank."""
-    rows = measure_memory(module)
+def memory_facts(module: Module, rows: Mapping[int, Memory], found: Simulated, strings: Strings) -> list[dict[str, Any]]:
+    """One entry per rank; `rows` is what `measure_memory` says of them."""
     return [_rank_facts(module, rank, row, found, _MOST // len(rows), strings) for rank, row in rows.items()]
 
 
 def _rank_facts(module: Module, rank: int, row: Memory, found: Simulated, most: int, strings: Strings) -> dict[str, Any]:
-    account = planned_account(module, rank, [(0, found.batches)])
+    assert module.schedule is not None
+    assert module.cluster is not None
+    on_gpu = module.cluster.device(module.rank_devices()[rank]).kind == "cuda"
+    walk = Walk(module, module.rank_stages()[rank], posts=not on_gpu, lives=True)
     finishes = [ticks(time) for time in found.lines[rank].finishes]
-    assert len(finishes) == len(account.actions), "the simulator and the account of memory run the same actions"
-    parts, lives = account.by_purpose(), sorted(_passing(account), key=lambda life: life.taken)
-    steps = lives[most].taken if len(lives) > most else len(finishes)
     points: list[int] = []
-    for step, (_, live, held) in enumerate(memory_curve(module, rank, found.batches)):
-        now = [parts["activations"][step], parts["boundary"][step], held - live]
+    for finish, _ in zip(finishes, walk.follow(actions_of(module.schedule, rank, found.batches)), strict=True):
+        saved, passing = walk.now[True], walk.now[False] + walk.coming
+        now = [saved, passing, sum(pool.bytes for pool in walk.pools) - saved - passing]
         if points[-3:] != now:
-            points += [finishes[step], *now]
-        if step >= steps:
-            break
+            points += [finish, *now]
+    lives = sorted(walk.finish(), key=lambda life: life.taken)
+    if len(lives) > most:
+        end = finishes[lives[most].taken]
+        points = points[: 4 * sum(time <= end for time in points[::4])]
     variables = stage_vars(module, module.rank_stages()[rank]).values()
     return {
         "rank": rank,
@@ -57,10 +60,6 @@ def _rank_facts(module: Module, rank: int, row: Memory, found: Simulated, most: 
         "points": points,
         "lives": [number for life in lives[:most] for number in _flat(life, finishes, strings)],
     }
-
-
-def _passing(account: Account) -> list[Life]:
-    return [life for life in account.lives if life.owner is not None and life.purpose in _PASSING]
 
 
 def _flat(life: Life, finishes: list[int], strings: Strings) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ from penstock.passes.pipelines import PASSES
 from penstock.report.material import Step
 from penstock.report.strings import Strings
 
+# Of lines of which more words changed, words are not matched: schedules have a view of their own.
+_MOST_WORDS = 300
 # So many that changed alike are one row, as `penstock diff` has it.
 _ALIKE = 5
 
@@ -64,7 +66,7 @@ def _parts(found: Difference, strings: Strings) -> Iterator[dict[str, Any]]:
 
 
 def _lines(lines: Lines[str], strings: Strings) -> Iterator[list[Any]]:
-    return _rows(lines, strings, str, lambda line: [], words)
+    return _rows(lines, strings, str, lambda line: [], lambda a, b: words(a, b, _MOST_WORDS))
 
 
 def _ops(lines: Lines[Op], strings: Strings) -> Iterator[list[Any]]:
@@ -96,10 +98,10 @@ def _begin(text: str) -> str:
 def _op_words(a: Op, b: Op) -> Words:
     """Where nothing but attributes changed, those; else all words of the two lines."""
     if (a.kind, a.ins, a.outs, a.loc) != (b.kind, b.ins, b.outs, b.loc):
-        return words(print_op(a), print_op(b))
+        return words(print_op(a), print_op(b), _MOST_WORDS)
     parts: Words = [("", f"{', '.join('%' + v.name for v in b.outs)}{' = ' if b.outs else ''}{b.kind} ")]
-    for name in dict.fromkeys((*a.attrs, *b.attrs)):
-        old, new = (f"{name}={print_literal(op.attrs[name])}" if name in op.attrs else "" for op in (a, b))
-        if old != new:
-            parts += [(mark, text) for mark, text in (("-", old), ("+", new)) if text] + [("", " ")]
+    for mark, these, others in (("-", a.attrs, b.attrs), ("+", b.attrs, a.attrs)):
+        for name, value in these.items():
+            if name not in others or (others[name] is not value and print_literal(others[name]) != print_literal(value)):
+                parts += [(mark, f"{name}={print_literal(value)}"), ("", " ")]
     return parts
