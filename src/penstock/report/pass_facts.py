@@ -66,15 +66,20 @@ def _parts(found: Difference, strings: Strings) -> Iterator[dict[str, Any]]:
 
 
 def _lines(lines: Lines[str], strings: Strings) -> Iterator[list[Any]]:
-    return _rows(lines, strings, str, lambda line: [], lambda a, b: words(a, b, _MOST_WORDS))
+    return _rows(lines, strings, str, lambda line: [], _begin, lambda a, b: words(a, b, _MOST_WORDS))
 
 
 def _ops(lines: Lines[Op], strings: Strings) -> Iterator[list[Any]]:
-    return _rows(lines, strings, print_op, lambda op: [v.name for v in op.outs] or [op.var], _op_words)
+    return _rows(lines, strings, print_op, lambda op: [v.name for v in op.outs] or [op.var], _called, _op_words)
 
 
 def _rows(
-    lines: Lines[T], strings: Strings, show: Callable[[T], str], names: Callable[[T], list[str]], say: Callable[[T, T], Words]
+    lines: Lines[T],
+    strings: Strings,
+    show: Callable[[T], str],
+    names: Callable[[T], list[str]],
+    called: Callable[[T], str],
+    say: Callable[[T, T], Words],
 ) -> Iterator[list[Any]]:
     yield from (["-", [strings(n) for n in names(line)], show(line)] for line in lines.gone)
     alike: dict[tuple[tuple[str, str], ...], list[tuple[T, Words]]] = {}
@@ -86,13 +91,17 @@ def _rows(
         if len(group) < _ALIKE:
             yield from (["~", [strings(n) for n in names(line)], [list(part) for part in parts]] for line, parts in group)
         else:
-            about = f"{len(group)} alike, {_begin(show(group[0][0]))} to {_begin(show(group[-1][0]))}: "
+            about = f"{len(group)} alike, {called(group[0][0])} to {called(group[-1][0])}: "
             yield ["~", [strings(n) for line, _ in group for n in names(line)], [["", about], *map(list, marked)]]
     yield from (["+", [strings(n) for n in names(line)], show(line)] for line in lines.new)
 
 
-def _begin(text: str) -> str:
-    return text.split(" : ", 1)[0].split("(", 1)[0]
+def _begin(line: str) -> str:
+    return line.split(" : ", 1)[0].split("(", 1)[0]
+
+
+def _called(op: Op) -> str:
+    return f"%{op.outs[0].name}" if op.outs else f"{op.kind} @{op.var}"
 
 
 def _op_words(a: Op, b: Op) -> Words:

@@ -61,7 +61,7 @@ function scheduleView() {
       nodes.push(svg("rect", { class: "track", x: axis.start, y, width: axis.end - axis.start, height: TRACK, rx: 3 }));
       slices(track.planned, axis, a, y, TRACK, nodes, "planned");
       if (track.measured) {
-        nodes.push(svg("text", { class: "row faint", x: 16, y: y + TRACK + LOW - 1 }, "measured"));
+        if (axis.width >= 560) nodes.push(svg("text", { class: "row faint", x: 16, y: y + TRACK + LOW - 1 }, "measured"));
         nodes.push(svg("rect", { class: "track", x: axis.start, y: y + TRACK + 3, width: axis.end - axis.start, height: LOW, rx: 3 }));
         slices(track.measured, axis, b, y + TRACK + 3, LOW, nodes, "measured");
       }
@@ -180,6 +180,6 @@ function scheduleView() {
           schedule.measured.compared.map(([rank, kind, plan, real]) => [rank, ACTION_NAMES[kind], { value: plan, node: seconds(plan) }, { value: real, node: seconds(real) }, plan ? (real / plan).toFixed(2) : "–"]),
           { caption: "Medians of computations", sortable: true })) : null)),
     // The first batches at first: what all of them look like is one key away.
-    shown: () => chart.look(from, measured ? to : Math.min(to, planned.anchors[3] ?? to)),
+    shown: () => chart.look(from, Math.min(to, planned.anchors[3] === undefined ? to : planned.anchors[3] + shifts().planned)),
   };
 }
