@@ -4,8 +4,7 @@ In: the program of all stages, its code, weights and batches. Every stage's grap
 interpreted run, rounded to their types: so an error of one graph is no error of the next. Of the first graph whose results are off, each kernel is
 compiled by itself and called with the values that the interpreter has at that point. Out: that kernel, its operations, its tensor and error.
 
-Expected is float64 on the same rounded operands. A result may be as far off as rounding explains (allowed.py), or MARGIN times as far as the interpreter is
-when it rounds as the types say. What a gradient is added to is drawn, so that a sum that was overwritten shows.
+Expected is float64 on the same rounded operands. A result may be as far off as roundings of its type explain (allowed.py). What a gradient is added to is drawn, so that a sum that was overwritten shows.
 
 Limits: the first microbatch and the first batch; stages on GPUs that this host lacks are passed over, and said so.
 """
@@ -23,7 +22,7 @@ import numpy as np
 
 from penstock.backends.interface import StageProgram, backend_of, stage_graphs
 from penstock.backends.numpy_backend import SlotStore, array_of, tensor_of
-from penstock.bisecting.allowed import Allowed, asked, by_rounding
+from penstock.bisecting.allowed import as_typed, asked
 from penstock.bisecting.steps import Program
 from penstock.bisecting.values import Spot
 from penstock.checks import relative_error
@@ -31,7 +30,7 @@ from penstock.ir.errors import UsageError
 from penstock.ir.graph import MICROBATCH, Graph, Module, Op, Slot, signature, slot_of
 from penstock.ir.interp import microbatches_of, run_graph, run_schedule
 from penstock.ir.numpy_ops import F64, TYPED, Array, array_dtype
-from penstock.ir.types import FLOATS, UNIT_ROUNDOFF, TensorType, numpy_dtype
+from penstock.ir.types import FLOATS, TensorType, numpy_dtype
 from penstock.passes.kernels import kernels_of
 from penstock.terminal import say
 
@@ -159,7 +158,7 @@ def compare(program: StageProgram, call: Call, tolerance: float | None) -> tuple
     worst, first = 0.0, None
     for key, tensor, op in named:
         error = relative_error(found[key], wide[key])
-        allowed = asked(tolerance) if tolerance is not None else _allowed(graph, relative_error(own[key], wide[key]))
+        allowed = asked(tolerance) if tolerance is not None else as_typed(graph, op, relative_error(own[key], wide[key]))
         worst = max(worst, error)
         if first is None and not error <= allowed.error:
             first = Spot(graph.name, op, tensor, "", error, allowed)
@@ -168,12 +167,6 @@ def compare(program: StageProgram, call: Call, tolerance: float | None) -> tuple
 
 def _changed(graph: Graph) -> list[Slot]:
     return list(dict.fromkeys(slot for op in graph.ops if op.kind in ("write", "accum") and (slot := slot_of(op)) is not None))
-
-
-def _allowed(graph: Graph, own: float) -> Allowed:
-    dtypes = {v.type.dtype for op in graph.ops for v in (*op.ins, *op.outs) if v.type.dtype in FLOATS} or {"f32"}
-    coarsest = max(dtypes, key=lambda dtype: UNIT_ROUNDOFF[dtype])
-    return by_rounding([graph], coarsest).widened(own, "the interpreter, which rounds as the types say, is off from float64 by that")
 
 
 def _interpreted(call: Call, precision: str) -> dict[str | Slot, Array]:

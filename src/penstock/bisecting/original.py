@@ -3,8 +3,7 @@
 OnnxOriginal runs an ONNX file in onnxruntime, without its optimiser, with the result of every node handed out; TorchOriginal (torch_original.py) does the same with a
 program of torch. `first_difference` compares them with the interpreter's values of the imported module, in the order of the framework.
 
-Both round as the types say. So a value may be as far off as rounding explains (allowed.py), or as the interpreter, which also computes it in float64, is from
-that, whichever is more.
+Both round as the types say; how far they may be apart for that says allowed.py.
 
 Limits: what the importer gives another name, folds away or computes in another way inside of a node has no counterpart; results of nodes inside of loops and branches
 are not looked at; a model of 2 GiB or more is not compared.
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.bisecting.allowed import Allowed, asked, by_rounding
+from penstock.bisecting.allowed import as_typed, asked
 from penstock.bisecting.steps import Original
 from penstock.bisecting.values import Spot
 from penstock.checks import relative_error
@@ -27,7 +26,6 @@ from penstock.frontends.names import legal
 from penstock.ir.graph import Graph, Module, Op
 from penstock.ir.interp import DictStore, initial_arrays, run_graph
 from penstock.ir.numpy_ops import F64, TYPED, Array
-from penstock.ir.types import FLOATS, UNIT_ROUNDOFF
 from penstock.terminal import say
 
 if TYPE_CHECKING:
@@ -56,19 +54,11 @@ def first_difference(
         if name not in rounded or array.shape != rounded[name].shape:
             continue
         error, own = relative_error(rounded[name], array), relative_error(rounded[name], exact[name])
-        allowed = asked(tolerance) if tolerance is not None else _allowed(graph, ops.get(name), own)
+        allowed = asked(tolerance) if tolerance is not None else as_typed(graph, ops.get(name), own)
         count, worst = count + 1, max(worst, error)
         if not error <= allowed.error:
             return Compared(count, worst, Spot(graph.name, ops.get(name), f"%{name}", original.source_of(name), error, allowed))
     return Compared(count, worst, None)
-
-
-def _allowed(graph: Graph, op: Op | None, own: float) -> Allowed:
-    dtypes = {v.type.dtype for o in graph.ops for v in o.outs if v.type.dtype in FLOATS} | {"f32"}
-    coarsest = max(dtypes, key=lambda dtype: UNIT_ROUNDOFF[dtype])
-    upto = graph.ops if op is None else graph.ops[: graph.ops.index(op) + 1]
-    allowed = by_rounding([Graph(graph.name, graph.ins, (), tuple(upto))], coarsest)
-    return allowed.widened(own, "the interpreter, which rounds as the types say, is off from float64 by that")
 
 
 def _values(module: Module, graph: Graph, weights: Mapping[str, Array], inputs: Mapping[str, Array], precision: str) -> dict[str, Array]:

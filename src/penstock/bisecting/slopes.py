@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # How far a value is moved for a difference, of its own size: the error of the difference goes with the square, that of rounding with the inverse.
 _MOVE = 1e-5
+# Microbatches that are looked at: with two of them it shows whether they are added up.
+_MOST = 2
 ALLOWED = Allowed(
     1e-5,
     f"central differences in float64 with steps of {_MOVE:g}: their square and rounding over the step are the error, one step is allowed",
@@ -44,7 +46,7 @@ class Slopes:
 
     def of_parameters(self) -> Iterator[tuple[str, float]]:
         """The parameters whose derivative is off, and how far."""
-        start, store = self.trial.store(self.module), self.trial.backward(self.module)
+        start, store = self.trial.store(self.module), self.trial.backward(self.module, most=_MOST)
         for name, var in self.module.vars.items():
             gradient = store.arrays.get(f"{name}.grad")
             if var.role == PARAM and var.type.dtype in FLOATS and gradient is not None:
@@ -56,7 +58,7 @@ class Slopes:
     def first(self) -> Spot | None:
         """The first derivative in the order of the backward graph that is off."""
         seen = Seen()
-        self.trial.backward(self.module, seen.watch)
+        self.trial.backward(self.module, seen.watch, most=1)
         values = {v.name: v for op in self.forward.ops for v in op.outs if v.type.dtype in FLOATS}
         for key, array in seen.values.items():
             name = key[2].removesuffix(".grad")
@@ -80,13 +82,13 @@ class Slopes:
         return max(0.0, abs(found - slope) - kink) / size
 
     def _loss_with(self, name: str, at: Array, added: Array) -> float:
-        """The mean over the first batch, something added to a variable."""
-        found = []
-        for k in range(self.trial.microbatches):
+        """What the first microbatches add to the mean over the first batch, something added to a variable."""
+        found = 0.0
+        for k in range(min(_MOST, self.trial.microbatches)):
             store = self.trial.store(self.module)
             store.arrays[name] = at + added
-            found.append(self.trial.forward(self.module, k, store)[self.module.outputs[0]])
-        return float(np.mean(found))
+            found += float(self.trial.forward(self.module, k, store)[self.module.outputs[0]])
+        return found / self.trial.microbatches
 
     def _loss_moving(self, value: Value, added: Array) -> float:
         """That of the first microbatch, something added to a value in the middle; as it counts in a batch."""

@@ -26,7 +26,7 @@ from math import prod
 
 import numpy as np
 
-from penstock.bisecting.allowed import Allowed, asked, by_rounding
+from penstock.bisecting.allowed import Allowed, asked, in_float64
 from penstock.bisecting.slopes import ALLOWED as SLOPE_ALLOWED
 from penstock.bisecting.slopes import Slopes
 from penstock.bisecting.steps import Step
@@ -131,14 +131,14 @@ class Trial:
         if self.tolerance is not None:
             return asked(self.tolerance)
         module = self.trained or self.first
-        return by_rounding(module.graphs.values(), "f64", len(self.batches) if self.trained is not None else 1)
+        return in_float64(module.graphs.values(), len(self.batches) if self.trained is not None else 1)
 
     def _allowed_for(self, key: Result | Key, delay: int | None) -> Allowed:
         """Where that is not enough: what the reference does when its numbers are changed by one rounding."""
         if self.tolerance is not None:
             return self._allowed
         own = self._moved(delay).get(key, 0.0)
-        return self._allowed.widened(own, "the reference moves when all weights and inputs are changed by one rounding of float64")
+        return self._allowed.widened(own, "what the reference moves by when all weights and inputs are changed by one rounding of float64")
 
     def _moved(self, delay: int | None) -> Mapping[Result | Key, float]:
         """How far each result and value of the reference moves."""
@@ -199,10 +199,10 @@ class Trial:
         results = run_graph(graph, self.parts[microbatch], self.store(module) if store is None else store, F64)
         return {v.name: array for v, array in zip(graph.results, results, strict=True)}
 
-    def backward(self, module: Module, watch: Watch | None = None) -> DictStore:
-        """The variables after forward and backward of the first batch."""
+    def backward(self, module: Module, watch: Watch | None = None, most: int | None = None) -> DictStore:
+        """The variables after forward and backward of the first batch, or of the first microbatches of it."""
         store = self.store(module)
-        for k, part in enumerate(self.parts):
+        for k, part in enumerate(self.parts[:most]):
             given = {**part, **self.forward(module, k, store)}
             run_graph(module.graphs["B"], given, store, F64, None if watch is None else partial(watch, "B", k))
         return store
