@@ -42,9 +42,9 @@ from penstock.models import write_mlp
 from penstock.runtime.control import DataSpec, Record, Run, Setup
 from penstock.runtime.data import Samples
 from penstock.runtime.feeds import AHEAD
+from penstock.runtime.group import Group, host_store
 from penstock.runtime.job import data_spec
 from penstock.runtime.status import Status
-from penstock.runtime.transport import Group, host_store
 from penstock.runtime.worker import Worker
 
 WIDTHS, ROWS, MICROBATCHES, SAMPLES = (12288, 128, 10), 64, 4, 2048

@@ -10,10 +10,11 @@ computations take 3.75 times a message, and the two messages of a microbatch twi
 compute    the computations of both stages at once, without messages
 messages   the messages of the same schedule over gloo alone, without computations
 gloo       both, by torch.distributed's isend, irecv and wait in a plain loop
-penstock   both, by the runtime
+over gloo  both, by the runtime, as between hosts
+shared     both, by the runtime, as on one host: through memory that the ranks share
 
 hidden = 1 - (seconds of both - seconds of compute) / seconds of messages, per microbatch. What cannot be hidden at the ends of a turn, where the pipeline
-fills and drains, is in it. Over loopback messages are copied by the same cores that compute, so not all can be hidden, whoever does it; slow links are
+fills and drains, is in it; `messages` are those over gloo for all contenders. Over loopback messages are copied by the same cores that compute, so not all can be hidden, whoever does it; slow links are
 network namespaces behind a token bucket (benchmarks/namespaces.py). Contenders take turns in the same two processes; figures are medians over turns.
 """
 
@@ -38,11 +39,11 @@ import torch
 import torch.distributed as dist
 from namespaces import Hosts, available
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from transport import TIMEOUT, Empty, Pipeline, turns, write_bundle
+from transport import CONTENDERS, TIMEOUT, Empty, Pipeline, turns, write_bundle
 
 from penstock.ir.graph import Module
+from penstock.runtime.group import Group
 from penstock.runtime.launch import loopback_name, thread_environment
-from penstock.runtime.transport import Group
 
 SCHEDULE = "eager-2bw"
 FORWARD, BACKWARD = 1.25, 2.5
@@ -82,8 +83,9 @@ def message_seconds(size: int, rank: int) -> float:
     return statistics.median(times[1:])
 
 
-def measure(size: int, bundle: str, rank: int, rounds: int, batches: int) -> dict[str, Any]:
-    pipeline = Pipeline(Path(bundle), rank, Busy)
+def measure(size: int, bundle: str, group: Group, rounds: int, batches: int) -> dict[str, Any]:
+    rank = group.rank
+    pipeline = Pipeline(Path(bundle), rank, group, Busy)
     busy = pipeline.program
     assert isinstance(busy, Busy)
     # Both ranks do all of this at once: what is calibrated is what cores do while others compute.
@@ -109,13 +111,13 @@ def measure(size: int, bundle: str, rank: int, rounds: int, batches: int) -> dic
     contenders = {
         "compute": compute,
         "messages": pipeline.run_gloo,
+        **pipeline.contenders(),
         "gloo": lambda count: pipeline.run_gloo(count, busy.work),
-        "penstock": pipeline.run,
     }
     per = batches * pipeline.schedule.microbatches
     times = {name: [t / per for t in part] for name, part in turns(contenders, batches, rounds).items()}
     seconds = {name: statistics.median(part) for name, part in times.items()}
-    hidden = {name: 1 - (seconds[name] - seconds["compute"]) / seconds["messages"] for name in ("gloo", "penstock")}
+    hidden = {name: 1 - (seconds[name] - seconds["compute"]) / seconds["messages"] for name in CONTENDERS if name in seconds}
     return {"bytes": size, "message": message, "seconds": seconds, "hidden": hidden, "times": times}
 
 
@@ -158,7 +160,7 @@ def run_row(name: str, rounds: int, batches: int, folder: Path) -> dict[str, Any
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    rows = ["| links | message | alone | compute | messages | gloo | hidden | penstock | hidden |", "| --- " * 9 + "|"]
+    rows = ["| links | message | alone | compute | messages | gloo | hidden | over gloo | hidden | shared | hidden |", "| --- " * 11 + "|"]
     for line in lines:
         seconds = line["seconds"]
         cells = [
@@ -167,8 +169,8 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
             f"{line['message'] * 1e3:.1f} ms",
             *(f"{seconds[name] * 1e3:.1f} ms" for name in ("compute", "messages")),
         ]
-        for name in ("gloo", "penstock"):
-            cells += [f"{seconds[name] * 1e3:.1f} ms", f"{line['hidden'][name]:.0%}"]
+        for name in reversed(CONTENDERS):
+            cells += [f"{seconds[name] * 1e3:.1f} ms", f"{line['hidden'][name]:.0%}"] if name in seconds else ["", ""]
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
@@ -186,7 +188,7 @@ def main() -> None:
         rank, span = int(arguments.rank), timedelta(seconds=TIMEOUT)
         group = Group(TCPStore(arguments.address, _PORT, 2, rank == 0, span), rank, 2, TIMEOUT)
         group.connect()
-        found = measure(ROWS[arguments.rank_of][0], arguments.bundle, rank, arguments.rounds, arguments.batches)
+        found = measure(ROWS[arguments.rank_of][0], arguments.bundle, group, arguments.rounds, arguments.batches)
         if rank == 0:
             Path(arguments.report).write_text(json.dumps(found), encoding="utf-8")
         group.gather("end", b"")

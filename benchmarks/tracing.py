@@ -27,8 +27,9 @@ import torch.distributed as dist
 from transport import SCHEDULES, TIMEOUT, Pipeline, write_bundle
 
 from penstock.runtime.children import failure, outputs
+from penstock.runtime.executor import Executor
+from penstock.runtime.group import Group, host_store, join_store
 from penstock.runtime.launch import loopback_name, thread_environment
-from penstock.runtime.transport import Group, host_store, join_store
 
 SIZE = 64 << 10
 BATCHES = 25
@@ -39,18 +40,18 @@ class Traced(Pipeline):
 
     actions = entries = 0
 
-    def run(self, batches: int) -> None:
-        super().run(batches)
-        assert self.executor.events is not None
-        assert self.executor.ledger is not None
-        self.actions, self.entries = len(self.executor.events), len(self.executor.ledger.taken())
-        self.executor.events.clear()
+    def run(self, executor: Executor, batches: int) -> None:
+        super().run(executor, batches)
+        assert executor.events is not None
+        assert executor.ledger is not None
+        self.actions, self.entries = len(executor.events), len(executor.ledger.taken())
+        executor.events.clear()
 
 
-def work(bundles: list[str], rank: int, rounds: int) -> list[dict[str, Any]]:
+def work(bundles: list[str], group: Group, rounds: int) -> list[dict[str, Any]]:
     found = []
     for bundle in bundles:
-        both = {"plain": Pipeline(Path(bundle), rank), "traced": Traced(Path(bundle), rank, trace=True)}
+        both = {"plain": Pipeline(Path(bundle), group.rank, group), "traced": Traced(Path(bundle), group.rank, group, trace=True)}
         traced, microbatches = both["traced"], BATCHES * both["plain"].schedule.microbatches
         assert isinstance(traced, Traced)
         times: dict[str, list[float]] = {name: [] for name in both}
@@ -58,7 +59,7 @@ def work(bundles: list[str], rank: int, rounds: int) -> list[dict[str, Any]]:
             for name, pipeline in both.items():
                 dist.barrier()
                 begin = time.thread_time()
-                pipeline.run(BATCHES)
+                pipeline.run(pipeline.executors["shared"], BATCHES)
                 if number:
                     times[name].append((time.thread_time() - begin) / microbatches)
         counts = {"actions": traced.actions / microbatches, "entries": traced.entries / microbatches}
@@ -106,7 +107,7 @@ def main() -> None:
         rank = int(arguments.rank)
         group = Group(join_store(int(arguments.port), 2, TIMEOUT), rank, 2, TIMEOUT)
         group.connect()
-        found = work(json.loads(arguments.bundles), rank, arguments.rounds)
+        found = work(json.loads(arguments.bundles), group, arguments.rounds)
         if rank == 0:
             print(json.dumps(found))
         group.leave()

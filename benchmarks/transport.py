@@ -3,6 +3,8 @@
     python benchmarks/transport.py                          both parts: a minute
     python benchmarks/transport.py --only pipeline --sizes 65536 --json transport.json
 
+Three contenders take turns: Penstock with memory that the ranks share, as on one host; Penstock over gloo, as between hosts; and gloo alone.
+
 pipeline   Training under 1f1b and 2bw and inference, through the runtime's own executor, store, transport and feed; only the kernels are left out: a
            stage hands back tensors that were made before. Per microbatch of training there is one message each way, of inference one. `gloo` is a
            loop of torch.distributed's isend, irecv and wait with the same messages in the same order, which does nothing else.
@@ -22,8 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +46,19 @@ from penstock.models import write_mlp
 from penstock.runtime.children import failure, outputs
 from penstock.runtime.executor import Executor
 from penstock.runtime.feeds import DataFeed
+from penstock.runtime.group import Group, host_store, join_store
 from penstock.runtime.launch import loopback_name, thread_environment
+from penstock.runtime.neighbours import connect, ends_of, identity
 from penstock.runtime.status import Status
 from penstock.runtime.store import TORCH_DTYPES, Store
-from penstock.runtime.transport import Group, Transport, host_store, join_store
+from penstock.runtime.transport import End, Transport
 
 WIDTH = 1024
 SIZES = (64 << 10, 1 << 20, 16 << 20)
 SCHEDULES = ("1f1b", "2bw", "forward")
 MICROBATCHES = 8
 TIMEOUT = 120.0
+CONTENDERS = ("shared", "over gloo", "gloo")
 _TAG = 5
 
 
@@ -101,6 +107,14 @@ def filled(value: Value) -> torch.Tensor:
     return numbers.to(TORCH_DTYPES[value.type.dtype])
 
 
+def transports(group: Group, edges: Sequence[Edge], ends: Iterable[End], key: str) -> dict[str, Transport]:
+    """For the channels `ends` of this rank: one whose messages go through memory that both processes share, where they can, and one that has gloo carry
+    them."""
+    near = connect(group, ends, identity(), key)
+    shared = {"shared": Transport(group.rank, edges, [0, 1], TIMEOUT, near=near)} if near else {}
+    return shared | {"over gloo": Transport(group.rank, edges, [0, 1], TIMEOUT)}
+
+
 class Noise:
     """Samples that are there already."""
 
@@ -112,16 +126,17 @@ class Noise:
 
 
 class Pipeline:
-    """One rank of a bundle whose kernels are empty, and the same messages over gloo alone."""
+    """One rank of a bundle whose kernels are empty; and the same messages over gloo alone."""
 
-    def __init__(self, path: Path, rank: int, program: Callable[[Module], Empty] = Empty, *, trace: bool = False) -> None:
+    def __init__(self, path: Path, rank: int, group: Group, program: Callable[[Module], Empty] = Empty, *, trace: bool = False) -> None:
         module = open_bundle(path).module
         assert module.schedule is not None
-        self.schedule, self.rank, self.first = module.schedule, rank, 0
-        store = Store(stage_vars(module, rank), stepped_vars(module))
+        self.schedule, self.rank, self.done = module.schedule, rank, Counter[Executor]()
         self.program, self.samples = program(module), Noise(module)
-        transport = Transport(rank, module.edges, module.rank_stages(), TIMEOUT)
-        self.executor = Executor(module, rank, self.program, store, transport, lambda record, arrays: None, Status(None, rank), trace=trace)
+        self.executors = {
+            name: self._executor(module, transport, trace)
+            for name, transport in transports(group, module.edges, ends_of(module.schedule, rank), f"{path} {trace}").items()
+        }
         ends = {(f"S{e.phase}" if e.src == rank else f"R{e.phase}"): e for e in module.edges}
         self.sent = {kind: [filled(v) for v in e.values] for kind, e in ends.items() if kind[0] == "S"}
         blank = {
@@ -131,13 +146,24 @@ class Pipeline:
         }
         self.buffers = {kind: [[x.clone() for x in values] for _ in range(POSTED + 1)] for kind, values in blank.items()}
         self.program.checks = True
-        self.run(2)
+        for executor in self.executors.values():
+            self.run(executor, 2)
         self.program.checks = False
 
-    def run(self, batches: int) -> None:
+    def _executor(self, module: Module, transport: Transport, trace: bool) -> Executor:
+        store = Store(stage_vars(module, self.rank), stepped_vars(module))
+        return Executor(
+            module, self.rank, self.program, store, transport, lambda record, arrays: None, Status(None, self.rank), trace=trace
+        )
+
+    def contenders(self) -> dict[str, Callable[[int], None]]:
+        return {name: partial(self.run, executor) for name, executor in self.executors.items()} | {"gloo": self.run_gloo}
+
+    def run(self, executor: Executor, batches: int) -> None:
         """So many batches from an empty pipeline to an empty pipeline."""
-        self.executor.run(self.first, DataFeed(self.samples, self.first, batches))  # type: ignore[arg-type]
-        self.first += batches
+        first = self.done[executor]
+        executor.run(first, DataFeed(self.samples, first, batches))  # type: ignore[arg-type]
+        self.done[executor] += batches
 
     def run_gloo(self, batches: int, compute: Callable[[str], object] | None = None) -> None:
         """The messages alone, or with what is to be done for a forward or backward."""
@@ -178,27 +204,31 @@ def _tag(kind: str, index: int) -> int:
 class Stream:
     """Messages from rank 0 to rank 1."""
 
-    def __init__(self, size: int, rank: int) -> None:
-        self.value, self.rank, self.first = Value("x", TensorType("f32", (size // 4,))), rank, 0
-        self.transport = Transport(rank, [Edge(0, 1, "F", (self.value,))], [0, 1], TIMEOUT)
+    def __init__(self, size: int, group: Group) -> None:
+        self.value, self.rank, self.first = Value("x", TensorType("f32", (size // 4,))), group.rank, 0
+        self.transports = transports(group, [Edge(0, 1, "F", (self.value,))], [("RF", 0) if group.rank else ("SF", 1)], f"stream{size}")
         self.x = filled(self.value)
         self.buffers = [torch.empty_like(self.x) for _ in range(POSTED + 1)]
-        self.run(3, checks=True)
+        for transport in self.transports.values():
+            self.run(transport, 3, checks=True)
 
-    def run(self, messages: int, checks: bool = False) -> None:
+    def contenders(self) -> dict[str, Callable[[int], None]]:
+        return {name: partial(self.run, transport) for name, transport in self.transports.items()} | {"gloo": self.run_gloo}
+
+    def run(self, transport: Transport, messages: int, checks: bool = False) -> None:
         numbers = range(self.first, self.first + messages)
         self.first += messages
         for mb in numbers:
             if self.rank == 0:
-                self.transport.send(Action("SF", 0, mb, peer=1), {"x": self.x})
+                transport.send(Action("SF", 0, mb, peer=1), {"x": self.x})
                 continue
             for later in range(mb, min(mb + POSTED, self.first)):
-                self.transport.post(Action("RF", 1, later, peer=0))
-            found = self.transport.receive(Action("RF", 1, mb, peer=0))
+                transport.post(Action("RF", 1, later, peer=0))
+            found = transport.receive(Action("RF", 1, mb, peer=0))
             if checks and not torch.equal(found["x"], self.x):
                 raise SystemExit("other contents arrived than were sent")
             del found
-        self.transport.flush()
+        transport.flush()
 
     def run_gloo(self, messages: int) -> None:
         works: deque[Any] = deque()
@@ -230,12 +260,12 @@ def turns(contenders: dict[str, Callable[[int], None]], count: int, rounds: int)
     return times
 
 
-def work(orders: list[dict[str, Any]], rank: int, rounds: int) -> list[dict[str, Any]]:
+def work(orders: list[dict[str, Any]], group: Group, rounds: int) -> list[dict[str, Any]]:
     found = []
     for order in orders:
         size, count = order["bytes"], order["count"]
-        one = Pipeline(Path(order["bundle"]), rank) if order["part"] == "pipeline" else Stream(size, rank)
-        times = turns({"penstock": one.run, "gloo": one.run_gloo}, count, rounds)
+        one = Pipeline(Path(order["bundle"]), group.rank, group) if order["part"] == "pipeline" else Stream(size, group)
+        times = turns(one.contenders(), count, rounds)
         per = count * (one.schedule.microbatches if isinstance(one, Pipeline) else 1)
         found.append({**order, "times": {name: [t / per for t in part] for name, part in times.items()}})
     return found
@@ -260,6 +290,8 @@ def measure(orders: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
     if (problem := failure(running, told)) is not None:
         raise SystemExit(problem)
     lines: list[dict[str, Any]] = json.loads(told[0][0])
+    if any(CONTENDERS[0] not in line["times"] for line in lines):
+        raise SystemExit("two processes cannot share memory here")
     for line in lines:
         line["seconds"] = {name: statistics.median(times) for name, times in line["times"].items()}
         line.pop("bundle", None)
@@ -267,22 +299,15 @@ def measure(orders: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    rows = ["| part | message | penstock | gloo | |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| part | message | shared memory | over gloo | gloo alone | |", "| --- | --- | --- | --- | --- | --- |"]
     for line in lines:
-        ours, gloo = line["seconds"]["penstock"], line["seconds"]["gloo"]
+        times = [line["seconds"][name] for name in CONTENDERS]
         size = f"{line['bytes'] >> 20} MiB" if line["bytes"] >= 1 << 20 else f"{line['bytes'] >> 10} KiB"
         if line["part"] == "pipeline":
-            cells = (
-                line["schedule"],
-                size,
-                f"{ours * 1e6:.0f} us per microbatch",
-                f"{gloo * 1e6:.0f} us",
-                f"{(ours - gloo) * 1e6:+.0f} us",
-            )
+            name, cells = f"{line['schedule']}, us per microbatch", [f"{t * 1e6:.0f}" for t in times]
         else:
-            speeds = [line["bytes"] / t / 1e9 for t in (ours, gloo)]
-            cells = ("stream", size, f"{speeds[0]:.2f} GB/s", f"{speeds[1]:.2f} GB/s", f"{speeds[0] / speeds[1]:.0%}")
-        rows.append("| " + " | ".join(cells) + " |")
+            name, cells = "stream, GB/s", [f"{line['bytes'] / t / 1e9:.2f}" for t in times]
+        rows.append("| " + " | ".join([name, size, *cells, f"{times[2] / times[0]:.2f} times as fast as gloo alone"]) + " |")
     return "\n".join(rows)
 
 
@@ -300,7 +325,7 @@ def main() -> None:
         rank = int(arguments.rank)
         group = Group(join_store(int(arguments.port), 2, TIMEOUT), rank, 2, TIMEOUT)
         group.connect()
-        found = work(json.loads(arguments.orders), rank, arguments.rounds)
+        found = work(json.loads(arguments.orders), group, arguments.rounds)
         if rank == 0:
             print(json.dumps(found))
         group.leave()

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -53,6 +54,8 @@ from penstock.runtime.simulate import simulate
 BATCHES, FED = 12, 5
 SIMULATED = 14
 SYNTHETIC = DataSpec()
+# Ranks talk over sockets, though they could share memory.
+SOCKETS = {"PENSTOCK_SHARED_MEMORY": "0"}
 
 
 def _gpt(path: Path) -> Path:
@@ -112,7 +115,7 @@ def make_plan(configuration: Configuration, folder: Path) -> ps.Plan:
 
 
 def calibrate(folder: Path) -> dict[str, float]:
-    """From two stages that hardly compute, what messages over loopback cost: seconds of the rank for one, latency, seconds a byte that a send writes at
+    """From two stages that hardly compute, what messages cost on this host: seconds of the rank for one, latency, seconds a byte that a send writes at
     once, bytes per second. And how much more memory a worker takes than its tensors."""
     sends, trips = {}, {}
     for rows in (16, 16384, 65536):
@@ -211,6 +214,7 @@ def predict(
             loopback["writing"],
             loopback["buffer"],
             loopback["writing"],
+            loopback["writing"],
             speeds,
         )
         for rank in range(configuration.stages)
@@ -218,7 +222,9 @@ def predict(
 
     def route(source: int, target: int) -> Route:
         own = (f"{source}>{target}", loopback["bandwidth"])
-        return Route((own, ("loopback", configuration.rate)) if configuration.rate else (own,), loopback["latency"])
+        return Route(
+            (own, ("loopback", configuration.rate)) if configuration.rate else (own,), loopback["latency"], shared=not configuration.rate
+        )
 
     def seconds(rank: int, action: Action) -> float:
         found = alone[rank].get(action.kind, 0.0)
@@ -279,7 +285,7 @@ def measure(configuration: Configuration, known: dict[str, Any], seconds: float,
             runs.append(run(configuration, bundle, groups))
         peaks = memory_of(configuration, bundle, groups)
     alone = [{kind: statistics.mean(row[kind] for row in rows) for kind in rows[0]} for rows in zip(*rehearsed, strict=True)]
-    predicted = predict(configuration, bundle, alone, speeds, known["host"])
+    predicted = predict(configuration, bundle, alone, speeds, known["sockets" if configuration.rate else "host"])
     steps = [step for found in runs for step in found]
     step = statistics.median(steps)
     return {
@@ -338,7 +344,9 @@ def in_shaped_space(configuration: Configuration, report: dict[str, Any], second
         subprocess.run(["sh", "-c", shaped(configuration.rate, space)], check=True)
         try:
             command = [sys.executable, __file__, "--inside", configuration.name, "--json", str(path)]
-            subprocess.run(["ip", "netns", "exec", space, *command, "--seconds", str(seconds), "--rounds", str(rounds)], check=True)
+            # The ranks are to use the link, though they could share memory.
+            command = ["ip", "netns", "exec", space, *command, "--seconds", str(seconds), "--rounds", str(rounds)]
+            subprocess.run(command, check=True, env=os.environ | SOCKETS)
         finally:
             subprocess.run(["ip", "netns", "del", space], check=True)
         inside = load(path)
@@ -370,13 +378,16 @@ def main() -> int:
     if "host" not in report["known"]:
         with tempfile.TemporaryDirectory(prefix="truth-") as folder:
             report["known"]["host"] = calibrate(Path(folder))
+        with tempfile.TemporaryDirectory(prefix="truth-") as folder, patch.dict(os.environ, SOCKETS):
+            report["known"]["sockets"] = calibrate(Path(folder))
         save(arguments.json, report)
-    costs = report["known"]["host"]
-    print(
-        f"a message takes {costs['message'] * 1e6:.0f} us of its rank at each end and {costs['latency'] * 1e6:.0f} us more to arrive; "
-        f"{costs['writing'] * 1e9:.2f} ns a byte to write, {costs['bandwidth'] / 1e9:.2f} GB/s; {costs['memory'] / 2**20:.1f} MiB beside tensors",
-        file=sys.stderr,
-    )
+    for place in ("host", "sockets"):
+        costs = report["known"][place]
+        print(
+            f"{place}: a message takes {costs['message'] * 1e6:.0f} us of its rank at each end and {costs['latency'] * 1e6:.0f} us more to arrive; "
+            f"{costs['writing'] * 1e9:.2f} ns a byte to write, {costs['bandwidth'] / 1e9:.2f} GB/s; {costs['memory'] / 2**20:.1f} MiB beside tensors",
+            file=sys.stderr,
+        )
     if arguments.calibrate:
         return 0
     wanted = [

@@ -11,6 +11,7 @@ Files are read and written by cluster_file.py, which says what they look like.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -30,12 +31,14 @@ CUDA_RATES = {"sm_80": (1.95e13, 1.55e12), "sm_86": (3.74e13, 6.96e11), "sm_89":
 # Operations per second of one thread of a processor, and bytes per second of its memory, where nothing is said.
 THREAD_FLOPS, CPU_BANDWIDTH = 5e10, 1e10
 SAME_HOST, OTHER_HOST, HOST_TO_DEVICE = "same-host", "other-host", "host-to-device"
-# Bytes per second and seconds of pairs of devices that neither a link nor the cluster says anything of: gloo on one host, a fast network, PCIe.
-CLASSES = {SAME_HOST: (2e9, 5e-5), OTHER_HOST: (1e9, 2e-4), HOST_TO_DEVICE: (1e10, 5e-5)}
+# Bytes per second and seconds of pairs of devices that neither a link nor the cluster says anything of: shared memory, a fast network, PCIe.
+CLASSES = {SAME_HOST: (7e9, 2e-5), OTHER_HOST: (1e9, 2e-4), HOST_TO_DEVICE: (1e10, 5e-5)}
 # Seconds of a kernel's launch, and of a call of a stage, where nothing was measured.
 KERNEL_OVERHEAD, CALL_OVERHEAD = 1e-6, 5e-5
 # Seconds of a rank for one end of a message, and bytes per second that a core moves into or out of a socket: gloo on one host (benchmarks/truth.py --calibrate).
 MESSAGE_OVERHEAD, SOCKET_BANDWIDTH = 6e-5, 2.2e9
+# The same of messages through memory that both ranks share, whose bytes the sender copies (penstock doctor, on the machine of docs/performance.md).
+SHARED_OVERHEAD, COPY_BANDWIDTH = 2e-5, 7e9
 EFFICIENCY_PREFIX = "efficiency."
 
 
@@ -44,7 +47,8 @@ class Device:
     """`spaces` are (name, bytes) pairs; the first one holds tensors. `flops` (of a large float32 product) and `bandwidth` are rates of one device,
     all threads. What fits into `cache` bytes moves at `cache_bandwidth` (0: nothing does). `efficiency` are shares of the rates that families of
     work reach (passes/cost.py), by name. `overhead` are seconds that a kernel takes beside its work, `call_overhead` those that a call of a
-    stage takes beside its kernels. An end of a message takes `message_overhead`, and on a CPU its bytes take processor time at `socket_bandwidth`."""
+    stage takes beside its kernels. An end of a message takes `message_overhead`, and on a CPU its bytes take processor time at `socket_bandwidth`. Between
+    CPUs of one host an end takes `shared_overhead`, and the sender copies its bytes at `copy_bandwidth`."""
 
     name: str
     kind: str = "cpu"
@@ -61,6 +65,8 @@ class Device:
     efficiency: tuple[tuple[str, float], ...] = ()
     message_overhead: float = MESSAGE_OVERHEAD
     socket_bandwidth: float = SOCKET_BANDWIDTH
+    shared_overhead: float = SHARED_OVERHEAD
+    copy_bandwidth: float = COPY_BANDWIDTH
 
     def fields(self) -> dict[str, Scalar]:
         """What text says of a device; of what few devices have, only what is not usual."""
@@ -83,7 +89,9 @@ class Device:
 
 
 # What is written only where it is not usual.
-SELDOM = ("cache", "cache_bandwidth", "overhead", "call_overhead", "message_overhead", "socket_bandwidth")
+SELDOM = (
+    "cache", "cache_bandwidth", "overhead", "call_overhead", "message_overhead", "socket_bandwidth", "shared_overhead", "copy_bandwidth",
+)  # fmt: skip
 _USUAL = {f.name: f.default for f in fields(Device)}
 
 
@@ -147,11 +155,13 @@ class LinkClass:
 
 class Path(NamedTuple):
     """What a transfer goes through. `shares` are (name, bytes per second) of what it has in common with other transfers: network cards, those of hosts
-    by direction, as they send and receive at once."""
+    by direction, as they send and receive at once. Sums of gradients go through sockets, also where messages go through memory: at `summing` bytes per
+    second at most."""
 
     bandwidth: float
     latency: float
     shares: tuple[tuple[str, float], ...] = ()
+    summing: float = math.inf
 
 
 def _refuse_unknown(given: Mapping[str, Scalar], kind: type) -> None:
@@ -199,6 +209,20 @@ class Cluster:
             raise UsageError(f"no device {name!r} in the cluster", hint=f"it has {', '.join(d.name for d in self.devices)}")
         return found
 
+    def shares_memory(self, a: str, b: str) -> bool:
+        """Whether ranks on two devices hand messages over in memory, rather than through sockets."""
+        first, second = self.device(a), self.device(b)
+        return first.kind == second.kind == "cpu" and first.host == second.host
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all messages go through memory."""
+        return all(self.shares_memory(self.devices[0].name, device.name) for device in self.devices)
+
+    def message_overhead(self, a: str, b: str) -> float:
+        """Seconds of a rank on `a` for its end of a message to or from `b`."""
+        return self.device(a).shared_overhead if self.shares_memory(a, b) else self.device(a).message_overhead
+
     def link(self, a: str, b: str) -> Link:
         """The connection between two devices, by entry or by class. That of a class is no faster than the network cards it goes through."""
         found = self._links.get(frozenset((a, b)))
@@ -234,7 +258,8 @@ class Cluster:
                 card = self._hosts.get(host)
                 if card is not None and card.nic_bandwidth:
                     shares.append((f"nic of {host} {way}", card.nic_bandwidth))
-        return Path(link.bandwidth, link.latency, tuple(shares))
+        summing = min(source.socket_bandwidth, target.socket_bandwidth) if self.shares_memory(a, b) else math.inf
+        return Path(link.bandwidth, link.latency, tuple(shares), summing)
 
     @staticmethod
     def local(count: int | None = None, threads: Sequence[int] = ()) -> Cluster:

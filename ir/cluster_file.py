@@ -12,7 +12,7 @@ A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every k
     flops = "50 GFLOP/s"    # float32, all threads
     bandwidth = "10 GB/s"   # memory
                                               [links]           # pairs without a link of their own
-    [[host]]                                  same-host = { bandwidth = "2 GB/s", latency = "50 us" }
+    [[host]]                                  same-host = { bandwidth = "7 GB/s", latency = "20 us" }
     name = "node1"                            other-host = { bandwidth = "1 GB/s", latency = "200 us" }
     address = "10.0.0.1"                      host-to-device = { bandwidth = "10 GB/s", latency = "50 us" }
     interface = "eth0"
@@ -22,7 +22,7 @@ A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every k
 Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Rates are from 1 to 1e24, seconds up to a million, bytes up to
 2^60, threads up to 65536. Further keys of a device: `spaces`, a table of
 several memory spaces in place of `memory`, the first holding tensors; `cache` and `cache_bandwidth`; and what `penstock doctor` measures: `overhead`,
-`call_overhead`, `message_overhead` (seconds), `socket_bandwidth`, and the table `efficiency`. A device of kind cuda (or gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the
+`call_overhead`, `message_overhead`, `shared_overhead` (seconds), `socket_bandwidth`, `copy_bandwidth`, and the table `efficiency`. A device of kind cuda (or gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the
 architecture; its rates are by default those of the usual card of that architecture. Without `flops` a CPU has 50 GFLOP/s for each thread.
 A file with [[host]] tables names the host of every device among them, if there are several.
 
@@ -72,7 +72,8 @@ _EXAMPLES = {"bytes": "8 GiB", "bytes per second": "2 GB/s", "seconds": "50 us",
 _DEVICE = {
     "name": "name", "kind": "word", "host": "name", "target": "name", "arch": "name", "threads": "count", "memory": "bytes", "spaces": "table",
     "flops": "operations per second", "bandwidth": "bytes per second", "cache": "bytes?", "cache_bandwidth": "bytes per second?",
-    "overhead": "seconds?", "call_overhead": "seconds?", "message_overhead": "seconds?", "socket_bandwidth": "bytes per second", "efficiency": "table",
+    "overhead": "seconds?", "call_overhead": "seconds?", "message_overhead": "seconds?", "socket_bandwidth": "bytes per second",
+    "shared_overhead": "seconds?", "copy_bandwidth": "bytes per second", "efficiency": "table",
 }  # fmt: skip
 _LINK = {"a": "name", "b": "name", "bandwidth": "bytes per second", "latency": "seconds?", "nic": "name?"}
 _CLASS = {"bandwidth": "bytes per second", "latency": "seconds?"}

@@ -109,7 +109,7 @@ class Walk:
         ahead = 0
         for i, action in enumerate(actions):
             self.step += 1
-            for later in actions[max(i + 1, ahead) : i + 1 + LOOK_AHEAD]:
+            for later in actions[max(i, ahead) : i + 1 + LOOK_AHEAD]:
                 if later.kind in RECEIVES:
                     self._expect(later)
             ahead = i + 1 + LOOK_AHEAD

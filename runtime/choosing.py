@@ -23,7 +23,7 @@ from .checkpoint import INDEX, LATEST, is_saved, left_behind, read_index, saved_
 
 # Keepers and launchers look at checkpoints, too, and have no use for torch.
 if TYPE_CHECKING:
-    from .transport import Group
+    from .group import Group
 
 Decision = TypeVar("Decision", bound=msgspec.Struct)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .transport import Group
+from .group import Group
 
 _ROUNDS = 8
 

@@ -4,7 +4,7 @@ In: how many devices, or the threads of each; started on several hosts (RANK, WO
 the group. Out: a `Report`: versions, facts of every host, the cluster with measured rates, and problems in plain words.
 
     devices    each in a process of its own with its threads, all at once: they compute at once in a pipeline, too (yardsticks.py)
-    links      gloo between two processes of this machine, and what its ends take of them; of several hosts, every pair (wires.py): the median is their class, a pair that
+    links      messages between two processes of this machine, and what their ends take of them; of several hosts, every pair (wires.py): the median is their class, a pair that
                is more than a fifth off gets links of its own, and a host's network card has the rate of its fastest pair
     GPUs       by nvidia-ml-py, with the rates of their data sheets; copies to and from them by torch, where it can
 
@@ -63,9 +63,10 @@ class HostFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loopback: tuple[float, float] | None
     copies: tuple[float, float] | None
     problems: list[str]
-    # Seconds of messages by size, one way, and seconds of a rank for one end.
+    # Seconds of messages by size, one way, and seconds of a rank for one end, over gloo and in shared memory.
     loopback_times: list[tuple[int, float]] = []
     end_times: list[tuple[int, float]] = []
+    shared_end_times: list[tuple[int, float]] = []
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ def examine(threads: Sequence[int] = (), count: int | None = None, say: Say = la
     host = _examine_host(planned, say, timeout)
     if not joined:
         return Report((host,), cluster_of((host,), {}), {}, time.monotonic() - begin)
+    from .group import Group
     from .meet import join_environment
-    from .transport import Group
 
     say("meeting the other hosts")
     store, rank, world = join_environment(timeout)
@@ -143,7 +144,7 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         problems.append(f"GPUs: {why}")
     devices += [device_of_gpu(gpu) for gpu in gpus]
     say("messages between two processes of this machine")
-    found = Loopback([], [])
+    found = Loopback([], [], [])
     try:
         found = measure_loopback(timeout)
     except (PenstockError, OSError) as error:
@@ -153,6 +154,9 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         part = _granted(quota, len(planned.devices))
         socket_bandwidth, overhead = _rounded(fit([(size, seconds / part) for size, seconds in found.ends]))
         devices = [replace(d, message_overhead=overhead, socket_bandwidth=socket_bandwidth) for d in devices]
+        copied, overhead = _rounded(fit([(size, seconds / part) for size, seconds in found.shared_ends or found.ends]))
+        # One of the two ends copies.
+        devices = [replace(d, shared_overhead=overhead, copy_bandwidth=copied / 2) for d in devices]
     return HostFacts(
         socket.gethostname(),
         os.environ.get("PENSTOCK_ADDRESS", ""),
@@ -169,6 +173,7 @@ def _examine_host(planned: Cluster, say: Say, timeout: float) -> HostFacts:
         problems,
         found.times,
         found.ends,
+        found.shared_ends,
     )
 
 

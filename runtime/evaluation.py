@@ -120,8 +120,8 @@ def _evaluate(executor: Executor, samples: FileSamples | None, count: int, size:
     following = next(program, None)
     while following is not None:
         actions, following = following, next(program, None)
-        for later in (action for action in following or () if action.kind == "RF"):
-            transport.post(later)
+        for receive in (action for action in (*actions, *(following or ())) if action.kind == "RF"):
+            transport.post(receive)
         for action in actions:
             executor.status.show(action)
             match action.kind:

@@ -37,6 +37,7 @@ from .control import Alive, Arrays, Channel, Done, Evaluate, Evaluated, Gathered
 from .data import check_data
 from .elastic import Replanned, devices_on, lost_devices, replan
 from .evaluation import Evaluation, count_evaluation, mean_loss
+from .group import Group, time_span
 from .hosts import Interface, Present, check_hosts, describe_hosts, place_of
 from .launch import thread_environment
 from .ledger import Entry
@@ -50,7 +51,6 @@ from .status import BEAT_SECONDS, Patience, Status
 from .steps import Steps
 from .tables import Tables, learning_rate
 from .trace import Event, write_trace
-from .transport import Group, time_span
 from .trust import open_trust
 from .utilisation import Utilisation
 from .worker import Worker, describe_failure

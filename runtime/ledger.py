@@ -18,12 +18,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..backends.interface import Temporary
 from ..ir.lives import BEFORE
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Entry(NamedTuple):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
-from ..ir.cluster import Cluster
+from ..ir.cluster import Cluster, Device
 from ..ir.memory_walk import LOOK_AHEAD, POSTED
 
 # How many bytes a send of gloo writes before it returns, where it was measured (benchmarks/truth.py --calibrate).
@@ -15,10 +17,12 @@ SOCKET_BUFFER = 4e6
 @dataclass(frozen=True, slots=True)
 class Route:
     """What a message between two ranks goes through: `shares` are (name, bytes per second) of links and NICs, which all messages with the same name
-    share."""
+    share; `shared`: memory of both. Sums of gradients go at `summing` bytes per second at most."""
 
     shares: tuple[tuple[str, float], ...] = ()
     latency: float = 0.0
+    shared: bool = False
+    summing: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class Seat:
     """What a rank needs of a host's cores: `threads` while it computes, of each of which a quota may leave only a part (`quota`). `speeds` are those of
     the host: what a core does while 1, 2, ... threads are busy, compared with one thread alone; there may be more of them than cores. Sockets take processor time: a send writes its first `buffer` bytes
     itself, at `writing` seconds a byte, before the rank goes on, and what the rank receives takes `reading` seconds of a core for each byte, beside
-    its computations."""
+    its computations. Into shared memory a send writes all its bytes itself, at `copying` seconds a byte."""
 
     host: str
     cores: float
@@ -35,6 +39,7 @@ class Seat:
     writing: float = 0.0
     buffer: float = 0.0
     reading: float = 0.0
+    copying: float = 0.0
     speeds: tuple[float, ...] = ()
 
 
@@ -56,9 +61,10 @@ class Machine:
     transport: Transport = Transport()
 
 
-def sockets(seat: Seat, bandwidth: float) -> Seat:
-    """The seat of a rank whose messages go through sockets, which a core fills and empties at so many bytes per second."""
-    return replace(seat, writing=1 / bandwidth, buffer=SOCKET_BUFFER, reading=1 / bandwidth)
+def with_messages(seat: Seat, device: Device) -> Seat:
+    """The seat of a rank whose messages take a core's time, in sockets and in shared memory."""
+    socket = 1 / device.socket_bandwidth
+    return replace(seat, writing=socket, buffer=SOCKET_BUFFER, reading=socket, copying=1 / device.copy_bandwidth)
 
 
 # Messages take no time, and every rank has its device to itself.
@@ -70,15 +76,12 @@ def machine_of(
 ) -> Machine:
     """The machine of a cluster file; `devices` says where each rank is. A link has its bandwidth in each direction; what messages share beside it is what
     `Cluster.path` names: network cards, by direction where that can be known."""
-    found: dict[tuple[str, str], Route] = {}
 
-    def route(source: int, target: int) -> Route:
-        a, b = devices[source], devices[target]
+    @cache
+    def through(a: str, b: str) -> Route:
         if a == b:
             return Route()
-        if (a, b) not in found:
-            path = cluster.path(a, b)
-            found[a, b] = Route(((f"{a}>{b}", path.bandwidth), *path.shares), path.latency)
-        return found[a, b]
+        path = cluster.path(a, b)
+        return Route(((f"{a}>{b}", path.bandwidth), *path.shares), path.latency, cluster.shares_memory(a, b), path.summing)
 
-    return Machine(route, seats or {}, transport)
+    return Machine(lambda source, target: through(devices[source], devices[target]), seats or {}, transport)

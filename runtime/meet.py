@@ -12,9 +12,9 @@ import socket
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ..ir.errors import UsageError
+from .group import Group, not_met, time_span
 from .hosts import INTERFACE_VARIABLE, Interface, Place, choose_interface, interfaces, place_of, resolve
 from .sealed import SealedStore
-from .transport import Group, not_met, time_span
 from .trust import Trust
 
 

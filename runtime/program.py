@@ -87,14 +87,14 @@ class ActionStream:
             yield self._ahead[i].action
 
     def receives(self, number: int) -> list[Action]:
-        """The receives among the `number` actions that follow, each of them once."""
+        """The receives among the last action popped and the `number` that follow it, each of them once and in order."""
         if len(self._ahead) < number:
             self._advance(number + _CHUNK, wait=False)
         found: list[Action] = []
         end = self._popped + number
         while self._receives and self._receives[0][0] < end:
             place, action = self._receives.popleft()
-            if place >= self._popped:
+            if place >= self._popped - 1:
                 found.append(action)
         return found
 

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -31,12 +32,14 @@ import torch
 from ..backends.bundle import Bundle, open_bundle
 from ..ir.errors import PenstockError
 from ..ir.graph import Edge, Value
-from ..ir.schedule import Action
+from ..ir.schedule import Action, Schedule
 from .control import DataSpec, Record, Run, Setup, Trace
+from .group import Group
 from .launch import thread_environment
+from .neighbours import End
 from .status import Status, StatusBoard
 from .store import TORCH_DTYPES
-from .transport import Group, Transport
+from .transport import Transport
 from .worker import Worker
 
 _TIMEOUT = 600.0
@@ -49,8 +52,8 @@ class _Alone(Group):
         self.rank, self.world, self.timeout = rank, world, _TIMEOUT
         self.team = None
 
-    def connect(self) -> None:
-        pass
+    def connect_stages(self, schedule: Schedule, device: torch.device) -> dict[End, socket.socket]:
+        return {}
 
     def form_team(self, ranks: Sequence[int], device: torch.device) -> None:
         pass

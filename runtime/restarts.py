@@ -22,7 +22,7 @@ from .choosing import Chosen, choose, damage_of, decide_together
 from .options import RunOptions
 
 if TYPE_CHECKING:
-    from .transport import Group
+    from .group import Group
 
 FILE = "unfinished.json"
 # How many checkpoints may be damaged before a run begins anew.

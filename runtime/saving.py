@@ -55,10 +55,10 @@ from .checkpoint import (
     step_name,
 )
 from .control import Setup
+from .group import Group
 from .program import microbatch_size
 from .status import Status, await_saves
 from .store import Store, as_array
-from .transport import Group
 
 # How long a save may get no further. Flushing a large file to a slow disk is one step.
 _STALLED = 600.0

@@ -12,23 +12,36 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from ..ir.memory_walk import BYTES_TOGETHER, SENDS_TOGETHER
 from ..ir.schedule import Action
 
-Works = list[tuple[dist.Work, torch.Tensor]]
-Failures = list[tuple[Action, RuntimeError]]
+
+class Work(Protocol):
+    """Something that goes on in the background; torch's works are some."""
+
+    def wait(self, timeout: timedelta, /) -> object:
+        """Return when it is done; raise one of LOST when it failed, or took longer."""
+
+
+# What is to be waited for, with the tensor that may not be let go of before.
+Works = list[tuple[Work, torch.Tensor]]
+# What says that a peer does not answer or is gone: gloo and the system have words of their own.
+LOST = (RuntimeError, OSError)
+Failures = list[tuple[Action, Exception]]
 
 
 class Sender(threading.Thread):
     """Holds the tensors of one channel's sends until the peer has them, in order. `sent` is told of each that it lets go of, where somebody wants to know."""
 
-    def __init__(self, timeout: timedelta, failed: Failures, sent: Callable[[Action, torch.Tensor], None] | None = None) -> None:
+    def __init__(
+        self, timeout: timedelta, failed: Failures, sent: Callable[[Action, torch.Tensor], None] | None = None, few: int = SENDS_TOGETHER
+    ) -> None:
         super().__init__(name="sender", daemon=True)
-        self._timeout, self._failed, self._sent = timeout, failed, sent
+        self._timeout, self._failed, self._sent, self._few = timeout, failed, sent, few
         self._queue: queue.SimpleQueue[list[tuple[Action, Works]] | threading.Event] = queue.SimpleQueue()
         self._kept: list[tuple[Action, Works]] = []
         self._bytes = 0
@@ -39,7 +52,7 @@ class Sender(threading.Thread):
         self._kept.append((action, works))
         for _, tensor in works:
             self._bytes += tensor.nbytes
-        if self._bytes >= BYTES_TOGETHER or len(self._kept) >= SENDS_TOGETHER:
+        if self._bytes >= BYTES_TOGETHER or len(self._kept) >= self._few:
             self._hand_over()
 
     def tell(self, event: threading.Event) -> None:
@@ -68,7 +81,7 @@ class Sender(threading.Thread):
                         if self._sent is not None:
                             self._sent(action, works[0][1])
                         del works[0]
-                except RuntimeError as error:
+                except LOST as error:
                     self._failed.append((action, error))
                 # Nor these, after an error.
                 del action, works
@@ -101,7 +114,7 @@ class Link(threading.Thread):
             time.sleep(max(0.0, handed + self._latency - time.monotonic()))
             try:
                 self._sender.hold(action, start())
-            except RuntimeError as error:
+            except LOST as error:
                 self._failed.append((action, error))
             # As in the sender: hold no tensors while there is nothing to do.
             del item, start

@@ -24,7 +24,7 @@ import math
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import pairwise
 
@@ -115,10 +115,17 @@ class _Channel:
     target: int
     nbytes: float
     pair: _Pair
+    # What a send takes of its rank, whose message moves already; None if it moves when the send is over. And whether to read it takes time.
+    writing: float | None
+    reads: bool
     sent: dict[int, tuple[float, int]] = field(default_factory=dict)
     posted: dict[int, float] = field(default_factory=dict)
     arrived: dict[int, Message] = field(default_factory=dict)
     awaited: int = -1
+
+
+def _for_sums(route: Route) -> Route:
+    return replace(route, shares=tuple((name, min(speed, route.summing)) for name, speed in route.shares))
 
 
 class _Simulation:
@@ -166,7 +173,7 @@ class _Simulation:
                 elif kind == "AR":
                     ring = self._ring(rank)
                     if (_RING, *ring) not in routes and len(ring) > 1:
-                        routes[_RING, *ring] = [self.machine.route(a, b) for a, b in pairwise((*ring, ring[0]))]
+                        routes[_RING, *ring] = [_for_sums(self.machine.route(a, b)) for a, b in pairwise((*ring, ring[0]))]
         users = Counter(name for hops in routes.values() for name in {name for hop in hops for name, _ in hop.shares})
         for key, hops in routes.items():
             speeds = {name: speed for hop in hops for name, speed in hop.shares}
@@ -217,8 +224,16 @@ class _Simulation:
         key = (action.kind[1], source, target)
         if key not in self.channels:
             size = self.nbytes(action.kind[1], self.stage_of[source], self.stage_of[target])
-            self.channels[key] = _Channel(source, target, size, self.pairs[source, target])
+            self.channels[key] = _Channel(source, target, size, self.pairs[source, target], *self._ends(source, target, size))
         return self.channels[key]
+
+    def _ends(self, source: int, target: int, size: float) -> tuple[float | None, bool]:
+        """What a message takes of its sender, and whether it takes time of the receiver."""
+        shared, seat = self.machine.route(source, target).shared, self.machine.seats.get(source)
+        rate = 0.0 if seat is None else seat.copying if shared else seat.writing
+        if seat is None or not rate:
+            return None, not shared
+        return rate * (size if shared else min(size, seat.buffer)), not shared
 
     def _posts(self, line: Line) -> tuple[array[int], array[int]]:
         """Before which action each receive is posted, as lists linked by position: the first of each action, and the one after each receive."""
@@ -240,17 +255,17 @@ class _Simulation:
         """Hosts whose cores may run short get a resource; on the others computations take their time, whatever runs beside them."""
         wanted: dict[str, float] = {}
         seats: dict[str, Seat] = {}
-        for seat in self.machine.seats.values():
+        reading = {channel.target for channel in self.channels.values() if channel.reads}
+        for rank, seat in self.machine.seats.items():
             other = seats.setdefault(seat.host, seat)
             if (other.cores, other.speeds) != (seat.cores, seat.speeds):
                 raise UsageError(f"two seats of host {seat.host} say different things of its cores", where="simulate")
-            wanted[seat.host] = wanted.get(seat.host, 0.0) + seat.threads * seat.quota + (1.0 if seat.reading else 0.0)
+            wanted[seat.host] = wanted.get(seat.host, 0.0) + seat.threads * seat.quota + (1.0 if seat.reading and rank in reading else 0.0)
         self.crowded = {
             host: Cores(int(seat.cores), seat.speeds, lambda time, what, stamp: self.push(time, _COMPUTED, what, stamp))
             for host, seat in seats.items()
             if wanted[host] > seat.cores or any(speed != 1 for speed in seat.speeds)
         }
-        self.writing = {rank: seat for rank, seat in self.machine.seats.items() if seat.writing > 0}
         self.cores = {
             rank: (self.crowded[seat.host], seat)
             for rank, seat in self.machine.seats.items()
@@ -321,9 +336,8 @@ class _Simulation:
                     break
                 starts[position] = now
                 lasts = step.seconds
-                if code == _SEND and rank in self.writing:
-                    seat = self.writing[rank]
-                    lasts += seat.writing * min(step.channel.nbytes, seat.buffer)  # type: ignore[attr-defined]
+                if code == _SEND and step.channel.writing is not None:  # type: ignore[attr-defined]
+                    lasts += step.channel.writing  # type: ignore[attr-defined]
                     self._send(step.channel, mb, now, position)  # type: ignore[arg-type]
                 if lasts > 0:
                     if rank in self.cores:
@@ -334,7 +348,7 @@ class _Simulation:
                     break
             passed = 0
             finishes[position] = now
-            if code == _SEND and rank not in self.writing:
+            if code == _SEND and step.channel.writing is None:  # type: ignore[attr-defined]
                 self._send(step.channel, mb, now, position)  # type: ignore[arg-type]
             elif code == _REDUCE:
                 self._join(rank, position, mb, now)
@@ -382,7 +396,7 @@ class _Simulation:
 
     def _ready(self, what: tuple[_Channel, int, float, int, float], _: int, now: float) -> None:
         channel, mb, sent, position, posted = what
-        reader = self.cores.get(channel.target)
+        reader = self.cores.get(channel.target) if channel.reads else None
         size = channel.nbytes
 
         def arrive(begun: float, end: float) -> None:

@@ -64,10 +64,12 @@ class _Block:
 
 class Recycled:
     """Tensors whose memory is used again, by size, once nobody holds it any more. Freed and allocated anew for each microbatch, aligned blocks
-    leave holes in glibc's heap (a fifth of a worker's memory), or are mapped and cleared by the system every time. On GPUs torch does this itself."""
+    leave holes in glibc's heap (a fifth of a worker's memory), or are mapped and cleared by the system every time. On GPUs torch does this itself.
+    `memory` makes new blocks of so many bytes, if not the allocator."""
 
-    def __init__(self, device: torch.device = CPU, pinned: bool = False) -> None:
+    def __init__(self, device: torch.device = CPU, pinned: bool = False, memory: Callable[[int], np.ndarray] | None = None) -> None:
         self.device, self.pinned = device, pinned
+        self._memory = memory or self._allocate
         self._blocks: dict[int, list[_Block]] = {}
         self._lenders: dict[TensorType, Callable[[], torch.Tensor]] = {}
 
@@ -93,8 +95,7 @@ class Recycled:
                 if block.user() is None:
                     break
             else:
-                memory = allocate(TensorType("u8", (type.nbytes,)))
-                block = _Block((memory.pin_memory() if self.pinned else memory).numpy())
+                block = _Block(self._memory(type.nbytes))
                 blocks.append(block)
             array = block.arrays.get(type)
             if array is None:
@@ -104,6 +105,10 @@ class Recycled:
             return torch.from_numpy(lent).view(torch.bfloat16) if brain else torch.from_numpy(lent)
 
         return lend
+
+    def _allocate(self, nbytes: int) -> np.ndarray:
+        memory = allocate(TensorType("u8", (nbytes,)))
+        return (memory.pin_memory() if self.pinned else memory).numpy()
 
 
 def fill(tensor: torch.Tensor, array: np.ndarray) -> torch.Tensor:

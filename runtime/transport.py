@@ -1,7 +1,8 @@
 """Messages between ranks, sums over the ranks of a stage, and the meeting of the group, over gloo.
 
 A channel is (source rank, destination rank, phase). The values of the edge between their stages travel, for each microbatch, in few messages: large values
-straight from and into their tensors, small ones together (ir/parcels.py). A message has the tag
+straight from and into their tensors, small ones together (ir/parcels.py). Between ranks that share a host's memory they are copied there
+(shared_memory.py); between all others gloo carries them. A message over gloo has the tag
 
     16 + 4 · ((number mod 4096) · width + its number among those of the edge) + phase
 
@@ -29,114 +30,32 @@ Data between hosts is plain text: gloo's encryption is not part of the torch whe
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ..ir.errors import PeerLost, VerifyError
 from ..ir.graph import Edge
-from ..ir.memory_walk import POSTED
+from ..ir.memory_walk import POSTED, SENDS_TOGETHER
 from ..ir.parcels import parcels
 from ..ir.schedule import PHASES, RECEIVES, SENDS, Action
+from .group import Team, time_span
 from .ledger import Ledger
+from .neighbours import End
 from .packing import Packing
-from .senders import Failures, Link, Sender, Works
+from .senders import LOST, Failures, Link, Sender, Work, Works
+from .shared_memory import OutOfTurn, SharedBlocks, SharedIncoming, SharedOutgoing
 from .status import describe
 from .store import CPU, Recycled
 
-Result = TypeVar("Result")
-
 _FIRST_TAG = 16
 _MICROBATCHES = 4096
-
-
-# ------------------------------------------------------------------------------------------------ the group
-
-
-@dataclass(frozen=True, slots=True)
-class Team:
-    """The ranks of one stage, as torch knows them."""
-
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup
-    kind: str
-
-
-class Group:
-    """The ranks of one run, met at a store; `timeout` bounds every wait in it."""
-
-    def __init__(self, store: Store, rank: int, world: int, timeout: float) -> None:
-        self.store, self.rank, self.world, self.timeout = store, rank, world, timeout
-        self.team: Team | None = None
-
-    def connect(self) -> None:
-        """Open the gloo connections of all ranks."""
-        try:
-            dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.world, timeout=time_span(self.timeout))
-        except RuntimeError as error:
-            raise PeerLost(
-                f"the group of {self.world} ranks did not connect within {self.timeout:g} s: {error}", where=f"rank {self.rank}"
-            ) from error
-
-    def form_team(self, ranks: Sequence[int], device: torch.device) -> None:
-        """Called by all `ranks` of a stage, this one among them, once they know what `device` they have: open the group in which they sum up."""
-        found = [gpu.decode() for gpu in self.gather(f"gpu/{ranks[0]}", gpu_of(device).encode(), ranks)]
-        kind = sum_kind(found)
-        try:
-            made = dist.new_group(list(ranks), timeout=time_span(self.timeout), backend=kind, use_local_synchronization=True)
-        except RuntimeError as error:
-            raise PeerLost(
-                f"ranks {', '.join(map(str, ranks))}, which sum up gradients, did not connect within {self.timeout:g} s: {error}",
-                where=f"rank {self.rank}",
-            ) from error
-        self.team = Team(tuple(ranks), made, kind)
-
-    def put(self, key: str, value: bytes) -> None:
-        self._guard(lambda: self.store.set(key, value.decode()), f"publishing {key!r}")
-
-    def get(self, key: str, what: str) -> bytes:
-        """A value that another rank puts there; PeerLost after the timeout."""
-
-        def fetch() -> bytes:
-            self.store.wait([key], time_span(self.timeout))
-            return bytes(self.store.get(key))
-
-        return self._guard(fetch, what)
-
-    def gather(self, key: str, value: bytes, ranks: Sequence[int] | None = None) -> list[bytes]:
-        """Everybody's value, in the order of ranks; or that of `ranks`, each of which asks."""
-        self.put(f"{key}/{self.rank}", value)
-        return [self.get(f"{key}/{rank}", f"{key!r} of rank {rank}") for rank in (range(self.world) if ranks is None else ranks)]
-
-    def agree(self, what: str, value: str, hint: str = "copy one bundle to all hosts") -> None:
-        """Refuse to go on when a rank has another value than this one."""
-        found = [v.decode() for v in self.gather(f"agree/{what}", value.encode())]
-        if any(v != value for v in found):
-            # The store may live in a rank that is about to end: everybody reads first.
-            with contextlib.suppress(PeerLost):
-                self.gather(f"agree/{what}/read", b"")
-            listed = "".join(f"\n  - rank {rank}: {v}" for rank, v in enumerate(found))
-            raise VerifyError(f"the ranks do not have the same {what}:{listed}", where=f"rank {self.rank}", hint=hint)
-
-    def leave(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def _guard(self, action: Callable[[], Result], waited_for: str) -> Result:
-        try:
-            return action()
-        except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            raise PeerLost(f"waited up to {self.timeout:g} s for {waited_for}: {first}", where=f"rank {self.rank}") from error
 
 
 def _world() -> dist.ProcessGroup:
@@ -146,74 +65,76 @@ def _world() -> dist.ProcessGroup:
     return group
 
 
-def gpu_of(device: torch.device) -> str:
-    """Which GPU of the world a device is, if NCCL could use it from this process; else nothing."""
-    if device.type != "cuda" or not dist.is_nccl_available():
-        return ""
-    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-
-
-def sum_kind(gpus: Sequence[str]) -> str:
-    """What sums up over ranks with these GPUs: NCCL takes one rank per GPU, and no rank without."""
-    return "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
-
-
-def host_store(world: int, timeout: float) -> TCPStore:
-    """The meeting point of a local run: any free port, listening on loopback only."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(128)
-    port = listener.getsockname()[1]
-    try:
-        return TCPStore("127.0.0.1", port, world, True, time_span(timeout), wait_for_workers=False, master_listen_fd=listener.detach())
-    except RuntimeError as error:
-        raise not_met(f"127.0.0.1:{port}", timeout, error) from error
-
-
-def join_store(port: int, world: int, timeout: float) -> TCPStore:
-    try:
-        return TCPStore("127.0.0.1", port, world, False, time_span(timeout), wait_for_workers=False)
-    except RuntimeError as error:
-        raise not_met(f"127.0.0.1:{port}", timeout, error) from error
-
-
-def time_span(seconds: float) -> timedelta:
-    """A timeout for torch, which counts whole milliseconds and takes none of them for no limit."""
-    return timedelta(seconds=max(seconds, 0.001))
-
-
-def not_met(address: str, timeout: float, error: Exception, where: str = "") -> PeerLost:
-    """What is said of a meeting point that could not be reached."""
-    first = str(error).partition("\n")[0]
-    return PeerLost(
-        f"could not meet the group at {address} within {timeout:g} s: {first}",
-        where=where,
-        hint="if it was only slow, give a longer --timeout",
-    )
-
-
 # ------------------------------------------------------------------------------------------------ messages
 
 
 @dataclass(slots=True)
 class _Channel:
-    """One direction of one phase between this rank and a peer, and what is under way on it. `tag` is that of the first message of microbatch 0."""
+    """One direction of one phase between this rank and a peer, and what is under way on it."""
 
-    edge: Edge
-    peer: int
-    tag: int
     names: tuple[str, ...]
-    packing: Packing
     # Of receives.
-    posted: dict[int, tuple[list[torch.Tensor], list[dist.Work]]]
-    expected: deque[Action]
+    incoming: Incoming | None = None
+    posted: dict[int, tuple[list[torch.Tensor], Sequence[Work]]] = field(default_factory=dict)
+    expected: deque[Action] = field(default_factory=deque)
     # Of sends.
+    outgoing: Outgoing | None = None
     sender: Sender | None = None
     link: Link | None = None
 
 
+class Outgoing(Protocol):
+    """Where the messages of a channel leave this rank."""
+
+    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What is to be sent of the values of a microbatch, from now on unchanged."""
+
+    def start(self, mb: int, prepared: Sequence[torch.Tensor]) -> Works:
+        """Start to send it; what is not sent when this returns is to be waited for, in order."""
+
+
+class Incoming(Protocol):
+    """Where the messages of a channel arrive."""
+
+    packing: Packing
+
+    def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[Work]]:
+        """Memory for the messages of a microbatch, and what waits until they are there."""
+
+
+class GlooWire:
+    """Both ends of a channel over gloo: from and into what gloo can read. `tag` is that of the first message of microbatch 0, `width` the messages of one."""
+
+    def __init__(self, peer: int, tag: int, width: int, packing: Packing) -> None:
+        self.peer, self.packing = peer, packing
+        self._tag, self._width = tag, width
+
+    def prepare(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return [_on_host(x) for x in self.packing.pack(values)]
+
+    def start(self, mb: int, prepared: Sequence[torch.Tensor]) -> Works:
+        tag, group = self._first(mb), _world()
+        return [(group.send([x], self.peer, tag + len(PHASES) * i), x) for i, x in enumerate(prepared)]
+
+    def post(self, mb: int) -> tuple[list[torch.Tensor], Sequence[Work]]:
+        tag, group = self._first(mb), _world()
+        messages = self.packing.messages()
+        return messages, [group.recv([x], self.peer, tag + len(PHASES) * i) for i, x in enumerate(messages)]
+
+    def _first(self, mb: int) -> int:
+        return self._tag + len(PHASES) * (mb % _MICROBATCHES * self._width)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """What gloo can read: the tensor, or a pinned copy of it that is complete."""
+    if tensor.device == CPU:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
 class Transport:
-    """The channels of one rank. `homes` are the stages of all ranks; `team` the ranks that it sums up gradients with; `latency` is for measurements."""
+    """The channels of one rank. `homes` are the stages of all ranks; `team` the ranks that it sums up gradients with; `latency` is for measurements; `near`
+    sockets of the channels whose other end shares this host's memory (neighbours.py), which are the transport's from here on."""
 
     def __init__(
         self,
@@ -224,14 +145,18 @@ class Transport:
         device: torch.device = CPU,
         latency: float = 0.0,
         team: Team | None = None,
+        near: Mapping[End, socket.socket] | None = None,
     ) -> None:
-        self.device, self._latency, self._team = device, latency, team
+        self.device, self._latency, self._team, self._near = device, latency, team, dict(near or {})
         self.rank, self._homes, self.seconds = rank, list(homes), timeout
         self._timeout = time_span(timeout)
         self._edges = {(edge.src, edge.dst, edge.phase): edge for edge in edges}
         self._width = max((len(parcels(edge.values)) for edge in edges), default=1)
         # Where gloo may write.
         self._buffers = Recycled(pinned=device != CPU)
+        # Where ranks of this host may write.
+        self._blocks = SharedBlocks()
+        self._shared = Recycled(memory=self._blocks.allocate)
         self._channels: dict[tuple[str, int | None], _Channel] = {}
         self._failed: Failures = []
         self.ledger: Ledger | None = None
@@ -253,18 +178,26 @@ class Transport:
         if self._failed:
             self.check()
         channel = self._channels.get((action.kind, action.peer)) or self._open(action)
-        messages = [self._on_host(x) for x in channel.packing.pack([tensors[name].contiguous() for name in channel.names])]
-        if self.ledger is not None:
-            for message in messages:
-                self._note("send", action, message)
+        outgoing, sender = channel.outgoing, channel.sender
+        assert outgoing is not None
+        assert sender is not None
+        prepared = outgoing.prepare([tensors[name].contiguous() for name in channel.names])
         if channel.link is not None:
-            channel.link.begin(action, lambda: self._start_send(action, channel, messages))
+            channel.link.begin(action, lambda: self._start(action, outgoing, prepared))
             return
-        assert channel.sender is not None
         try:
-            channel.sender.hold(action, self._start_send(action, channel, messages))
-        except RuntimeError as error:
+            works = self._start(action, outgoing, prepared)
+        except LOST as error:
             raise self._lost(action, error) from error
+        if works:
+            sender.hold(action, works)
+
+    def _start(self, action: Action, outgoing: Outgoing, prepared: Sequence[torch.Tensor]) -> Works:
+        works = outgoing.start(action.mb, prepared)
+        if self.ledger is not None:
+            for _, held in works:
+                self._note("send", action, held)
+        return works
 
     def post(self, action: Action) -> bool:
         """Post a receive ahead of its action, unless its channel has enough of them under way."""
@@ -298,14 +231,15 @@ class Transport:
         for work in works:
             try:
                 work.wait(self._timeout)
-            except RuntimeError as error:
+            except LOST as error:
                 raise self._lost(action, error) from error
         if self._failed:
             self.check()
         if self.device != CPU:
             # The pinned memory may be used again only when the copy is done, so it is waited for.
             messages = [message.to(self.device) for message in messages]
-        return dict(zip(channel.names, channel.packing.unpack(messages), strict=True))
+        assert channel.incoming is not None
+        return dict(zip(channel.names, channel.incoming.packing.unpack(messages), strict=True))
 
     def sum_up(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Start to sum up tensors over the ranks of the stage, in place; nobody may touch them until `finish_sum`."""
@@ -316,7 +250,7 @@ class Transport:
             for tensor in tensors:
                 held = tensor
                 if self._team.kind == "gloo" and self.device != CPU:
-                    held = self._on_host(tensor)
+                    held = _on_host(tensor)
                     copies.append((tensor, held))
                 work = dist.all_reduce(held, group=self._team.group, async_op=True)
                 assert work is not None
@@ -346,12 +280,6 @@ class Transport:
             hint=hint,
         )
 
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What gloo can read: the tensor, or a pinned copy of it that is complete."""
-        if tensor.device == CPU:
-            return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
-
     def flush(self) -> None:
         """Wait until the peers have everything that was sent."""
         ends = [end for channel in self._channels.values() if (end := channel.link or channel.sender) is not None]
@@ -368,16 +296,17 @@ class Transport:
             action, error = self._failed[0]
             raise self._lost(action, error) from error
 
-    def _start_send(self, action: Action, channel: _Channel, messages: Sequence[torch.Tensor]) -> Works:
-        tag, group, peer = self._tag(channel, action.mb), _world(), channel.peer
-        return [(group.send([x], peer, tag + len(PHASES) * i), x) for i, x in enumerate(messages)]
+    def close(self) -> None:
+        """Let go of what is shared with other processes; messages under way are lost."""
+        for end in self._near.values():
+            end.close()
+        self._blocks.close()
 
     def _post(self, action: Action, channel: _Channel) -> None:
-        tag, group, peer = self._tag(channel, action.mb), _world(), channel.peer
-        messages = channel.packing.messages()
+        assert channel.incoming is not None
         try:
-            works = [group.recv([x], peer, tag + len(PHASES) * i) for i, x in enumerate(messages)]
-        except RuntimeError as error:
+            messages, works = channel.incoming.post(action.mb)
+        except LOST as error:
             raise self._lost(action, error) from error
         channel.posted[action.mb] = (messages, works)
         if self.ledger is not None and self.device == CPU:
@@ -390,21 +319,26 @@ class Transport:
 
     def _open(self, action: Action) -> _Channel:
         """The channel of a send or receive, from its first use on."""
-        edge = self.edge_of(action)
-        assert action.peer is not None
-        names, tag = tuple(value.name for value in edge.values), _FIRST_TAG + PHASES.index(edge.phase)
-        channel = _Channel(edge, action.peer, tag, names, Packing(edge.values, self._buffers, self.device), {}, deque())
+        edge, peer = self.edge_of(action), action.peer
+        assert peer is not None
+        near = self._near.get((action.kind, peer))
+        channel = self._channels[action.kind, peer] = _Channel(tuple(value.name for value in edge.values))
         if action.kind in SENDS:
             told = None if self.ledger is None else lambda action, message: self._note("sent", action, message)
-            channel.sender = Sender(self._timeout, self._failed, told)
+            # A message to shared memory that has to wait is written by the thread, so that it may not be kept from it.
+            channel.sender = Sender(self._timeout, self._failed, told, few=SENDS_TOGETHER if near is None else 1)
             channel.link = Link(self._latency, channel.sender, self._failed) if self._latency else None
-        self._channels[action.kind, action.peer] = channel
+            channel.outgoing = self._over_gloo(edge, peer) if near is None else SharedOutgoing(near, edge.values)
+        else:
+            channel.incoming = (
+                self._over_gloo(edge, peer) if near is None else SharedIncoming(near, edge.values, self._shared, self._blocks)
+            )
         return channel
 
-    def _tag(self, channel: _Channel, mb: int) -> int:
-        return channel.tag + len(PHASES) * (mb % _MICROBATCHES * self._width)
+    def _over_gloo(self, edge: Edge, peer: int) -> GlooWire:
+        return GlooWire(peer, _FIRST_TAG + PHASES.index(edge.phase), self._width, Packing(edge.values, self._buffers, self.device))
 
-    def _lost(self, action: Action, error: RuntimeError) -> PeerLost:
+    def _lost(self, action: Action, error: Exception) -> PeerLost:
         assert action.peer is not None
         what, hint = self._what_failed(error)
         values = ", ".join(f"%{v.name} : {v.type}" for v in self.edge_of(action).values)
@@ -414,9 +348,11 @@ class Transport:
             hint=hint,
         )
 
-    def _what_failed(self, error: RuntimeError) -> tuple[str, str]:
-        """What torch says of a peer, in words, and a hint."""
+    def _what_failed(self, error: Exception) -> tuple[str, str]:
+        """What torch or the system says of a peer, in words, and a hint."""
         text = str(error).splitlines()[0] if str(error) else ""
+        if isinstance(error, OutOfTurn):
+            return text, ""
         # Gloo puts the place in its own source in front, and advice behind.
         detail = (text.partition("] ")[2] if text.startswith("[") else text).partition(". ")[0]
         if "imed out" in text or "timeout" in text:

@@ -1,12 +1,13 @@
-"""What a link does: messages between two processes over gloo, as the runtime sends them.
+"""What a link does: messages between two processes, as the runtime sends them: over gloo, and on one machine through memory that both share.
 
 In: a connected group and pairs of its ranks. Out: for each pair the seconds of a message one way by its size, half of there and back, and the line
 through them:
 
     seconds = latency + bytes / bandwidth, with the least squares of relative errors
 
-Of a pair on this machine also what one end of a message takes of a rank, by size, when it goes through the runtime's own Transport: posted ahead, held by
-a thread, read by gloo's, with caches full of other things. The line through these is `message_overhead` and `socket_bandwidth` of a device (ir/cluster.py).
+Of a pair on this machine also what one end of a message takes of a rank, by size, when it goes through the runtime's own Transport, with caches full of
+other things: over gloo, posted ahead, held by a thread, read by gloo's (the line through these is `message_overhead` and `socket_bandwidth` of a device,
+ir/cluster.py), and through memory (`shared_overhead`, and `copy_bandwidth`, as one of the two ends copies).
 
     python -m penstock.runtime.wires --rank R --port P     one end of a pair on this machine; rank 0 prints the times as JSON
 
@@ -32,13 +33,17 @@ from ..ir.graph import Edge, Value
 from ..ir.schedule import Action
 from ..ir.types import TensorType
 from .children import failure, outputs
+from .group import Group, host_store, join_store
 from .launch import loopback_name, thread_environment
-from .transport import Group, Transport, host_store, join_store
+from .neighbours import connect, identity
+from .transport import Transport
 
 SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 _TURNS, _SECONDS = 5, 0.25
 # Messages of one size whose ends are timed, what a send writes before it returns, and the bytes that a rank works on between them.
 _MESSAGES, _WHOLE, _OTHERS = 60, 4 << 20, 8 << 20
+# Messages of one size that go there and back through memory: so many, unless that moves more bytes.
+_TRIPS, _MOVED = 500, 256 << 20
 _TAG = 2
 
 
@@ -64,7 +69,7 @@ def fit(times: Sequence[tuple[int, float]]) -> Wire:
 
 
 def ping(peer: int, first: bool) -> list[tuple[int, float]]:
-    """Messages of all sizes there and back; both ends call this. Gives (bytes, seconds one way) on the side that goes first."""
+    """Messages of all sizes there and back over gloo; both ends call this. Gives (bytes, seconds one way) on the side that goes first."""
     found = []
     for size in SIZES:
         tensor = torch.zeros(size, dtype=torch.uint8)
@@ -90,17 +95,16 @@ def ping(peer: int, first: bool) -> list[tuple[int, float]]:
     return found
 
 
-def ends(rank: int, timeout: float) -> list[tuple[int, float]]:
+def ends(group: Group, own: str) -> list[tuple[int, float]]:
     """Messages from rank 0 to rank 1 and back, as stages send them. Gives (bytes, seconds of one end) of this side: half of what sending one and
-    receiving one take of it, in this thread by the clock and in gloo's by processor time."""
-    out, back = ("F", "B") if rank == 0 else ("B", "F")
+    receiving one take of it, in this thread by the clock and in others by processor time. `own` as in neighbours.connect: nothing for gloo."""
+    rank, (out, back) = group.rank, _phases(group.rank)
     others = torch.zeros(_OTHERS, dtype=torch.uint8)
     found = []
     for size in SIZES:
         if size > _WHOLE:
             break
-        values = (Value("x", TensorType("u8", (size,))),)
-        transport = Transport(rank, [Edge(0, 1, "F", values), Edge(1, 0, "B", values)], [0, 1], timeout)
+        transport = _transport(group, size, own, f"ends{size}{own}")
         tensors = {"x": torch.zeros(size, dtype=torch.uint8)}
         times: list[float] = []
         receives, sends = ([Action(kind, rank, mb, peer=1 - rank) for mb in range(_MESSAGES)] for kind in (f"R{back}", f"S{out}"))
@@ -124,8 +128,48 @@ def ends(rank: int, timeout: float) -> list[tuple[int, float]]:
             before, behind = behind, _behind()
             times.append(posted + behind - before)
         transport.flush()
+        transport.close()
         found.append((size, sorted(times)[len(times) // 4] / 2))
     return found
+
+
+def trips(group: Group, own: str) -> list[tuple[int, float]]:
+    """As `ping`, through memory."""
+    first, (out, back) = group.rank == 0, _phases(group.rank)
+    found = []
+    for size in SIZES:
+        transport = _transport(group, size, own, f"trips{size}")
+        tensors = {"x": torch.zeros(size, dtype=torch.uint8)}
+        count = max(_TURNS, min(_TRIPS, _MOVED // size))
+        times = []
+        receives, sends = ([Action(kind, group.rank, mb, peer=1 - group.rank) for mb in range(count)] for kind in (f"R{back}", f"S{out}"))
+        transport.post(receives[0])
+        for receive, later, send in zip(receives, [*receives[1:], None], sends, strict=True):
+            if later is not None:
+                transport.post(later)
+            begin = time.perf_counter()
+            if first:
+                transport.send(send, tensors)
+            transport.receive(receive)
+            times.append(time.perf_counter() - begin)
+            if not first:
+                transport.send(send, tensors)
+        transport.flush()
+        transport.close()
+        found.append((size, sorted(times)[len(times) // 4] / 2))
+    return found
+
+
+def _phases(rank: int) -> tuple[str, str]:
+    """In which phase a rank of two sends, and in which it receives."""
+    return ("F", "B") if rank == 0 else ("B", "F")
+
+
+def _transport(group: Group, size: int, own: str, key: str) -> Transport:
+    values = (Value("x", TensorType("u8", (size,))),)
+    (out, back), peer = _phases(group.rank), 1 - group.rank
+    near = connect(group, [(f"S{out}", peer), (f"R{back}", peer)], own, key) if own else {}
+    return Transport(group.rank, [Edge(0, 1, "F", values), Edge(1, 0, "B", values)], [0, 1], group.timeout, near=near)
 
 
 def _behind() -> float:
@@ -150,10 +194,12 @@ def measure_pairs(group: Group) -> dict[tuple[int, int], list[tuple[int, float]]
 
 
 class Loopback(NamedTuple):
-    """Seconds of a message one way, and seconds of a rank for one of its ends, by its size."""
+    """Seconds of a message one way, and seconds of a rank for one of its ends over gloo and through memory, by its size. Where memory is not shared, messages
+    go over gloo, and there are no such ends."""
 
     times: list[tuple[int, float]]
     ends: list[tuple[int, float]]
+    shared_ends: list[tuple[int, float]]
 
 
 def measure_loopback(timeout: float = 60.0) -> Loopback:
@@ -183,10 +229,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     group = Group(join_store(arguments.port, 2, arguments.timeout), arguments.rank, 2, arguments.timeout)
     group.connect()
-    times = ping(1 - arguments.rank, arguments.rank == 0)
-    spent = ends(arguments.rank, arguments.timeout)
+    own = identity()
+    times = trips(group, own) if own else ping(1 - arguments.rank, arguments.rank == 0)
+    found = Loopback(times, ends(group, ""), ends(group, own) if own else [])
     if arguments.rank == 0:
-        print(json.dumps([times, spent]))
+        print(json.dumps(found))
     group.leave()
 
 

@@ -59,6 +59,7 @@ from .data import FileSamples, Samples, open_data
 from .evaluation import evaluate
 from .executor import Executor
 from .feeds import DataFeed, NoSamples, Prefetch
+from .group import Group, host_store, join_store
 from .message_feeds import BatchFeed, Receive, RequestFeed
 from .program import fed_inputs, microbatch_size, share_of
 from .resuming import fill_tensors, load_state
@@ -67,7 +68,7 @@ from .sealed import SealedStore
 from .status import Status
 from .store import Store, as_array
 from .tables import tables_of
-from .transport import Group, Transport, host_store, join_store
+from .transport import Transport
 
 Reply = Callable[[Record, Mapping[str, np.ndarray]], None]
 
@@ -91,7 +92,6 @@ class Worker:
         if group.world != bundle.world_size:
             raise VerifyError(f"the bundle is for {bundle.world_size} ranks, {group.world} were started", where=str(bundle.path))
         status.show("joining")
-        group.connect()
         group.agree("module.ir", bundle.module_hash)
         status.show("loading")
         self.samples: Samples = NoSamples()
@@ -105,6 +105,7 @@ class Worker:
             self.module, self.stage, bundle.stage_files(self.stage), self.entry.threads, self.entry.device
         )
         assert self.module.schedule is not None
+        near = group.connect_stages(self.module.schedule, program.device)
         mates = self.module.schedule.members()[self.stage]
         if len(mates) > 1:
             group.form_team(mates, program.device)
@@ -113,7 +114,7 @@ class Worker:
         self.store = self._load_store(program.device)
         self.saver = Saver(bundle, rank, group, setup, self.store, status)
         homes = self.module.rank_stages()
-        self.transport = Transport(rank, self.module.edges, homes, setup.timeout, program.device, setup.latency, group.team)
+        self.transport = Transport(rank, self.module.edges, homes, setup.timeout, program.device, setup.latency, group.team, near)
         self.executor = Executor(
             self.module,
             rank,
@@ -338,7 +339,7 @@ def main(argv: list[str] | None = None) -> None:
             assert isinstance(told[0], Join)
             store = join_store(told[0].port, world, setup.timeout)
         met = SealedStore(store, setup.secret.encode()) if setup.secret else store
-        worker = Worker(bundle, rank, Group(met, rank, world, setup.timeout), setup, reply, receive, status)
+        worker = Worker(bundle, rank, Group(met, rank, world, setup.timeout, reports=False), setup, reply, receive, status)
         reply(Ready(), {})
         while (command := receive(True)) is not None and worker.obey(command[0]):
             pass

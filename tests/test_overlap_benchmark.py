@@ -14,7 +14,7 @@ def test_a_row_of_hidden_messages(tmp_path: Path) -> None:
     (line,) = report["lines"]
     assert (line["row"], line["rate"], line["bytes"]) == ("loopback", None, 16 << 20)
     seconds = line["seconds"]
-    assert seconds.keys() == line["times"].keys() == {"compute", "messages", "gloo", "penstock"}
+    assert seconds.keys() == line["times"].keys() == {"compute", "messages", "gloo", "over gloo", "shared"}
     assert min(seconds.values()) > 0
     assert all(len(times) == 1 for times in line["times"].values())
     for name, share in line["hidden"].items():

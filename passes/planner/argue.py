@@ -190,7 +190,7 @@ def _faster(fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
             given = fleet.path(a, b)
             if given.bandwidth != speed:
                 return given
-            return Path(2 * speed, given.latency, tuple((name, 2 * rate) for name, rate in given.shares))
+            return given._replace(bandwidth=2 * speed, shares=tuple((name, 2 * rate) for name, rate in given.shares))
 
         yield f"links of {speed:.4g} bytes/s twice as fast", Fleet(fleet.devices, path)
 

@@ -168,7 +168,7 @@ def ring_of(fleet: Fleet, devices: Sequence[int]) -> Ring:
     for a, b in pairwise((*devices, devices[0])):
         path = fleet.path(a, b)
         latency = max(latency, path.latency)
-        used.update([(f"link {a}>{b}", path.bandwidth), *((f"NIC {nic}", speed) for nic, speed in path.shares)])
+        used.update([(f"link {a}>{b}", min(path.bandwidth, path.summing)), *((f"NIC {nic}", speed) for nic, speed in path.shares)])
     steps = 2 * (count - 1)
     return Ring(
         steps * latency,

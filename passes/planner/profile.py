@@ -47,9 +47,15 @@ class Profile:
 
 
 def profile_chain(
-    modules: Mapping[int, Module], device: Device, prices: Prices = ROOFLINE, most: int = MOST_LAYERS, wire: str = "f32"
+    modules: Mapping[int, Module],
+    device: Device,
+    prices: Prices = ROOFLINE,
+    most: int = MOST_LAYERS,
+    wire: str = "f32",
+    shared: bool = False,
 ) -> Profile:
-    """`modules` by samples per microbatch; layers are of about the same time on `device`; float32 values travel as `wire`."""
+    """`modules` by samples per microbatch; layers are of about the same time on `device`; float32 values travel as `wire`, and all through memory where
+    it is `shared`."""
     parts = {b: _Sized(module, prices, wire) for b, module in sorted(modules.items())}
     last = parts[max(parts)]
     alike = {b: part for b, part in parts.items() if part.names == last.names}
@@ -77,9 +83,9 @@ def profile_chain(
 
     def calls(on: Device) -> Calls:
         graphs = 2 if last.backward is not None else 1
-        return Calls(
-            graphs * on.call_overhead, on.call_overhead, on.message_overhead, 0.0 if on.kind == "cuda" else 1 / on.socket_bandwidth
-        )
+        # The sender alone copies into shared memory; over a boundary of a training as much goes one way as the other.
+        ends = (on.shared_overhead, 0.5 / on.copy_bandwidth) if shared else (on.message_overhead, 1 / on.socket_bandwidth)
+        return Calls(graphs * on.call_overhead, on.call_overhead, ends[0], 0.0 if on.kind == "cuda" else ends[1])
 
     chain = Chain(tuple(layers), timer, _amount(low, entry[low], high, entry[high]), calls, tuple(parts))
     return Profile(chain, tuple(last.names[i] for i in cuts), len(work), max(sums) / max(sum(sums), 1e-300))

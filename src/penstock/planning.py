@@ -121,7 +121,11 @@ def plan_best(
             for size, model in models.items()
         }
         return profile_chain(
-            modules, max(cluster.devices, key=lambda device: device.flops), prices or best_prices(), wire=options.get("wire", "f32")
+            modules,
+            max(cluster.devices, key=lambda device: device.flops),
+            prices or best_prices(),
+            wire=options.get("wire", "f32"),
+            shared=cluster.is_shared,
         )
 
     profile = profile_in(precision)

@@ -142,7 +142,8 @@ class _Judge:
         def seconds(rank: int, action: Action) -> float:
             stage, device = plan.stages[action.stage], devices[rank]
             if action.kind in SENDS or action.kind in RECEIVES:
-                return device.message_overhead
+                assert action.peer is not None
+                return self.cluster.message_overhead(device.name, devices[action.peer].name)
             forward, backward, weight, again, update = (float(sums[stage.last] - sums[stage.first]) for sums in table.times(device))
             back = backward + (again if stage.recompute else 0.0) - (weight if parted else 0.0)
             found = {"F": forward, "B": back, "W": weight, "U": update}.get(action.kind)

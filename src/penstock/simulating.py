@@ -19,10 +19,10 @@ from penstock.ir.cluster import Cluster, usable_cores
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module, summed_vars
 from penstock.ir.memory import measure_memory, memory_curve
-from penstock.ir.schedule import RECEIVES, SENDS
+from penstock.ir.schedule import Action
 from penstock.ir.words import counted
 from penstock.passes.cost import rank_seconds, shown_seconds
-from penstock.runtime.machine import Route, Seat, machine_of, sockets
+from penstock.runtime.machine import Route, Seat, machine_of, with_messages
 from penstock.runtime.simulate import Seconds, simulate
 from penstock.runtime.simulated import Simulated
 from penstock.terminal import say, size, table
@@ -103,7 +103,7 @@ def seat_of(cluster: Cluster, name: str) -> Seat | None:
     device = cluster.device(name)
     if device.kind != "cpu":
         return None
-    return sockets(Seat(device.host, usable_cores() if device.host == LOCAL else math.inf, device.threads), device.socket_bandwidth)
+    return with_messages(Seat(device.host, usable_cores() if device.host == LOCAL else math.inf, device.threads), device)
 
 
 def times_of(module: Module, source: Path, costs: str) -> Seconds:
@@ -114,9 +114,14 @@ def times_of(module: Module, source: Path, costs: str) -> Seconds:
 
 def seconds_of(module: Module, computations: Mapping[tuple[int, str], float]) -> Seconds:
     """Times of all actions, from those of computations by rank and kind; ends of messages take what the devices of the ranks say."""
-    cluster = module.cluster
-    ends = [0.0 if cluster is None else cluster.device(name).message_overhead for name in module.rank_devices()]
-    return lambda rank, action: computations.get((rank, action.kind), ends[rank] if action.kind in (*SENDS, *RECEIVES) else 0.0)
+    cluster, devices = module.cluster, module.rank_devices()
+
+    def seconds(rank: int, action: Action) -> float:
+        if cluster is not None and action.peer is not None:
+            return cluster.message_overhead(devices[rank], devices[action.peer])
+        return computations.get((rank, action.kind), 0.0)
+
+    return seconds
 
 
 def _computations(module: Module, source: Path, costs: str) -> dict[tuple[int, str], float]:

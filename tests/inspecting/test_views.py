@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from drawn_modules import modules
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from penstock.cli import main
 from penstock.inspecting import colours
@@ -36,26 +35,6 @@ def test_colours_change_no_letter(module: Module) -> None:
     assert painted != text
     assert colours.plain_text(colours.paint_schedule(text)) == text
     assert colours.plain_text(colours.paint_changes(text)) == text
-
-
-@given(st.text())
-def test_a_terminal_only_shows_what_it_is_told(text: str) -> None:
-    shown = colours.harmless(colours.paint(text, "head"))
-    left = colours.plain_text(shown)
-    assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in left)
-    if text.isprintable():
-        assert left == text
-
-
-def test_a_name_with_control_characters_is_spelled(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "hostile.ir"
-    path.write_text((built / "dumps" / "00_input.ir").read_text().replace(" ; wte\n", " ; \x1b]0;owned\x07\x1b[2J\n", 1))
-    for words in (["--op", "."], ["--graph", "main"], ["--flow", "main"], ["--why", "%wte"]):
-        assert main(["inspect", str(path), *words]) == 0
-        out = capsys.readouterr().out
-        assert "\\x1b]0;owned\\x07" in out
-        assert "\x07" not in out
-        assert "\x1b" not in out
 
 
 @pytest.mark.parametrize(("no_color", "term", "expected"), [("", "xterm", True), ("1", "xterm", False), ("", "dumb", False)])

@@ -151,11 +151,19 @@ def test_hosts_give_defaults_and_units_are_read(tmp_path: Path, text: str, name:
 def test_paths_say_what_they_share(tmp_path: Path) -> None:
     cluster = load(tmp_path, FULL)
     # By class: the slower card is the limit, both are shared by direction, and both latencies count.
-    assert cluster.path("left/cpu:1", "right/gpu") == (5e8, pytest.approx(1.05e-4), (("nic of left out", 1.25e9), ("nic of right in", 5e8)))
+    assert cluster.path("left/cpu:1", "right/gpu") == (
+        5e8,
+        pytest.approx(1.05e-4),
+        (("nic of left out", 1.25e9), ("nic of right in", 5e8)),
+        math.inf,
+    )
     assert cluster.path("right/gpu", "left/cpu:1").shares == (("nic of right out", 5e8), ("nic of left in", 1.25e9))
     # A link of its own shares what it says, here nothing.
-    assert cluster.path("left/cpu:0", "right/gpu") == (1e6, 0.0, ())
+    assert cluster.path("left/cpu:0", "right/gpu") == (1e6, 0.0, (), math.inf)
     assert cluster.path("left/cpu:0", "left/cpu:1").shares == ()
+    assert (cluster.path("left/cpu:0", "left/cpu:1").summing, cluster.shares_memory("left/cpu:0", "left/cpu:1")) == (2.2e9, True)
+    assert not cluster.shares_memory("left/cpu:1", "right/gpu")
+    assert not cluster.is_shared
     # Without anything said, the rate of the cards is better than a guess.
     bare = Cluster(cluster.devices, hosts=cluster.hosts)
     assert bare.link("left/cpu:1", "right/gpu").bandwidth == 5e8
@@ -166,7 +174,7 @@ def test_named_cards_are_shared_by_their_links() -> None:
     devices = (Device("a", host="x"), Device("b", host="y"), Device("c", host="z"), Device("d", host="x"))
     links = (Link("a", "b", 1e9, 1e-4, "eth"), Link("a", "c", 2e9, 1e-4, "eth"), Link("a", "d", 5e9, 1e-5, "bus"))
     cluster = Cluster(devices, links)
-    assert cluster.path("a", "b") == (1e9, 1e-4, (("eth out", 2e9),))
+    assert cluster.path("a", "b") == (1e9, 1e-4, (("eth out", 2e9),), math.inf)
     assert cluster.path("c", "a").shares == (("eth in", 2e9),)
     assert cluster.path("a", "d").shares == (("bus", 5e9),)
     # With a link between two other hosts no host has the card alone: one medium, whatever the direction.

@@ -79,7 +79,7 @@ def test_the_instances_are_of_every_kind() -> None:
 def slower_links(fleet: Fleet) -> Fleet:
     def path(a: int, b: int) -> Path:
         given = fleet.path(a, b)
-        return Path(given.bandwidth / 1.2, given.latency, given.shares)
+        return given._replace(bandwidth=given.bandwidth / 1.2)
 
     return Fleet(fleet.devices, path)
 

@@ -17,9 +17,10 @@ from penstock.ir.graph import Module, stage_vars, stepped_vars, summed_vars
 from penstock.runtime import transport as transports
 from penstock.runtime.executor import Executor
 from penstock.runtime.feeds import DataFeed
+from penstock.runtime.group import Team
 from penstock.runtime.memory_trace import RankTrace
 from penstock.runtime.store import Store
-from penstock.runtime.transport import Team, Transport
+from penstock.runtime.transport import Transport
 
 SECONDS = 60
 

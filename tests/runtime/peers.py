@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -17,8 +20,12 @@ from penstock.ir.errors import PenstockError
 from penstock.ir.graph import Edge, Value
 from penstock.ir.schedule import Action
 from penstock.ir.types import parse_type
+from penstock.runtime import group as groups
+from penstock.runtime import neighbours
 from penstock.runtime import transport as transports
-from penstock.runtime.transport import Group, Transport, host_store, join_store
+from penstock.runtime.group import Group, host_store, join_store
+from penstock.runtime.neighbours import connect, identity
+from penstock.runtime.transport import Transport
 
 KINDS = ("f32", "f16", "bf16", "f64", "i64", "i32", "i8", "u8", "bool")
 MANY = tuple(Value(f"v{k}", parse_type(f"{k}[3,5]")) for k in KINDS)
@@ -117,7 +124,7 @@ def team(rank, group):
     dist.all_reduce(total, group=group.team.group)
     assert total.tolist() == [3.0] * 3
     asked = []
-    transports.dist.new_group = lambda ranks, **options: asked.append((ranks, options["backend"]))
+    groups.dist.new_group = lambda ranks, **options: asked.append((ranks, options["backend"]))
     for number, (gpus, kind) in enumerate(
         [
             (("", ""), "gloo"),
@@ -128,7 +135,7 @@ def team(rank, group):
             (("a 1", "b 1"), "nccl"),
         ]
     ):
-        transports.gpu_of = lambda device, gpus=gpus: gpus[rank]
+        groups.gpu_of = lambda device, gpus=gpus: gpus[rank]
         group.store = dist.PrefixStore(str(number), group.store)
         group.form_team((0, 1), torch.device("cuda"))
         assert asked.pop() == ([0, 1], kind), gpus
@@ -199,6 +206,152 @@ def absent(rank, group):
         time.sleep(3)
 
 
+# ------------------------------------------------------------------------------------------------ memory that both share
+
+
+def share(group, edges=EDGES, key="near", timeout=10, **options):
+    """A transport whose messages all go through memory."""
+    ends = {(f"{'S' if e.src == group.rank else 'R'}{e.phase}", 1 - group.rank) for e in edges}
+    near = connect(group, ends, identity(), key)
+    assert near.keys() == ends
+    return Transport(group.rank, edges, {0: 0, 1: 1}, timeout, near=near, **options)
+
+
+def shared_exchange(rank, group):
+    """All types, both ways at once; nothing goes over gloo."""
+    transports._world = None
+    for number, latency in enumerate((0.0, 0.02)):
+        transport = share(group, key=f"near{number}", latency=latency)
+        for mb in range(12):
+            if rank == 0:
+                transport.send(Action("SB", 0, mb, peer=1), content(ODD, mb, 50))
+                transport.send(Action("SF", 0, mb, peer=1), content(MANY, mb, 0))
+                assert same(transport.receive(Action("RB", 0, mb, peer=1)), content(ODD, mb, 100)), mb
+            else:
+                assert transport.post(Action("RF", 1, mb, peer=0))
+                transport.send(Action("SB", 1, mb, peer=0), content(ODD, mb, 100))
+                assert same(transport.receive(Action("RF", 1, mb, peer=0)), content(MANY, mb, 0)), mb
+                assert same(transport.receive(Action("RB", 1, mb, peer=0)), content(ODD, mb, 50)), mb
+        transport.flush()
+        transport.close()
+    group.gather("end", b"")
+
+
+def shared_late(rank, group):
+    """Messages that nobody has memory for yet wait in the background, in order; what was received stays as it is while it is held, and its memory is used
+    again after that."""
+    large = (Value("x", parse_type("f32[300,200]")), Value("y", parse_type("f32[60000]")))
+    transport = share(group, (Edge(0, 1, "F", large),))
+    if rank == 0:
+        begin = time.monotonic()
+        for mb in range(20):
+            transport.send(Action("SF", 0, mb, peer=1), content(large, mb, 0))
+        assert time.monotonic() - begin < 0.4
+        group.put("sent", b"")
+        transport.flush()
+        assert time.monotonic() - begin > 0.5
+    else:
+        group.get("sent", "the messages")
+        time.sleep(0.5)
+        held = []
+        for mb in range(20):
+            held.append(transport.receive(Action("RF", 1, mb, peer=0)))
+            held = held[-3:]
+            for back, found in enumerate(reversed(held)):
+                assert same(found, content(large, mb - back, 0)), (mb, back)
+        # Three that are held and one that comes, of two values each.
+        assert len(transport._blocks._files) <= 8
+    group.gather("end", b"")
+
+
+def shared_sealed(rank, group):
+    """A sender that cuts off the memory it may write to, or makes it longer, is refused by the system."""
+    transport = share(group)
+    if rank == 0:
+        transport.send(Action("SF", 0, 0, peer=1), content(MANY, 0, 0))
+        transport.flush()
+        (file,) = transport._channels["SF", 1].outgoing._files.values()
+        for size in (0, 1 << 20):
+            try:
+                os.ftruncate(file, size)
+            except PermissionError:
+                continue
+            raise AssertionError(f"made the receiver's memory {size} bytes long")
+    else:
+        assert same(transport.receive(Action("RF", 1, 0, peer=0)), content(MANY, 0, 0))
+    group.gather("end", b"")
+
+
+def shared_strangers(rank, group):
+    """Whoever connects with other words than a sender's is turned away; and ranks that are not near each other share nothing."""
+    assert connect(group, [("SF" if rank == 0 else "RF", 1 - rank)], f"host {rank}", "apart") == {}
+    assert connect(group, [("SF" if rank == 0 else "RF", 1 - rank)], "" if rank else identity(), "one") == {}
+    if rank == 0:
+        own = identity()
+        group.put("strange/near/0", f'["{own}", ""]'.encode())
+        name = json.loads(group.get("strange/near/1", "the name"))[1]
+        for words in (b"RF 7", b"nonsense", b"\xff\xff", b"RF " + b"9" * 500, b""):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+                one.connect(f"\0penstock-{name}")
+                one.send(words)
+        if os.getuid() == 0 and (child := os.fork()) == 0:
+            os.setuid(65534)
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+                one.connect(f"\0penstock-{name}")
+                one.send(b"RF 0")
+                one.recv(1)  # until it is turned away
+            os._exit(0)
+        if os.getuid() == 0:
+            os.waitpid(child, 0)
+        group.put("calls", b"")
+        neighbours._call(f"\0penstock-{name}", "RF 0", time.monotonic() + 5).close()
+    else:
+        assert connect(group, [("RF", 0)], identity(), "strange").keys() == {("RF", 0)}
+        # Only the last one was let in.
+        assert group.store.check(["calls"])
+    group.gather("end", b"")
+
+
+def shared_memory(rank, group):
+    """Those above, one after the other."""
+    store, world = group.store, transports._world
+    for scenario in (shared_exchange, shared_late, shared_sealed, shared_strangers):
+        group.store = dist.PrefixStore(scenario.__name__, store)
+        scenario(rank, group)
+    transports._world = world
+
+
+def shared_deaf(rank, group):
+    transport = share(group, timeout=1)
+    if rank == 0:
+        transport.send(Action("SF", 0, 5, peer=1), content(MANY, 5, 0))
+        transport.flush()
+    else:
+        time.sleep(2.5)
+
+
+def shared_gone(rank, group):
+    transport = share(group, timeout=30)
+    if rank == 0:
+        transport.receive(Action("RB", 0, 5, peer=1))
+    else:
+        time.sleep(0.5)
+        os._exit(0)
+
+
+def shared_mixed_up(rank, group):
+    """A schedule that orders messages differently on both sides, which the verifier refuses, does not hand over the wrong ones."""
+    transport = share(group)
+    if rank == 0:
+        for mb in (4, 5):
+            transport.send(Action("SF", 0, mb, peer=1), content(MANY, mb, 0))
+        transport.flush()
+    else:
+        with contextlib.suppress(PenstockError):
+            transport.receive(Action("RF", 1, 5, peer=0))
+        time.sleep(1)
+
+
 def main(scenario, rank, port):
     store = host_store(2, 20) if rank == 0 else join_store(port, 2, 20)
     if rank == 0:
@@ -216,7 +369,8 @@ def main(scenario, rank, port):
     os._exit(0)
 
 
-SCENARIOS = {f.__name__: f for f in (exchange, slow_exchange, together, raw_tags, team, agree, silent, deaf, gone, absent)}
+SHARED = (shared_memory, shared_deaf, shared_gone, shared_mixed_up)
+SCENARIOS = {f.__name__: f for f in (exchange, slow_exchange, together, raw_tags, team, agree, silent, deaf, gone, absent, *SHARED)}
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -99,7 +100,7 @@ def test_hosts_become_a_cluster(tmp_path: Path) -> None:
     assert cluster.link_class("other-host") == (1e9, 1e-4)
     # The pair that is unlike the others has links of its own; the others go by class, through their hosts' cards.
     assert [(link.a, link.b, link.bandwidth, link.latency) for link in cluster.links] == [("b/cpu:0", "c/cpu:0", 1e8, 9e-4)]
-    assert cluster.path("a/cpu:1", "c/cpu:0") == (1e9, 1e-4, (("nic of a out", 1.1e9), ("nic of c in", 1.1e9)))
+    assert cluster.path("a/cpu:1", "c/cpu:0") == (1e9, 1e-4, (("nic of a out", 1.1e9), ("nic of c in", 1.1e9)), math.inf)
     file = tmp_path / "cluster.toml"
     file.write_text(cluster.to_toml(), encoding="utf-8")
     assert Cluster.load(file) == cluster
@@ -164,7 +165,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled, and nothing but the pretended machine is measured."""
     monkeypatch.setattr(doctor, "compile_yardsticks", lambda folder: None)
     monkeypatch.setattr(doctor, "_run_yardsticks", lambda folder, threads, part: [rates_of(seconds_of(RATES), n) for n in threads])
-    loopback = Loopback([(n, 5e-5 + n / 2e9) for n in SIZES], [(n, 4e-5 + n / 3e9) for n in SIZES])
+    loopback = Loopback([(n, 5e-5 + n / 2e9) for n in SIZES], [(n, 4e-5 + n / 3e9) for n in SIZES], [(n, 1e-5 + n / 16e9) for n in SIZES])
     monkeypatch.setattr(doctor, "measure_loopback", lambda timeout: loopback)
     monkeypatch.setattr(machine, "gpus", lambda: ([], "nvidia-ml-py is not installed"))
     monkeypatch.delenv("RANK", raising=False)
@@ -179,6 +180,8 @@ def test_the_command_writes_a_file_that_plans_take(quick: None, tmp_path: Path, 
         assert all((d.flops, d.bandwidth, dict(d.efficiency)) == (RATES.flops, RATES.bandwidth, RATES.efficiency) for d in cluster.devices)
         assert cluster.link_class("same-host") == pytest.approx((2e9, 5e-5), rel=1e-3)
         assert all((d.message_overhead, d.socket_bandwidth) == pytest.approx((4e-5, 3e9), rel=1e-3) for d in cluster.devices)
+        # One of the two ends copies.
+        assert all((d.shared_overhead, d.copy_bandwidth) == pytest.approx((1e-5, 8e9), rel=1e-3) for d in cluster.devices)
         assert told["cluster"]["devices"][1]["threads"] == 2
         assert told["hosts"][0]["cores"] == machine.usable_cores()
     assert main(["doctor", "--devices", "2"]) == 0

@@ -21,12 +21,12 @@ from penstock.runtime import saving, status
 from penstock.runtime.checkpoint import FORMAT, Index, SavedFile, read_index, read_tensors
 from penstock.runtime.choosing import choose, damage_of, decide_together, find_checkpoint
 from penstock.runtime.control import Setup
+from penstock.runtime.group import Group, host_store
 from penstock.runtime.job import Job
 from penstock.runtime.restarts import Beginning
 from penstock.runtime.running import run_bundle
 from penstock.runtime.status import Status
 from penstock.runtime.store import Store
-from penstock.runtime.transport import Group, host_store
 
 from .conftest import make_batches
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from penstock.ir.schedule import Action
 from penstock.runtime.clocks import Offset, measure_offset
+from penstock.runtime.group import Group
 from penstock.runtime.job import Job
 from penstock.runtime.trace import write_trace
-from penstock.runtime.transport import Group
 
 from .conftest import make_batches
 

@@ -37,7 +37,10 @@ def talk(scenario, seconds=40):
     return [p.returncode for p in processes], said, time.monotonic() - started
 
 
-@pytest.mark.parametrize("scenario", ["exchange", "slow_exchange", "together", "raw_tags", "team"])
+@pytest.mark.parametrize(
+    "scenario",
+    ["exchange", "slow_exchange", "together", "raw_tags", "team", "shared_memory"],
+)
 def test_messages_arrive_where_they_belong(scenario):
     codes, said, _ = talk(scenario)
     assert codes == [0, 0], said
@@ -61,6 +64,9 @@ def test_ranks_must_agree():
             "rank 1 (stage 1) did not answer within 1 s; waited for 0SF5>1 (send of microbatch 5 to rank 1), which carries %vf32 : f32[3,5]",
         ),
         ("gone", "rank 1 (stage 1) closed the connection"),
+        ("shared_deaf", "rank 1 (stage 1) did not answer within 1 s; waited for 0SF5>1 (send of microbatch 5 to rank 1)"),
+        ("shared_gone", "rank 1 (stage 1) closed the connection"),
+        ("shared_mixed_up", "rank 1 (stage 1) expects message 5 where 4 is sent"),
         ("absent", "waited up to 1 s for 'roll' of rank 1"),
     ],
 )

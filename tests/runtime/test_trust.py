@@ -332,7 +332,7 @@ import sys
 from datetime import timedelta
 from torch.distributed import TCPStore
 from penstock.runtime.sealed import SealedStore
-from penstock.runtime.transport import Group
+from penstock.runtime.group import Group
 rank, port, secret = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode()
 store = SealedStore(TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False), secret)
 group = Group(store, rank, 2, 5.0)
@@ -413,8 +413,10 @@ def listening(processes: list[int]) -> set[tuple[str, int]]:
     return found
 
 
-def test_what_a_local_run_listens_on(bundle_of, monkeypatch):
-    """Loopback alone; and where its ranks meet, values are sealed, so that what a stranger writes there is seen."""
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_what_a_local_run_listens_on(bundle_of, monkeypatch, shared):
+    """Loopback alone, and where its ranks share memory nothing but the place where they meet, whose values are sealed: what a stranger writes there is seen."""
+    monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", shared)
     ports = []
     monkeypatch.setattr(launch, "Join", lambda port: (ports.append(port), Join(port))[1])
     with Job(bundle_of(2, "1f1b", 2), timeout=20, data=DataSpec()) as job:
@@ -422,7 +424,10 @@ def test_what_a_local_run_listens_on(bundle_of, monkeypatch):
         value = TCPStore("127.0.0.1", ports[0], None, False, timedelta(seconds=5), wait_for_workers=False).get("agree/module.ir/0")
         list(job.steps_from_data(2))
     assert ("127.0.0.1", ports[0]) in found
-    assert len(found) >= 3, "the store, and gloo of both ranks"
+    if shared == "1":
+        assert {port for _, port in found} == {ports[0]}
+    else:
+        assert len(found) >= 3, "the store, and gloo of both ranks"
     # Gloo listens as IPv4 or as IPv6.
     assert {address for address, _ in found} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     assert value[32:] == job.bundle.module_hash.encode()
@@ -441,7 +446,7 @@ def test_a_local_run_has_none_of_it(bundle_of, tmp_path):
 
 def test_what_is_lost_is_not_what_is_forged(store):
     """The control: a value that is missing is a lost peer, as before."""
-    from penstock.runtime.transport import Group
+    from penstock.runtime.group import Group
 
     with pytest.raises(PeerLost, match="waited up to"):
         Group(SealedStore(store, SECRET), 0, 2, 0.2).get("never", "what never comes")

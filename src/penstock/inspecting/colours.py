@@ -37,8 +37,6 @@ _IR = re.compile(
 )
 _ACTION = re.compile(r"\b(?:\d+)?[A-Z]{1,2}\d+@(\d+)")
 _SEQUENCE = re.compile(r"\x1b\[[0-9;]*m")
-# What could move the cursor, set a title or worse; line ends, tabs and colours of ours are what is left of control characters.
-_CONTROL = re.compile(r"(\x1b\[[0-9;]*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def wanted() -> bool:
@@ -53,11 +51,6 @@ def paint(text: str, style: str) -> str:
 def plain_text(text: str) -> str:
     """Text without its colours."""
     return _SEQUENCE.sub("", text)
-
-
-def harmless(text: str) -> str:
-    """Text that a terminal only shows, whoever wrote it: control characters stand as they are spelled."""
-    return _CONTROL.sub(lambda match: match[1] or f"\\x{ord(match[0]):02x}", text)
 
 
 def paint_ir(text: str) -> str:

@@ -43,7 +43,7 @@ def inspect_command(arguments: Namespace) -> None:
     for name in arguments.graph or ():
         for graph in _graphs(subject.module, name):
             text = "\n".join(print_graph(graph))
-            _put(colours.paint_ir(text) if colours.wanted() else text)
+            print(colours.paint_ir(text) if colours.wanted() else text)
     for name in arguments.flow or ():
         _show_flow(subject.module, name)
     if arguments.op:
@@ -65,11 +65,6 @@ def inspect_command(arguments: Namespace) -> None:
         _write_report(subject, arguments)
     if not asked:
         _show_summary(subject.module, arguments.json)
-
-
-def _put(text: str) -> None:
-    """A name in a file of somebody else's must do nothing to the terminal that shows it."""
-    print(colours.harmless(text))
 
 
 def _check(arguments: Namespace, asked: Sequence[str]) -> None:
@@ -102,7 +97,7 @@ def _show_summary(module: Module, as_data: bool) -> None:
     from penstock.inspecting.views import show_summary
 
     facts = summarize(module)
-    _put(as_json(facts) if as_data else show_summary(facts, terminal_width()))
+    print(as_json(facts) if as_data else show_summary(facts, terminal_width()))
 
 
 # ------------------------------------------------------------------------------------------------ operations and graphs
@@ -113,7 +108,7 @@ def _show_why(subject: Subject, arguments: Namespace) -> None:
     from penstock.inspecting.why import why
 
     found = why(subject, arguments.why)
-    _put(as_json(found) if arguments.json else show_why(found, colours.wanted()))
+    print(as_json(found) if arguments.json else show_why(found, colours.wanted()))
 
 
 def _graphs(module: Module, name: str) -> list[Graph]:
@@ -131,7 +126,7 @@ def _show_flow(module: Module, name: str) -> None:
     from penstock.inspecting.views import show_flow
 
     for graph in _graphs(module, name):
-        _put(show_flow(graph.name, draw(graph), terminal_width(), colours.wanted()))
+        print(show_flow(graph.name, draw(graph), terminal_width(), colours.wanted()))
 
 
 def _show_matching(module: Module, pattern: str) -> None:
@@ -144,7 +139,7 @@ def _show_matching(module: Module, pattern: str) -> None:
         for number, op in enumerate(graph.ops):
             text = print_op(op)
             if regex.search(text):
-                _put(f"@{graph.name} {number}: {colours.paint_ir(text) if coloured else text}")
+                print(f"@{graph.name} {number}: {colours.paint_ir(text) if coloured else text}")
 
 
 # ------------------------------------------------------------------------------------------------ time and memory
@@ -158,7 +153,7 @@ def _show_schedule(module: Module, batches: int) -> None:
     lines = [format_grid(module.schedule, batches, width=terminal_width())]
     lines += [f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in module.schedule.expand_all(batches).items()]
     text = "\n".join(lines)
-    _put(colours.paint_schedule(text) if colours.wanted() else text)
+    print(colours.paint_schedule(text) if colours.wanted() else text)
 
 
 def _show_memory(module: Module, arguments: Namespace) -> None:
@@ -169,7 +164,7 @@ def _show_memory(module: Module, arguments: Namespace) -> None:
     from penstock.inspecting.views import show_memory
 
     curves = memory_curves(module, arguments.batches)
-    _put(as_json(curves) if arguments.json else show_memory(curves, terminal_width()))
+    print(as_json(curves) if arguments.json else show_memory(curves, terminal_width()))
 
 
 def _show_traced_memory(module: Module, arguments: Namespace) -> None:
@@ -178,7 +173,7 @@ def _show_traced_memory(module: Module, arguments: Namespace) -> None:
     from penstock.runtime.memory_trace import read_trace
 
     found = traced_memory(module, read_trace(arguments.trace), arguments.trace)
-    _put(as_json(found) if arguments.json else show_traced_memory(found, terminal_width()))
+    print(as_json(found) if arguments.json else show_traced_memory(found, terminal_width()))
 
 
 def _show_params(subject: Subject, arguments: Namespace) -> None:
@@ -190,7 +185,7 @@ def _show_params(subject: Subject, arguments: Namespace) -> None:
         arrays, step = checkpoint_arrays(arguments.checkpoint, subject.module)
         say(f"elements after {step} steps")
     found = {name: statistics(array) for name, array in arrays.items() if name in subject.module.vars}
-    _put(as_json(found) if arguments.json else show_params(subject.module, found, terminal_width()))
+    print(as_json(found) if arguments.json else show_params(subject.module, found, terminal_width()))
 
 
 # ------------------------------------------------------------------------------------------------ kernels
@@ -211,11 +206,11 @@ def _show_kernels(subject: Subject, arguments: Namespace) -> None:
         rows = measure_rows(rows, module, backend, threads, Progress("kernels"))
         _keep_times(rows, backend, threads)
     if arguments.json:
-        _put(kernels.report_json(rows))
+        print(kernels.report_json(rows))
     elif arguments.kernels or arguments.measure:
-        _put(kernels.format_report(rows, module, terminal_width()))
+        print(kernels.format_report(rows, module, terminal_width()))
     if arguments.source:
-        _put(kernels.kernel_source(rows, arguments.source))
+        print(kernels.kernel_source(rows, arguments.source))
 
 
 def _keep_times(rows: Sequence[KernelRow], backend: str, threads: int) -> None:
@@ -253,6 +248,6 @@ def diff_command(arguments: Namespace) -> None:
     found = False
     for line in lines:
         found = True
-        _put(colours.paint_changes(line) if coloured else line)
+        print(colours.paint_changes(line) if coloured else line)
     if not found:
         say("no difference")

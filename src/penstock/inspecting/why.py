@@ -137,9 +137,8 @@ def stage_of(graph: str) -> int | None:
 def _parts(subject: Subject, places: Sequence[Place]) -> Iterator[Part]:
     module = subject.module
     fused = "fused" in module.facts and module.cluster is not None
-    alike = kernel_rows(module) if fused else []
-    rows = {(row.graph, name): row for row in alike for name in row.names}
-    measured = _measured(subject, alike)
+    rows = {(row.graph, name): row for row in kernel_rows(module) for name in row.names} if fused else {}
+    measured = _measured(subject) if rows else {}
     for place in places:
         stage, op = stage_of(place.graph), place.op
         if stage is None and "stage" in op.attrs:
@@ -167,13 +166,13 @@ def _use(row: KernelRow, name: str, module: Module, measured: dict[str, float]) 
     )
 
 
-def _measured(subject: Subject, rows: Sequence[KernelRow]) -> dict[str, float]:
+def _measured(subject: Subject) -> dict[str, float]:
     """Seconds of kernels that were timed on this machine, by the label of their row."""
     from penstock.measured import Measured
     from penstock.passes.kernels import Kernel
 
     table = Measured(subject.backend)
-    found = {row.label: table.seconds(Kernel(row.names[0], row.ops, row.body), row.device) for row in rows}
+    found = {row.label: table.seconds(Kernel(row.names[0], row.ops, row.body), row.device) for row in kernel_rows(subject.module)}
     return {label: seconds for label, seconds in found.items() if seconds is not None}
 
 
