@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx
 import pytest
 
+import penstock as ps
 from penstock.cli import main
 from penstock.inspecting.finding import find, look_up
 from penstock.inspecting.history import record_of
@@ -175,3 +176,19 @@ def test_a_kernel_is_followed_by_what_it_makes(dumps: Subject) -> None:
     told = [line for change in found.changes for line in change.lines]
     assert any("@s0.F" in line for line in told)
     assert not any("graph @s0.B" in line or "graph @B" in line for line in told), "of the forward pass alone"
+
+
+@pytest.mark.slow
+def test_a_module_of_torch_is_found_by_its_path(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    inner = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU())
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), inner, torch.nn.Linear(16, 4))
+    plan = ps.plan(ps.from_torch(net, (torch.randn(4, 8),)), ps.Cluster.local(2), ps.Training(loss="mse", microbatches=2), stages=2)
+    subject = open_subject(ps.compile(plan, tmp_path / "b", backend="numpy"))
+    found = why(subject, "2.1")
+    assert [(source.kind, source.op_type, source.module) for source in found.sources] == [("torch call", "gelu", "2.1")]
+    assert {part.text.partition(" = ")[2].partition("(")[0] for part in found.parts} == {"gelu", "gelu_grad"}
+    (weight, *_) = [source for source in why(subject, "@2.0.weight").sources if source.name == "2.0.weight"]
+    assert weight.kind == "variable"
+    below = {source.module for source in why(subject, "2").sources if source.module}
+    assert below == {"2.0", "2.1"}
