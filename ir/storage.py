@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .graph import Graph, Op, Value
+from .graph import Graph, Op
 
 FAR = 16
 INLINE = "inline"
@@ -26,24 +26,26 @@ class _Block:
 
 
 def planned_blocks(graph: Graph) -> list[int]:
-    """Bytes of every block."""
+    """Bytes of every block. Values go by their names, which are single in a graph."""
     kernels, makers = _kernels(graph)
-    outside = {*graph.ins, *graph.results, *(v for op in graph.ops if op.kind in ("read", "take") for v in op.outs)}
+    taken = (v for op in graph.ops if op.kind in ("read", "take") for v in op.outs)
+    outside = {v.name for values in (graph.ins, graph.results, taken) for v in values}
     reads = [_reads(kernel, makers) for kernel in kernels]
     order = _order(graph, kernels, reads)
-    last = {v: i for i, k in enumerate(order) for v in reads[k]}
+    last = {name: i for i, k in enumerate(order) for name in reads[k]}
     free: dict[str, list[_Block]] = {}
-    home: dict[Value, _Block] = {}
+    home: dict[str, tuple[_Block, str]] = {}
     blocks: list[_Block] = []
     for i, k in enumerate(order):
         for op in kernels[k]:
             for value in op.outs:
-                if value not in outside and last.get(value, -1) > i:
-                    home[value] = _reused(free.setdefault(value.type.dtype, []), value.type.nbytes) or _added(blocks, value.type.nbytes)
-        for value in reads[k]:
-            if value in home and last[value] == i:
-                spare = free[value.type.dtype]
-                block = home.pop(value)
+                if value.name not in outside and last.get(value.name, -1) > i:
+                    dtype, size = value.type.dtype, value.type.nbytes
+                    home[value.name] = _reused(free.setdefault(dtype, []), size) or _added(blocks, size), dtype
+        for name in reads[k]:
+            if name in home and last[name] == i:
+                block, dtype = home.pop(name)
+                spare = free[dtype]
                 spare.insert(bisect_left(spare, block.bytes, key=lambda b: b.bytes), block)
     return [block.bytes for block in blocks]
 
@@ -64,46 +66,47 @@ def _reused(spare: list[_Block], size: int) -> _Block | None:
     return None
 
 
-def _kernels(graph: Graph) -> tuple[list[list[Op]], dict[Value, Op]]:
+def _kernels(graph: Graph) -> tuple[list[list[Op]], dict[str, Op]]:
     """Operations by kernel, and the makers of values that are computed where they are read."""
-    results = set(graph.results)
-    inline: dict[Value, Op] = {}
+    results = {v.name for v in graph.results}
+    inline: dict[str, Op] = {}
     members: dict[object, list[Op]] = {}
     for i, op in enumerate(graph.ops):
-        kernel = op.attrs.get("kernel")
-        scalar = op.kind == "const" and not isinstance(op.attrs["value"], tuple)
         if op.kind == "read":
             continue
-        if op.outs and op.outs[0] not in results and (scalar or op.kind == "iota" or str(kernel).startswith(INLINE)):
-            inline[op.outs[0]] = op
+        kernel = op.attrs.get("kernel")
+        scalar = op.kind == "const" and not isinstance(op.attrs["value"], tuple)
+        apart = scalar or op.kind == "iota" or (isinstance(kernel, str) and kernel.startswith(INLINE))
+        if apart and op.outs and op.outs[0].name not in results:
+            inline[op.outs[0].name] = op
         elif op.kind != "const":
             members.setdefault(kernel if kernel is not None else i, []).append(op)
     return list(members.values()), inline
 
 
-def _reads(kernel: Sequence[Op], inline: dict[Value, Op]) -> set[Value]:
+def _reads(kernel: Sequence[Op], inline: dict[str, Op]) -> dict[str, None]:
     """What a kernel loads from memory, looking through what is computed where it is read."""
-    own = {v for op in kernel for v in op.outs}
-    found: set[Value] = set()
-    seen: set[Value] = set()
-    waiting = [v for op in kernel for v in op.ins]
+    own = {v.name for op in kernel for v in op.outs}
+    found: dict[str, None] = {}
+    seen: set[str] = set()
+    waiting = [v.name for op in kernel for v in op.ins]
     while waiting:
-        value = waiting.pop()
-        if value in seen or value in own:
+        name = waiting.pop()
+        if name in seen or name in own:
             continue
-        seen.add(value)
-        if value in inline:
-            waiting += inline[value].ins
+        seen.add(name)
+        if name in inline:
+            waiting += [v.name for v in inline[name].ins]
         else:
-            found.add(value)
+            found[name] = None
     return found
 
 
-def _order(graph: Graph, kernels: Sequence[Sequence[Op]], reads: Sequence[set[Value]]) -> list[int]:
+def _order(graph: Graph, kernels: Sequence[Sequence[Op]], reads: Sequence[Mapping[str, None]]) -> list[int]:
     """Kernels in the order they run."""
     position = {id(op): i for i, op in enumerate(graph.ops)}
-    maker = {v: k for k, kernel in enumerate(kernels) for op in kernel for v in op.outs}
-    needs = [{maker[v] for v in read if v in maker} - {k} for k, read in enumerate(reads)]
+    maker = {v.name: k for k, kernel in enumerate(kernels) for op in kernel for v in op.outs}
+    needs = [{maker[name] for name in read if name in maker} - {k} for k, read in enumerate(reads)]
     users: list[list[int]] = [[] for _ in kernels]
     for k, sources in enumerate(needs):
         for source in sources:
