@@ -4,8 +4,8 @@ In: one end of a socket between two processes, for one direction of one phase (n
 the memory (memfd, sealed against any change of size) and maps it; the sender has it as a file only, so that nothing it does to it can hurt the receiver but wrong
 contents, and its bytes count once. Each value is copied once, by the thread that sends it, and read where it arrived.
 
-    receiver to sender   block B (with its file)    memory that the sender does not know yet
-                         free N B...                message N may be written to these blocks, one for each parcel
+    receiver to sender   file S (with the file)     memory that the sender does not know yet
+                         free N (S, place)...       message N may be written to these blocks, one for each parcel
     sender to receiver   done N                     message N is there
 
 Messages of a wire go in order. One whose memory is free is written before `start` returns; another one waits in the channel's sender thread. The end of
@@ -17,6 +17,7 @@ Known limits: Linux; both ends on CPUs.
 from __future__ import annotations
 
 import array
+import errno
 import fcntl
 import mmap
 import os
@@ -30,15 +31,18 @@ from datetime import timedelta
 import numpy as np
 import torch
 
+from ..ir.errors import DoesNotFit
 from ..ir.graph import Value
 from ..ir.parcels import parcels
 from .packing import Packing
 from .senders import Work, Works
 from .store import CPU, Recycled
 
-_BLOCK, _FREE, _DONE = 0, 1, 2
+_NEW, _FREE, _DONE = 0, 1, 2
 _HEAD = struct.Struct("<Bq")
-_NAME = struct.Struct("<I")
+_BLOCK = struct.Struct("<IQ")
+# Bytes of a file; what is not used takes no memory.
+_SEGMENT = 256 << 20
 # fcntl's F_ADD_SEALS with F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW, which Python 3.11 does not name.
 _ADD_SEALS, _FIXED_SIZE = 1033, 1 | 2 | 4
 _FILE = struct.Struct("i")
@@ -92,28 +96,45 @@ class Line:
 
 
 class SharedBlocks:
-    """Memory of this process that others may write to, found again by its address."""
+    """Memory of this process that others may write to, in a few files; a block is found again by its address."""
 
     def __init__(self) -> None:
-        self._files: dict[int, tuple[int, int]] = {}
+        self.files: list[int] = []
+        self._memory: mmap.mmap | None = None
+        self._used = self._size = 0
+        self._places: dict[int, tuple[int, int]] = {}
 
     def allocate(self, nbytes: int) -> np.ndarray:
         """Memory, in whole pages of its own. It is never given back: blocks are used again (store.Recycled)."""
-        file = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(file, nbytes)
-        fcntl.fcntl(file, _ADD_SEALS, _FIXED_SIZE)
-        memory = np.frombuffer(mmap.mmap(file, nbytes), np.uint8)
-        self._files[memory.ctypes.data] = len(self._files), file
+        if self._memory is None or self._used + nbytes > self._size:
+            self._grow(nbytes)
+        assert self._memory is not None
+        memory = np.frombuffer(self._memory, np.uint8, nbytes, self._used)
+        self._places[memory.ctypes.data] = len(self.files) - 1, self._used
+        self._used += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         return memory
 
-    def of(self, message: torch.Tensor) -> tuple[int, int]:
-        """The number and file of a block."""
-        return self._files[message.data_ptr()]
+    def _grow(self, nbytes: int) -> None:
+        size = max(nbytes, _SEGMENT)
+        try:
+            file = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.files.append(file)
+            os.ftruncate(file, size)
+            fcntl.fcntl(file, _ADD_SEALS, _FIXED_SIZE)
+            self._memory = mmap.mmap(file, size)
+        except OSError as error:
+            hint = "`ulimit -n` and `ulimit -v` set limits; PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets"
+            raise DoesNotFit(f"no memory to share with other ranks: {error.strerror}", hint=hint) from error
+        self._used, self._size = 0, size
+
+    def place(self, message: torch.Tensor) -> tuple[int, int]:
+        """The number of the file that a block is in, and where."""
+        return self._places[message.data_ptr()]
 
     def close(self) -> None:
-        for _, file in self._files.values():
+        for file in self.files:
             os.close(file)
-        self._files.clear()
+        self.files.clear()
 
 
 class SharedIncoming:
@@ -126,14 +147,14 @@ class SharedIncoming:
     def post(self, number: int) -> tuple[list[torch.Tensor], Sequence[Work]]:
         """Give memory for a message, and what waits for it."""
         messages = self.packing.messages()
-        names = []
+        packet = _HEAD.pack(_FREE, number)
         for message in messages:
-            name, file = self._blocks.of(message)
-            if name not in self._known:
-                self._known.add(name)
-                self._line.send(_HEAD.pack(_BLOCK, name), file)
-            names.append(_NAME.pack(name))
-        self._line.send(_HEAD.pack(_FREE, number) + b"".join(names))
+            file, place = self._blocks.place(message)
+            if file not in self._known:
+                self._known.add(file)
+                self._line.send(_HEAD.pack(_NEW, file), self._blocks.files[file])
+            packet += _BLOCK.pack(file, place)
+        self._line.send(packet)
         return messages, [Arrival(self, number)]
 
     def wait(self, number: int, timeout: timedelta) -> None:
@@ -161,7 +182,7 @@ class SharedOutgoing:
 
     def __init__(self, end: socket.socket, values: Sequence[Value]) -> None:
         self._parcels = parcels(values)
-        self._line = Line(end, _HEAD.size + _NAME.size * len(self._parcels))
+        self._line = Line(end, _HEAD.size + _BLOCK.size * len(self._parcels))
         self._files: dict[int, int] = {}
         # Messages that had to wait, begun by the thread that sends and ended by the channel's own.
         self._begun = self._ended = 0
@@ -187,25 +208,27 @@ class SharedOutgoing:
         finally:
             self._ended += 1
 
-    def _free(self, number: int, until: float | None) -> list[int] | None:
-        """The files of the blocks that a message goes to; None if there are none yet and it is not to be waited for them."""
+    def _free(self, number: int, until: float | None) -> list[tuple[int, int]] | None:
+        """The blocks that a message goes to, as files and places; None if there are none yet and it is not to be waited for them."""
         while True:
             found = self._line.take() if until is None else self._line.wait(until)
             if found is None:
                 return None
             packet, file = found
             kind, came = _HEAD.unpack_from(packet)
-            if kind == _BLOCK and file is not None:
+            if kind == _NEW:
+                if file is None:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 self._files[came] = file
                 continue
             if (kind, came) != (_FREE, number):
                 raise OutOfTurn(f"expects message {came} where {number} is sent")
-            return [self._files[name] for (name,) in _NAME.iter_unpack(packet[_HEAD.size :])]
+            return [(self._files[name], place) for name, place in _BLOCK.iter_unpack(packet[_HEAD.size :])]
 
-    def _write(self, number: int, blocks: Sequence[int], values: Sequence[torch.Tensor]) -> None:
-        for file, parcel in zip(blocks, self._parcels, strict=True):
+    def _write(self, number: int, blocks: Sequence[tuple[int, int]], values: Sequence[torch.Tensor]) -> None:
+        for (file, begin), parcel in zip(blocks, self._parcels, strict=True):
             for value, place in zip(parcel.numbers, parcel.places, strict=True):
-                _write_all(file, values[value], place)
+                _write_all(file, values[value], begin + place)
         self._line.send(_HEAD.pack(_DONE, number))
 
     def close(self) -> None:

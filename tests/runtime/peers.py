@@ -260,7 +260,7 @@ def shared_late(rank, group):
             for back, found in enumerate(reversed(held)):
                 assert same(found, content(large, mb - back, 0)), (mb, back)
         # Three that are held and one that comes, of two values each.
-        assert len(transport._blocks._files) <= 8
+        assert len(transport._blocks._places) <= 8
     group.gather("end", b"")
 
 
@@ -271,7 +271,7 @@ def shared_sealed(rank, group):
         transport.send(Action("SF", 0, 0, peer=1), content(MANY, 0, 0))
         transport.flush()
         (file,) = transport._channels["SF", 1].outgoing._files.values()
-        for size in (0, 1 << 20):
+        for size in (0, 1 << 30):
             try:
                 os.ftruncate(file, size)
             except PermissionError:

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.passes.schedules import SCHEDULES
+from penstock.runtime import launch
 from penstock.runtime.control import DataSpec
 from penstock.runtime.job import Job
 from penstock.runtime.job import open as open_job
@@ -53,6 +54,26 @@ def test_without_retirement_three_buffers_are_seen(bundle_of):
         audits = job.audit()
     assert all(count >= 3 for audit in audits for count in (*audit.live_versions.values(), *audit.buffers.values()))
     np.testing.assert_allclose(found, train_plainly(2, batches, 4, 1), rtol=1e-5)
+
+
+def test_memory_and_sockets_carry_the_same(bundle_of, monkeypatch):
+    """Also where only some of the ranks share memory."""
+    bundle, batches = bundle_of(3, "2bw", 2), make_batches(STEPS, 2)
+    with Job(bundle, timeout=TIMEOUT) as job:
+        shared = losses_of(job, batches)
+    monkeypatch.setenv("PENSTOCK_SHARED_MEMORY", "0")
+    with Job(bundle, timeout=TIMEOUT) as job:
+        assert losses_of(job, batches) == shared
+    # The last of the three goes its own way.
+    start = launch.subprocess.Popen
+
+    def started(command, **options):
+        own = options["env"] | {"PENSTOCK_SHARED_MEMORY": str(int("--rank 2" not in " ".join(map(str, command))))}
+        return start(command, **options | {"env": own})
+
+    monkeypatch.setattr(launch.subprocess, "Popen", started)
+    with Job(bundle, timeout=TIMEOUT) as job:
+        assert losses_of(job, batches) == shared
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "2bw"])
