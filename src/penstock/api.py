@@ -326,5 +326,5 @@ def compile(
             said.append(str(bundle.path))
     if dump is not None:
         with dump.step("report"):
-            dump.report(plan.module, facts)
+            dump.report(plan.module, facts, plan.predicted)
     return bundle.path

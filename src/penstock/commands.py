@@ -51,7 +51,7 @@ def plan_command(arguments: Namespace) -> None:
     dump = dump_of(arguments)
     found = plan_of(arguments, dump)
     if dump is not None:
-        dump.report(found.module, found.as_dict())
+        dump.report(found.module, found.as_dict(), found.predicted)
     if arguments.json:
         print(as_json(found))
     else:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.backends.interface import StageSources
 from penstock.differing import differences
@@ -24,6 +24,9 @@ from penstock.ir.graph import Module
 from penstock.ir.text import Printer, print_op
 from penstock.ir.words import counted
 from penstock.passes.manager import Call, Event, count_ops
+
+if TYPE_CHECKING:
+    from penstock.arguing import Predicted
 
 EVENTS, PASSES, REPRO = "events.jsonl", "passes.tsv", "repro.ir"
 STAGES, RANKS = "stages", "ranks"
@@ -129,14 +132,16 @@ class Dump:
 
     # ------------------------------------------------------------------------------ the report
 
-    def report(self, module: Module, plan: Mapping[str, Any] | None = None, failure: str = "") -> None:
+    def report(self, module: Module, plan: Mapping[str, Any] | None = None, predicted: Predicted | None = None, failure: str = "") -> None:
         """Write index.html: what was seen until now, whatever is left out elsewhere."""
         from penstock.report.material import Material, Step
         from penstock.report.page import page_of
 
         steps = tuple(Step(*row) for row in self.passes)
         if self.folder is not None:
-            material = Material(module, steps, plan or {}, sources=self.kernels, programs=self.programs, failure=failure)
+            material = Material(
+                module, steps, plan or {}, sources=self.kernels, programs=self.programs, failure=failure, predicted=predicted
+            )
             self.write("index.html", page_of(material, plain=True))
 
     # ------------------------------------------------------------------------------ sources

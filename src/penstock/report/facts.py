@@ -36,7 +36,8 @@ def gather(material: Material, plain: bool = False) -> dict[str, Any]:
     """Everything the page shows."""
     module, strings = material.module, Strings()
     strings("")
-    predicted = predict(module, plain) if _runs(module) else None
+    known = material.predicted if plain else None
+    predicted = (known or predict(module, plain)) if _runs(module) else None
     memory = measure_memory(module) if predicted is not None else {}
     found = {
         "version": __version__,

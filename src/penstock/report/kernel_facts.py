@@ -34,7 +34,7 @@ def kernel_facts(module: Module, material: Material, strings: Strings, table: Me
 
 def _packed(texts: Sequence[str]) -> str:
     """Sources repeat themselves, and few of them are looked at: a list as JSON, deflated, in base64."""
-    return base64.b64encode(zlib.compress(json.dumps(texts, ensure_ascii=False).encode(), 4)).decode()
+    return base64.b64encode(zlib.compress(json.dumps(texts, ensure_ascii=False).encode(), 1)).decode()
 
 
 def _timed(row: KernelRow, table: Measured | None) -> KernelRow:

@@ -25,6 +25,7 @@ from penstock.ir.schedule import Action
 from penstock.passes.kernels import Kernel
 
 if TYPE_CHECKING:
+    from penstock.arguing import Predicted
     from penstock.runtime.ledger import Entry
 
 
@@ -54,7 +55,7 @@ class Trace:
 @dataclass(frozen=True)
 class Material:
     """`module` is the newest there is. `sources` are those of kernels by graph and name (`s0.F/k3`), `programs` those of whole stages by file. `failure` is the
-    error that ended the pipeline."""
+    error that ended the pipeline, `predicted` what the simulator says of the module alone, where somebody knows it."""
 
     module: Module
     steps: tuple[Step, ...] = ()
@@ -63,6 +64,7 @@ class Material:
     sources: Mapping[str, str] = field(default_factory=dict)
     programs: Mapping[str, str] = field(default_factory=dict)
     failure: str = ""
+    predicted: Predicted | None = None
 
 
 def read_material(subject: Subject, trace: str | Path | None = None) -> Material:
