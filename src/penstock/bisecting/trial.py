@@ -20,6 +20,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -165,6 +166,7 @@ class Trial:
 
     @cached_property
     def _shaken(self) -> Trial:
+        """The same trial with numbers that are each changed by one rounding."""
         source = np.random.default_rng([self.seed, 1])
 
         def shake(array: Array) -> Array:
@@ -173,8 +175,10 @@ class Trial:
             moved: Array = array.astype(np.float64) * (1 + 2 * UNIT_ROUNDOFF["f64"] * source.choice([-1.0, 1.0], array.shape))
             return moved
 
-        other = Trial.__new__(Trial)
-        other.__dict__ |= {k: v for k, v in self.__dict__.items() if k not in ("_wanted", "_moves", "_shaken")}
+        other = copy(self)
+        # What this one has found out is not true of the other.
+        for found in ("_wanted", "_moves"):
+            vars(other).pop(found, None)
         other.weights = {name: shake(array) for name, array in self.weights.items()}
         other.batches = [{name: shake(np.asarray(array)) for name, array in batch.items()} for batch in self.batches]
         other.parts = microbatches_of(self.first, other.batches[0])
