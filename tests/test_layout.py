@@ -97,6 +97,8 @@ def _sources() -> set[str]:
     """Every file that a distribution must hold, as a path below `penstock/`."""
     package = ROOT / "src" / "penstock"
     found = {path.name for path in package.iterdir() if path.is_file()}
+    for own in (folder for folder in package.iterdir() if folder.is_dir() and not folder.is_symlink() and folder.name != "__pycache__"):
+        found |= {str(path.relative_to(package)) for path in own.rglob("*") if path.is_file()}
     for folder in FOLDERS:
         found |= {str(Path(folder) / path.relative_to(ROOT / folder)) for path in (ROOT / folder).rglob("*.py")}
     return {name for name in found if not name.endswith(".pyc")}
