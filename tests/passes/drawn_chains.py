@@ -51,8 +51,9 @@ models = st.builds(
 )
 
 
-def bottleneck(module: Module, cuts: tuple[int, ...], extra: Sequence[float] = ()) -> float:
-    """The objective, computed the slow way from the annotated graphs: no prefix sums, no dynamic programme. `extra` seconds of each stage are added."""
+def bottleneck(module: Module, cuts: tuple[int, ...], extra: Sequence[float] = (), microbatches: int = 1) -> float:
+    """The objective, computed the slow way from the annotated graphs: no prefix sums, no dynamic programme. `extra` seconds of each stage are added.
+    What tied parameters move, they move once per batch."""
     assert module.cluster is not None
     chain = [op for op in module.graphs["F"].ops if op.kind != "read"]
     bounds = [0, *cuts, len(chain)]
@@ -72,7 +73,7 @@ def bottleneck(module: Module, cuts: tuple[int, ...], extra: Sequence[float] = (
         before, after = ({v for op in part for v in op.ins} for part in (chain[:cut], chain[cut:]))
         readers = {op.outs[0]: op.var for op in module.graphs["F"].ops if op.kind == "read"}
         parted = {readers[v] for v in before & readers.keys()} & {readers[v] for v in after & readers.keys()}
-        crossing += sum(module.vars[name].type.nbytes for name in parted)
+        crossing += sum(module.vars[name].type.nbytes for name in parted) / microbatches
         link = module.cluster.link(devices[stage - 1].name, devices[stage].name)
         load[stage] += 2 * crossing / link.bandwidth + 2 * link.latency
     return max(load)

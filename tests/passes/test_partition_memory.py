@@ -77,7 +77,7 @@ def values(module: Module, stages: int, schedule: str, recompute: str) -> Iterat
             forward = sum(spent[s][at[op.outs[0].name]] for op in chain[a:b])
             fits = limit is None or (plain <= limit and recompute != "all")
             extra.append(0.0 if fits else forward if recompute != "none" and limit is not None and again <= limit else float("inf"))
-        yield bottleneck(module, cuts, extra), cuts
+        yield bottleneck(module, cuts, extra, MICROBATCHES), cuts
 
 
 @given(
@@ -97,8 +97,8 @@ def test_cuts_are_the_best_that_fit(model: Module, devices: list[tuple[int | Non
     cuts = tuple(order.index(s) for s in range(1, len(devices)))
     if best == float("inf"):
         # Nothing fits: the fastest cuts, and the end says what is missing.
-        best = min(bottleneck(module, c) for c in tried)
-        assert bottleneck(module, cuts) == pytest.approx(best, rel=1e-9)
+        best = min(bottleneck(module, c, (), MICROBATCHES) for c in tried)
+        assert bottleneck(module, cuts, (), MICROBATCHES) == pytest.approx(best, rel=1e-9)
     else:
         assert tried[cuts] == pytest.approx(best, rel=1e-9)
 
