@@ -15,7 +15,12 @@ shared     both, by the runtime, as on one host: through memory that the ranks s
 
 hidden = 1 - (seconds of both - seconds of compute) / seconds of messages, per microbatch. What cannot be hidden at the ends of a turn, where the pipeline
 fills and drains, is in it; `messages` are those over gloo for all contenders. Over loopback messages are copied by the same cores that compute, so not all can be hidden, whoever does it; slow links are
-network namespaces behind a token bucket (benchmarks/namespaces.py). Contenders take turns in the same two processes; figures are medians over turns.
+network namespaces behind a token bucket (benchmarks/namespaces.py), whose packets the same two cores carry, too: computations become slower, which counts
+against whoever sends. So of the runtime there is also
+
+not waited for = 1 - seconds that receivers stood waiting after a message was sent / seconds of the messages by themselves
+
+Contenders take turns in the same two processes; figures are medians over turns.
 """
 
 from __future__ import annotations
@@ -28,8 +33,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +48,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from transport import CONTENDERS, TIMEOUT, Empty, Pipeline, turns, write_bundle
 
 from penstock.ir.graph import Module
+from penstock.ir.schedule import RECEIVES, SENDS, Action
+from penstock.runtime.executor import Executor
 from penstock.runtime.group import Group
 from penstock.runtime.launch import loopback_name, thread_environment
 
@@ -85,7 +93,7 @@ def message_seconds(size: int, rank: int) -> float:
 
 def measure(size: int, bundle: str, group: Group, rounds: int, batches: int) -> dict[str, Any]:
     rank = group.rank
-    pipeline = Pipeline(Path(bundle), rank, group, Busy)
+    pipeline = Pipeline(Path(bundle), rank, group, Busy, trace=True)
     busy = pipeline.program
     assert isinstance(busy, Busy)
     # Both ranks do all of this at once: what is calibrated is what cores do while others compute.
@@ -108,17 +116,43 @@ def measure(size: int, bundle: str, group: Group, rounds: int, batches: int) -> 
         for kind in kinds:
             busy.work(kind)
 
-    contenders = {
+    def run(executor: Executor, count: int) -> None:
+        assert executor.events is not None
+        assert executor.ledger is not None
+        executor.events.clear()
+        executor.ledger.taken()
+        pipeline.run(executor, count)
+
+    contenders: dict[str, Callable[[int], None]] = {
         "compute": compute,
         "messages": pipeline.run_gloo,
-        **pipeline.contenders(),
+        **{name: partial(run, executor) for name, executor in pipeline.executors.items()},
         "gloo": lambda count: pipeline.run_gloo(count, busy.work),
     }
     per = batches * pipeline.schedule.microbatches
     times = {name: [t / per for t in part] for name, part in turns(contenders, batches, rounds).items()}
     seconds = {name: statistics.median(part) for name, part in times.items()}
     hidden = {name: 1 - (seconds[name] - seconds["compute"]) / seconds["messages"] for name in CONTENDERS if name in seconds}
-    return {"bytes": size, "message": message, "seconds": seconds, "hidden": hidden, "times": times}
+    unawaited = {}
+    for name, executor in pipeline.executors.items():
+        # Of the last turn. The clock is the same in all processes.
+        traces = [json.loads(part) for part in group.gather(f"events of {name}", json.dumps(executor.events).encode())]
+        unawaited[name] = 1 - waited(traces) / (2 * per * message)
+    return {"bytes": size, "message": message, "seconds": seconds, "hidden": hidden, "not_waited_for": unawaited, "times": times}
+
+
+def waited(traces: Sequence[Sequence[tuple[str, float, float]]]) -> float:
+    """Seconds that receivers stood waiting for a message after it was sent."""
+    sent: dict[tuple[str, int], float] = {}
+    received: list[tuple[tuple[str, int], float, float]] = []
+    for trace in traces:
+        for text, start, end in trace:
+            action = Action.parse(text)
+            if action.kind in SENDS:
+                sent[action.kind[1], action.mb] = start
+            elif action.kind in RECEIVES:
+                received.append(((action.kind[1], action.mb), start, end))
+    return sum(max(0.0, end - max(start, sent[key])) for key, start, end in received)
 
 
 def run_row(name: str, rounds: int, batches: int, folder: Path) -> dict[str, Any]:
@@ -160,7 +194,8 @@ def run_row(name: str, rounds: int, batches: int, folder: Path) -> dict[str, Any
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    rows = ["| links | message | alone | compute | messages | gloo | hidden | over gloo | hidden | shared | hidden |", "| --- " * 11 + "|"]
+    names = " | ".join(f"{name} | hidden | not waited for" for name in ("over gloo", "shared"))
+    rows = [f"| links | message | alone | compute | messages | gloo | hidden | {names} |", "| --- " * 13 + "|"]
     for line in lines:
         seconds = line["seconds"]
         cells = [
@@ -171,6 +206,8 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         ]
         for name in reversed(CONTENDERS):
             cells += [f"{seconds[name] * 1e3:.1f} ms", f"{line['hidden'][name]:.0%}"] if name in seconds else ["", ""]
+            if name != "gloo":
+                cells.append(f"{line['not_waited_for'][name]:.0%}" if name in seconds else "")
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 

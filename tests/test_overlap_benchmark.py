@@ -19,6 +19,8 @@ def test_a_row_of_hidden_messages(tmp_path: Path) -> None:
     assert all(len(times) == 1 for times in line["times"].values())
     for name, share in line["hidden"].items():
         assert share == pytest.approx(1 - (seconds[name] - seconds["compute"]) / seconds["messages"])
+    assert line["not_waited_for"].keys() == {"over gloo", "shared"}
+    assert max(line["not_waited_for"].values()) < 1
     assert done.stdout.count("\n| ") == 2
 
 
