@@ -36,8 +36,8 @@ import msgspec
 
 from ..ir import html
 from ..ir.errors import PenstockError, UsageError, VerifyError
+from ..ir.files import read_module
 from ..ir.graph import Module, Var, stage_vars
-from ..ir.text import parse_module
 from ..ir.words import counted
 from .interface import BACKENDS
 from .signing import SIGNATURE, check_signature, key_in_use
@@ -115,7 +115,7 @@ class Bundle:
 
     @cached_property
     def module(self) -> Module:
-        found = _read_module(self.path / MODULE)
+        found = read_module(self.path / MODULE)
         # A manifest and a module that were not written together would start ranks that do not know what to do.
         told = [(entry.stage, entry.device) for entry in self.manifest.ranks]
         numbers = [stage.index for stage in found.stages]
@@ -129,7 +129,7 @@ class Bundle:
     def reference(self) -> Module | None:
         """The model before it was cut into stages, when the bundle has it."""
         path = self.path / REFERENCE
-        return _read_module(path) if REFERENCE in self.manifest.files else None
+        return read_module(path) if REFERENCE in self.manifest.files else None
 
     @cached_property
     def plan(self) -> dict[str, Any]:
@@ -218,14 +218,6 @@ def open_bundle(path: str | os.PathLike[str], rank: int | None = None, *, unsign
             "the bundle is damaged:" + "".join(f"\n  - {p}" for p in problems), where=str(path), hint="compile it again, or copy it again"
         )
     return Bundle(root, manifest)
-
-
-def _read_module(path: Path) -> Module:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise VerifyError(f"is no text: {error}", where=str(path)) from error
-    return parse_module(text, str(path))
 
 
 def hash_file(path: Path) -> str:

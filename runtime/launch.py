@@ -69,6 +69,8 @@ class Workers:
         # Longer than any wait of a rank for another one, which has the better message.
         self._patience = 2 * setup.timeout + 10
         self._silence = Patience(heartbeat)
+        # Since when ranks stand still that have no heartbeat yet.
+        self._stopped: dict[int, float] = {}
         # The directory of checkpoints, when there is one, for messages.
         self.checkpoints: str | None = None
         try:
@@ -184,9 +186,16 @@ class Workers:
         return rank, message, arrays
 
     def _is_silent(self, rank: int) -> bool:
-        """Before the first heartbeat a process imports libraries, which may hold up all of its threads."""
-        heard = self._board.last_beat(rank)
-        return heard is not None and self._processes[rank].poll() is None and self._silence.over(heard)
+        """Before the first heartbeat a process imports libraries, which may hold up all of its threads: then one that was stopped counts."""
+        process, heard = self._processes[rank], self._board.last_beat(rank)
+        if process.poll() is not None:
+            return False
+        if heard is None:
+            if not is_stopped(process.pid):
+                self._stopped.pop(rank, None)
+                return False
+            heard = self._stopped.setdefault(rank, time.monotonic())
+        return self._silence.over(heard)
 
     def wake(self) -> None:
         """Let whoever waits for a message look up: another thread has something for it."""
@@ -295,7 +304,7 @@ class Workers:
         silent = stopped or [r for r in range(self.count) if codes[r] is None and self._is_silent(r)]
         self.await_saves(silent)
         note = reached(self._board.last_step(), self.checkpoints)
-        heard = {r: self._board.last_beat(r) for r in silent}
+        heard = {r: self._board.last_beat(r) or self._stopped.get(r) for r in silent}
         self.end()
         # One that has ended well did so because it was told to, in the course of the others' end.
         dead = sorted((r for r in range(self.count) if codes[r] is not None and r not in reports), key=lambda r: codes[r] == 0)

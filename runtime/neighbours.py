@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..ir.errors import PeerLost
+from ..ir.errors import PeerLost, UsageError
 from ..ir.schedule import RECEIVES, SENDS, Schedule
 from .store import CPU
 
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 End = tuple[str, int]
 
 _CREDENTIALS = struct.Struct("3i")
-_HELLO = 256
+# Bytes of a hello, and how long whoever connects has for it.
+_HELLO, _HELLO_SECONDS = 256, 2.0
 _HINT = "PENSTOCK_SHARED_MEMORY=0 lets ranks of one host talk over sockets instead"
 
 
@@ -47,7 +48,10 @@ def ends_of(schedule: Schedule, rank: int) -> set[End]:
 
 def identity(device: torch.device = CPU, environment: Mapping[str, str] = os.environ) -> str:
     """What near ranks have in common; nothing where memory is not to be shared."""
-    if device != CPU or environment.get("PENSTOCK_SHARED_MEMORY") == "0" or not hasattr(os, "memfd_create"):
+    wanted = environment.get("PENSTOCK_SHARED_MEMORY", "1")
+    if wanted not in ("0", "1"):
+        raise UsageError(f"PENSTOCK_SHARED_MEMORY must be 0 or 1, got {wanted!r}")
+    if device != CPU or wanted == "0" or not hasattr(os, "memfd_create"):
         return ""
     try:
         boot, space = Path("/proc/sys/kernel/random/boot_id").read_text(), Path("/proc/self/ns/net").stat()
@@ -112,9 +116,9 @@ def _answer(listener: socket.socket, until: float) -> tuple[End, socket.socket]:
     while True:
         listener.settimeout(_left(until))
         one, _ = listener.accept()
-        with contextlib.suppress(PermissionError, ValueError, UnicodeDecodeError):
+        with contextlib.suppress(OSError, ValueError):
             _check_user(one)
-            one.settimeout(_left(until))
+            one.settimeout(min(_HELLO_SECONDS, _left(until)))
             kind, rank = one.recv(_HELLO).decode().split()
             return (kind, int(rank)), one
         one.close()

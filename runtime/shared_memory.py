@@ -53,21 +53,27 @@ class OutOfTurn(RuntimeError):
 
 
 class Line:
-    """A socket that keeps packets apart; every wait has a deadline."""
+    """A socket that keeps packets apart. Every wait has a deadline, that for room in the socket after `seconds`."""
 
-    def __init__(self, end: socket.socket, largest: int) -> None:
+    def __init__(self, end: socket.socket, largest: int, seconds: float) -> None:
         end.setblocking(False)
-        self._end, self._largest = end, largest
+        self._end, self._largest, self._seconds = end, largest, seconds
         self._ready = select.poll()
         self._ready.register(end, select.POLLIN)
+        self._room = select.poll()
+        self._room.register(end, select.POLLOUT)
 
     def send(self, packet: bytes, file: int | None = None) -> None:
-        # There is room: packets that were not read yet are as few as messages under way.
         rights = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
-        if not rights:
-            self._end.send(packet)
-        else:
-            self._end.sendmsg([packet], rights)
+        until = time.monotonic() + self._seconds
+        while True:
+            try:
+                self._end.sendmsg([packet], rights)
+            except BlockingIOError:
+                # Packets that were not read yet are few, but the system says how many it takes.
+                _poll(self._room, until)
+            else:
+                return
 
     def take(self) -> tuple[bytes, int | None] | None:
         """A packet and the file that came with it; None if there is none yet."""
@@ -85,14 +91,18 @@ class Line:
     def wait(self, until: float) -> tuple[bytes, int | None]:
         """A packet; TimeoutError if there is none by `until`, by the monotonic clock."""
         while (found := self.take()) is None:
-            left = until - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("timed out")
-            self._ready.poll(min(left, 3600.0) * 1e3)
+            _poll(self._ready, until)
         return found
 
     def close(self) -> None:
         self._end.close()
+
+
+def _poll(ready: select.poll, until: float) -> None:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    ready.poll(min(left, 3600.0) * 1e3)
 
 
 class SharedBlocks:
@@ -140,8 +150,8 @@ class SharedBlocks:
 class SharedIncoming:
     """The receiver's end of a wire. `blocks` are what `buffers` lends."""
 
-    def __init__(self, end: socket.socket, values: Sequence[Value], buffers: Recycled, blocks: SharedBlocks) -> None:
-        self._line, self._blocks, self._known = Line(end, _HEAD.size), blocks, set[int]()
+    def __init__(self, end: socket.socket, values: Sequence[Value], buffers: Recycled, blocks: SharedBlocks, seconds: float) -> None:
+        self._line, self._blocks, self._known = Line(end, _HEAD.size, seconds), blocks, set[int]()
         self.packing = Packing(values, buffers, CPU)
 
     def post(self, number: int) -> tuple[list[torch.Tensor], Sequence[Work]]:
@@ -180,9 +190,9 @@ class Arrival:
 class SharedOutgoing:
     """The sender's end of a wire."""
 
-    def __init__(self, end: socket.socket, values: Sequence[Value]) -> None:
+    def __init__(self, end: socket.socket, values: Sequence[Value], seconds: float) -> None:
         self._parcels = parcels(values)
-        self._line = Line(end, _HEAD.size + _BLOCK.size * len(self._parcels))
+        self._line = Line(end, _HEAD.size + _BLOCK.size * len(self._parcels), seconds)
         self._files: dict[int, int] = {}
         # Messages that had to wait, begun by the thread that sends and ended by the channel's own.
         self._begun = self._ended = 0
@@ -201,12 +211,11 @@ class SharedOutgoing:
 
     def finish(self, number: int, values: Sequence[torch.Tensor], timeout: timedelta) -> None:
         """Write a message that had to wait."""
-        try:
-            blocks = self._free(number, time.monotonic() + timeout.total_seconds())
-            assert blocks is not None
-            self._write(number, blocks, values)
-        finally:
-            self._ended += 1
+        blocks = self._free(number, time.monotonic() + timeout.total_seconds())
+        assert blocks is not None
+        self._write(number, blocks, values)
+        # After an error nothing goes past what failed.
+        self._ended += 1
 
     def _free(self, number: int, until: float | None) -> list[tuple[int, int]] | None:
         """The blocks that a message goes to, as files and places; None if there are none yet and it is not to be waited for them."""

@@ -40,11 +40,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..ir.errors import PeerLost, VerifyError
+from ..ir.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
 from ..ir.graph import Edge
 from ..ir.memory_walk import POSTED, SENDS_TOGETHER
 from ..ir.parcels import parcels
 from ..ir.schedule import PHASES, RECEIVES, SENDS, Action
+from ..ir.words import counted
 from .group import Team, time_span
 from .ledger import Ledger
 from .neighbours import End
@@ -56,6 +57,8 @@ from .store import CPU, Recycled
 
 _FIRST_TAG = 16
 _MICROBATCHES = 4096
+# Values of an edge that an error names.
+_SHOWN = 6
 
 
 def _world() -> dist.ProcessGroup:
@@ -328,23 +331,33 @@ class Transport:
             # A message to shared memory that has to wait is written by the thread, so that it may not be kept from it.
             channel.sender = Sender(self._timeout, self._failed, told, few=SENDS_TOGETHER if near is None else 1)
             channel.link = Link(self._latency, channel.sender, self._failed) if self._latency else None
-            channel.outgoing = self._over_gloo(edge, peer) if near is None else SharedOutgoing(near, edge.values)
+            channel.outgoing = self._over_gloo(edge, peer) if near is None else SharedOutgoing(near, edge.values, self.seconds)
         else:
             channel.incoming = (
-                self._over_gloo(edge, peer) if near is None else SharedIncoming(near, edge.values, self._shared, self._blocks)
+                self._over_gloo(edge, peer) if near is None else SharedIncoming(near, edge.values, self._shared, self._blocks, self.seconds)
             )
         return channel
 
     def _over_gloo(self, edge: Edge, peer: int) -> GlooWire:
         return GlooWire(peer, _FIRST_TAG + PHASES.index(edge.phase), self._width, Packing(edge.values, self._buffers, self.device))
 
-    def _lost(self, action: Action, error: Exception) -> PeerLost:
+    def _lost(self, action: Action, error: Exception) -> PenstockError:
+        """What is to be said of a message that failed: of the peer, or of this process."""
         assert action.peer is not None
+        place = f"rank {self.rank}, stage {action.stage}, action {action}"
+        if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):
+            what = f"the system did not let {describe(action)} be handed over: {error.strerror}"
+            return DoesNotFit(
+                what, where=place, hint="`ulimit -a` lists limits of this process; PENSTOCK_SHARED_MEMORY=0 needs fewer files"
+            )
         what, hint = self._what_failed(error)
-        values = ", ".join(f"%{v.name} : {v.type}" for v in self.edge_of(action).values)
+        carried = self.edge_of(action).values
+        values = ", ".join(f"%{v.name} : {v.type}" for v in carried[:_SHOWN])
+        if len(carried) > _SHOWN:
+            values += f" and {counted(len(carried) - _SHOWN, 'more value')}"
         return PeerLost(
             f"rank {action.peer} (stage {self._homes[action.peer]}) {what}; waited for {describe(action)}, which carries {values}",
-            where=f"rank {self.rank}, stage {action.stage}, action {action}",
+            where=place,
             hint=hint,
         )
 

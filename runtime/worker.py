@@ -295,6 +295,8 @@ def describe_failure(error: BaseException) -> Failed:
             "a `memory` in the cluster file, or --recompute all, makes plans that need less"
         )
         return Failed(DoesNotFit.__name__, f"the system gave no more memory, at {peak_bytes() / 2**20:.0f} MiB", hint=hint)
+    if isinstance(error, RuntimeError | OSError) and "Too many open files" in str(error):
+        return Failed(DoesNotFit.__name__, "the system let this process open no more files", hint="raise `ulimit -n`")
     return Failed("Internal", "".join(traceback.format_exception(error)).strip())
 
 

@@ -264,6 +264,25 @@ def shared_late(rank, group):
     group.gather("end", b"")
 
 
+def shared_wide(rank, group):
+    """Values by the hundred, each by itself, cost neither packets nor files by the hundred."""
+    kept, parcels.TOGETHER = parcels.TOGETHER, 0
+    values = tuple(Value(f"v{i}", parse_type("f32[16]")) for i in range(600))
+    transport = share(group, (Edge(0, 1, "F", values),))
+    before = len(os.listdir("/proc/self/fd"))
+    for mb in range(3):
+        if rank == 0:
+            transport.send(Action("SF", 0, mb, peer=1), content(values, mb, 0))
+        else:
+            transport.post(Action("RF", 1, mb, peer=0))
+            transport.post(Action("RF", 1, mb + 1, peer=0))
+            assert same(transport.receive(Action("RF", 1, mb, peer=0)), content(values, mb, 0))
+    transport.flush()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    parcels.TOGETHER = kept
+    group.gather("end", b"")
+
+
 def shared_sealed(rank, group):
     """A sender that cuts off the memory it may write to, or makes it longer, is refused by the system."""
     transport = share(group)
@@ -290,6 +309,8 @@ def shared_strangers(rank, group):
         own = identity()
         group.put("strange/near/0", f'["{own}", ""]'.encode())
         name = json.loads(group.get("strange/near/1", "the name"))[1]
+        mute = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mute.connect(f"\0penstock-{name}")
         for words in (b"RF 7", b"nonsense", b"\xff\xff", b"RF " + b"9" * 500, b""):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
                 one.connect(f"\0penstock-{name}")
@@ -315,7 +336,7 @@ def shared_strangers(rank, group):
 def shared_memory(rank, group):
     """Those above, one after the other."""
     store, world = group.store, transports._world
-    for scenario in (shared_exchange, shared_late, shared_sealed, shared_strangers):
+    for scenario in (shared_exchange, shared_late, shared_wide, shared_sealed, shared_strangers):
         group.store = dist.PrefixStore(scenario.__name__, store)
         scenario(rank, group)
     transports._world = world

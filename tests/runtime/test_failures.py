@@ -22,6 +22,7 @@ import pytest
 
 from penstock.backends.bundle import Bundle, open_bundle
 from penstock.ir.errors import PeerLost, UsageError, VerifyError
+from penstock.runtime import launch
 from penstock.runtime.control import Channel, DataSpec, Failed, Run, Stop
 from penstock.runtime.job import Job
 from penstock.runtime.launch import HEARTBEAT
@@ -101,6 +102,22 @@ def test_a_worker_that_is_stopped(bundle_of):
     assert re.search(r"rank 1 \(stage 1, process \d+ on .*\) is stopped: no sign of life for \d s during 1", error.what)
     assert "; last finished step " in error.what
     assert error.where.startswith("rank 1, stage 1, action 1")
+
+
+def test_a_worker_that_is_stopped_before_its_first_heartbeat(bundle_of, monkeypatch):
+    start, started = launch.subprocess.Popen, []
+
+    def stopped(command, **options):
+        started.append(start(command, **options))
+        if len(started) == 2:
+            os.kill(started[-1].pid, signal.SIGSTOP)
+        return started[-1]
+
+    monkeypatch.setattr(launch.subprocess, "Popen", stopped)
+    begin = time.monotonic()
+    with pytest.raises(PeerLost, match=r"rank 1 \(stage 1, process \d+ on .*\) is stopped: no sign of life for [2-9] s"):
+        Job(bundle_of(2, "2bw", 3), timeout=600, heartbeat=2)
+    assert time.monotonic() - begin < BOUND
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import time
@@ -9,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.ir.errors import VerifyError
-from penstock.ir.graph import Edge
+from penstock.ir.errors import DoesNotFit, PeerLost, UsageError, VerifyError
+from penstock.ir.graph import Edge, Value
 from penstock.ir.schedule import Action
+from penstock.ir.types import parse_type
+from penstock.runtime.neighbours import identity
 from penstock.runtime.transport import Transport
 
 
@@ -76,6 +80,28 @@ def test_a_peer_that_does_not_answer(scenario, message):
     assert f"PeerLost rank 0{', stage 0, action 0' if scenario != 'absent' else ''}" in said[0]
     assert message in said[0]
     assert seconds < 20
+
+
+def test_words_that_say_nothing_of_shared_memory():
+    assert identity(environment={"PENSTOCK_SHARED_MEMORY": "0"}) == ""
+    assert identity(environment={}) == identity(environment={"PENSTOCK_SHARED_MEMORY": "1"}) != ""
+    with pytest.raises(UsageError, match="PENSTOCK_SHARED_MEMORY must be 0 or 1, got 'no'"):
+        identity(environment={"PENSTOCK_SHARED_MEMORY": "no"})
+
+
+def test_an_error_of_this_process_is_not_the_peers():
+    """And of many values a few are named."""
+    edge = Edge(0, 1, "F", tuple(Value(f"v{i}", parse_type("f32[2]")) for i in range(9)))
+    transport, action = Transport(0, (edge,), {0: 0, 1: 1}, 1), Action("SF", 0, 3, peer=1)
+    own = transport._lost(action, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    assert isinstance(own, DoesNotFit)
+    assert str(own).startswith(
+        "rank 0, stage 0, action 0SF3>1: the system did not let 0SF3>1 (send of microbatch 3 to rank 1) be handed over: Too many open files"
+    )
+    peers = transport._lost(action, BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)))
+    assert isinstance(peers, PeerLost)
+    assert "%v5 : f32[2] and 3 more values" in str(peers)
+    assert "%v6" not in str(peers)
 
 
 def test_an_action_without_an_edge():

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.dumping.folder import PASSES
-from penstock.ir.errors import UsageError
+from penstock.ir.files import read_module
 from penstock.ir.graph import Module
-from penstock.ir.text import parse_module
 from penstock.passes.manager import Call, parse_pipeline, run_passes
 
 _FILE = re.compile(r"(\d+)_([a-z0-9\-]+)\.ir")
@@ -31,11 +30,7 @@ class Dumped:
 
     @property
     def module(self) -> Module:
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read {self.path}: {error}", hint="expected an IR file") from error
-        return parse_module(text, str(self.path))
+        return read_module(self.path)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.ir.errors import UsageError
+from penstock.ir.files import read_module
 from penstock.ir.graph import Module
-from penstock.ir.text import parse_module
 
 if TYPE_CHECKING:
     from penstock.backends.bundle import Bundle
@@ -53,14 +53,14 @@ def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
     """Open what a path names. `dumps` is a dump folder beside it. A bundle is checked as for a run."""
     place = Path(path)
     if dumps is None and not place.is_dir():
-        return Subject(place, _read(place))
+        return Subject(place, read_module(place, _EXPECTED))
     from penstock.dumping.reading import dumped_passes
 
     beside = tuple(dumped_passes(dumps)) if dumps is not None else ()
     if dumps is not None and not beside:
         raise UsageError("holds no NN_pass.ir", where=str(dumps), hint="give a folder that `penstock compile --dump-ir` wrote")
     if not place.is_dir():
-        return Subject(place, _read(place), None, beside)
+        return Subject(place, read_module(place), None, beside)
     if listed := tuple(dumped_passes(place)):
         if dumps is not None:
             raise UsageError("is a dump folder itself", where=str(path), hint="--dumps goes with a bundle or an IR file")
@@ -74,11 +74,3 @@ def open_subject(path: str | Path, dumps: str | Path | None = None) -> Subject:
 def load_module(path: str | Path) -> Module:
     """The module of a bundle, of an IR file, or the last one of a dump folder."""
     return open_subject(path).module
-
-
-def _read(path: Path) -> Module:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}", hint=_EXPECTED) from error
-    return parse_module(text, str(path))

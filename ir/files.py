@@ -1,0 +1,36 @@
+"""Files that hold a module. In: a path. Out: the module, whose operations are rows of the op table with attributes that these have; one error for all that
+are not. What it means as a whole is for the verifier (verify.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from .errors import UsageError, VerifyError
+from .graph import Module
+from .ops import complete_attrs
+from .problems import LIMIT, Problem, op_window, to_error
+from .text import parse_module
+
+
+def read_module(path: Path, expected: str = "expected an IR file") -> Module:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise VerifyError(f"is no text: {error.reason} at byte {error.start}", where=str(path)) from error
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=str(path), hint=expected) from error
+    module = parse_module(text, str(path))
+    if problems := list(islice(_strange_operations(module), LIMIT)):
+        raise to_error(module.name, problems)
+    return module
+
+
+def _strange_operations(module: Module) -> Iterator[Problem]:
+    for graph in module.graphs.values():
+        for i, op in enumerate(graph.ops):
+            try:
+                complete_attrs(op)
+            except TypeError as error:
+                yield Problem(f"@{graph.name} op {i} ({op.kind})", str(error), op_window(graph, i))
