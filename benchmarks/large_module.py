@@ -55,6 +55,11 @@ def other_kernels(module: Module) -> Module:
     return module.but(graphs=graphs)
 
 
+def afresh(module: Module) -> Module:
+    """The same module, of which nothing is known yet: what is found out about a graph is kept with it."""
+    return module.but(graphs={name: replace(graph) for name, graph in module.graphs.items()})
+
+
 def refused(text: str, line: int) -> bool:
     """Whether a mistake is found where it is."""
     try:
@@ -74,7 +79,7 @@ def measure(layers: int, rounds: int) -> dict[str, Any]:
         "parse": lambda: parse_module(text) == module,
         "error": lambda: refused(wrong, len(lines) - 1),
         "print": lambda: print_module(module) == text,
-        "verify": lambda: verify(module) is None,
+        "verify": lambda: verify(afresh(module)) is None,
         "diff same": lambda: not list(differences(module, module)),
         "diff cut": lambda: len(list(differences(plan.reference, module))) > 10,
         "diff kernels": lambda: len(list(differences(module, changed))) >= count_ops(module),

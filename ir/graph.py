@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .types import TensorType
 
@@ -97,6 +97,8 @@ class Graph:
     outs: tuple[Value, ...]
     ops: tuple[Op, ...]
     saved: tuple[Value, ...] = ()
+    # What others found out about it and need again (storage.py).
+    kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def results(self) -> tuple[Value, ...]:
@@ -179,6 +181,8 @@ class Module:
     schedule: Schedule | None = None
     facts: tuple[str, ...] = ()
     notes: tuple[Note, ...] = ()
+    # What others found out about the program and need again (memory.py): it holds whatever the facts and notes are.
+    kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
         from .html import describe
@@ -198,7 +202,10 @@ class Module:
 
     def but(self, **changed: object) -> Module:
         """A copy with some fields replaced."""
-        return replace(self, **changed)  # type: ignore[arg-type]
+        other: Module = replace(self, **changed)  # type: ignore[arg-type]
+        if changed.keys() <= {"facts", "notes"}:
+            object.__setattr__(other, "kept", self.kept)
+        return other
 
     def with_graph(self, graph: Graph) -> Module:
         return self.but(graphs={**self.graphs, graph.name: graph})
@@ -239,6 +246,10 @@ class Signature:
     ins: tuple[Value, ...]
     slots: tuple[Slot, ...]
     results: tuple[Value, ...]
+
+
+# Operations that touch a variable: those that `slot_of` knows.
+_STATEFUL = ("read", "write", "accum", "take")
 
 
 def slot_of(op: Op) -> Slot | None:
@@ -289,7 +300,7 @@ def signature(graph: Graph) -> Signature:
 def stage_vars(module: Module, stage: int) -> dict[str, Var]:
     """The variables that a stage has: those that its graphs touch, and its parameters and buffers that nothing touches; in the module's order."""
     graphs = [graph for name, graph in module.graphs.items() if name.startswith(f"s{stage}.")]
-    touched = {slot.var for graph in graphs for slot in signature(graph).slots}
+    touched = {op.var for graph in graphs for op in graph.ops if op.kind in _STATEFUL}
     return {name: var for name, var in module.vars.items() if name in touched or (var.stage == stage and var.role in (PARAM, BUFFER))}
 
 

@@ -28,7 +28,7 @@ from .accesses import Accesses
 from .graph import GRAD, PARAM, STATE, Module, Var, stage_vars, stepped_vars
 from .lives import BEFORE, Account, Life, Version
 from .memory_walk import Walk, actions_of
-from .schedule import COMPUTE, Action
+from .schedule import COMPUTE, Action, Schedule
 
 BATCHES = 3
 # Batches handed to the workers and not finished yet. Under 2bw the update of a batch needs the one after it; two more keep the pipe full.
@@ -61,8 +61,14 @@ class Memory:
 def measure_memory(module: Module) -> dict[int, Memory]:
     """One row per rank. A schedule without drops counts as one that drops after the last computation of a microbatch."""
     assert module.schedule is not None, "memory needs a schedule"
+    if (known := module.kept.get("memory")) is None:
+        known = module.kept["memory"] = _measured(module, module.schedule)
+    return dict(known)
+
+
+def _measured(module: Module, schedule: Schedule) -> dict[int, Memory]:
     table = {}
-    for rank, program in module.schedule.ranks.items():
+    for rank, program in schedule.ranks.items():
         stages = {a.stage for a in (*program.start, *program.batch)}
         assert len(stages) == 1, f"rank {rank} runs stages {sorted(stages)}, expected one"
         table[rank] = _stage_memory(module, rank, stages.pop())
@@ -99,7 +105,7 @@ def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Acti
     With variables and data, as `measure_memory` counts them; temporaries of a graph are held from its first call on, and live during it."""
     assert module.schedule is not None, "memory needs a schedule"
     stage = module.rank_stages()[rank]
-    row = _stage_memory(module, rank, stage)
+    row = measure_memory(module)[rank]
     walk = Walk(module, stage, posts=not _on_gpu(module, rank))
     for action in walk.follow(actions_of(module.schedule, rank, batches)):
         values = sum(walk.now.values()) + walk.coming

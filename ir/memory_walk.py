@@ -51,6 +51,10 @@ class Pool:
             self.bytes += size
 
 
+# A value that has memory: name, bytes, where they are from, and whether it is saved.
+_Stored = tuple[str, int, Pool, bool]
+
+
 @dataclass(slots=True, eq=False)
 class _Block:
     """Memory with values in it: `names` are those that have ever been there, `held` how many still are."""
@@ -88,6 +92,7 @@ class Walk:
         for_weights = {v.name for v in self.graphs["W"].ins} if "W" in self.graphs else set()
         self.kept = {"F": {v.name for v in self.graphs["F"].saved} if "F" in self.graphs else set(), "B": for_weights, "W": set[str]()}
         self.sent = {kind: {v.name for e in module.edges if (e.src, e.phase) == (stage, kind) for v in e.values} for kind in PHASES}
+        self._needed = {kind: kept | self.sent.get(kind, set()) for kind, kept in self.kept.items()}
         self.targets = {kind: sum((e.src, e.phase) == (stage, kind) for e in module.edges) for kind in PHASES}
         self.held: dict[int, dict[str, _Block]] = {}
         self.now = {True: 0, False: 0}
@@ -95,6 +100,10 @@ class Walk:
         self.made, self.fed, self.messages = Pool(), Pool(), Pool()
         self.pools = (self.made, self.fed, self.messages)
         self._inputs = {v.name for v in module.inputs}
+        # What a graph takes (True) and hands back: every call asks.
+        self._stored = {
+            (kind, takes): [*self._with_memory(g.ins if takes else g.results)] for kind, g in self.graphs.items() for takes in (True, False)
+        }
         self._posts, self._sends = posts, Counter[tuple[str, int]]()
         self._posted: dict[tuple[str, int], dict[int, list[_Block]]] = {}
         self._expected: dict[tuple[str, int], deque[Action]] = {}
@@ -126,10 +135,10 @@ class Walk:
         if kind in RECEIVES:
             self._receive(action)
         elif kind in ("F", "B", "W"):
-            self._hold(mb, self.graphs[kind].ins)
-            self._hold(mb, self.graphs[kind].results)
+            self._hold(mb, self._stored[kind, True])
+            self._hold(mb, self._stored[kind, False])
             self._call(kind)
-            self._keep(mb, self.kept[kind] | self.sent.get(kind, set()))
+            self._keep(mb, self._needed[kind])
         elif kind in ("SF", "SB"):
             phase = kind[1]
             self._sends[phase, mb] += 1
@@ -140,7 +149,7 @@ class Walk:
         elif kind == "D":
             self._keep(mb, set())
         elif kind in ("P", "N"):
-            self._hold(action.holder, self.graphs[kind].results)
+            self._hold(action.holder, self._stored[kind, False])
             self._call(kind)
         elif kind == "U":
             self._call("U")
@@ -241,14 +250,17 @@ class Walk:
         if total > self.peak:
             self.peak, self.workspace = total, total - sum(self.now.values()) - self.coming
 
-    def _hold(self, mb: int, values: Iterable[Value]) -> None:
-        held = self.held.setdefault(mb, {})
+    def _with_memory(self, values: Iterable[Value]) -> Iterator[_Stored]:
         for value in values:
-            name, size = value.name, value.type.nbytes
-            if name not in held and size:
-                pool = self.fed if name in self._inputs else self.made
-                held[name] = _Block(size, pool, (name,), self.step, 1, name in self.saved)
-                self.now[name in self.saved] += size
+            if size := value.type.nbytes:
+                yield value.name, size, self.fed if value.name in self._inputs else self.made, value.name in self.saved
+
+    def _hold(self, mb: int, values: Iterable[_Stored]) -> None:
+        held = self.held.setdefault(mb, {})
+        for name, size, pool, saved in values:
+            if name not in held:
+                held[name] = _Block(size, pool, (name,), self.step, 1, saved)
+                self.now[saved] += size
                 pool.change(size, 1)
 
     def _keep(self, mb: int, names: set[str]) -> None:

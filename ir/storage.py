@@ -26,7 +26,13 @@ class _Block:
 
 
 def planned_blocks(graph: Graph) -> list[int]:
-    """Bytes of every block. Values go by their names, which are single in a graph."""
+    """Bytes of every block. Values go by their names, which are single in a graph. The verifier, the plan and reports all ask: a graph is planned once."""
+    if (known := graph.kept.get("blocks")) is None:
+        known = graph.kept["blocks"] = tuple(_planned(graph))
+    return list(known)
+
+
+def _planned(graph: Graph) -> list[int]:
     kernels, makers = _kernels(graph)
     taken = (v for op in graph.ops if op.kind in ("read", "take") for v in op.outs)
     outside = {v.name for values in (graph.ins, graph.results, taken) for v in values}

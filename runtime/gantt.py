@@ -8,7 +8,7 @@ live, as a share of the highest curve of all.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from xml.sax.saxutils import escape
+from html import escape
 
 import numpy as np
 
@@ -55,7 +55,7 @@ def svg_gantt(found: Simulated, title: str, curves: Mapping[int, Curve] | None =
     height = 40 + pitch * len(found.lines)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif" font-size="11">',
-        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="16">{escape(title)}: {end * 1e3:.3f} ms</text>',
+        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="16">{escape(title, quote=False)}: {end * 1e3:.3f} ms</text>',
     ]
     for number, (rank, line) in enumerate(found.lines.items()):
         top = 28 + number * pitch
@@ -68,7 +68,7 @@ def svg_gantt(found: Simulated, title: str, curves: Mapping[int, Curve] | None =
             action = line.action(position, found.schedule.microbatches)
             told = f"{action}: {start * 1e3:.3f} to {finish * 1e3:.3f} ms"
             box = f'x="{_LEFT + start * scale:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" fill="{colour}" stroke="white" stroke-width="0.3"'
-            parts.append(f"<rect {box}><title>{escape(told)}</title></rect>")
+            parts.append(f"<rect {box}><title>{escape(told, quote=False)}</title></rect>")
             if width > 22:
                 parts.append(f'<text x="{_LEFT + start * scale + 3:.2f}" y="{top + 15}">{action.kind}{action.mb}</text>')
         if rank in curves:
