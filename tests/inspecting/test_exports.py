@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.cli import main
 from penstock.inspecting.exports.dot import _quoted, dot_text
-from penstock.inspecting.exports.onnx_file import program_model
+from penstock.inspecting.exports.onnx_file import annotate, program_model
 from penstock.inspecting.exports.schedule import simulated
 from penstock.inspecting.subject import Subject
 from penstock.ir.schedule import Action
@@ -116,8 +116,35 @@ def test_the_model_says_where_its_nodes_run_and_computes_the_same(built: Path, b
     assert {(name, s) for name, p in told.items() for s in p.get("penstock.stage", "").split(", ") if s} >= seen
     assert {p.get("penstock.stage") for p in told.values()} >= {"0", "1"}
     assert props(model)["penstock.stages"] == "0 on cpu:0; 1 on cpu:1"
+    # What runs inside of an attention is where that is; of a GPT nothing is folded away.
+    assert all({"penstock.stage", "penstock.device"} <= p.keys() for p in told.values())
+    for layer in (0, 1):
+        mix = told[f"h.{layer}.attn.mix"]
+        assert mix["penstock.kernel"]
+        assert all(told[f"h.{layer}.attn.{name}"] == mix for name in ("scaled", "masked", "softmax"))
     # The control: the source has nothing of the kind.
     assert not any(props(n) for n in source.graph.node)
+
+
+def test_nodes_without_operations_are_where_their_results_are_taken(bundle: Subject) -> None:
+    """Names of the GPT's nodes place some of a graph of our own: alone, before both stages, computed from shapes or constants, and taken by nobody."""
+    body = onnx.parser.parse_graph("""
+        main (float[2, 6, 16] x) => (float[2, 6, 16] y) {
+            inside = Relu(x)  deeper = Relu(inside)  left = Relu(deeper)
+            between = Relu(left)  right = Add(between, scaled)
+            both = Relu(x)  first = Add(both, fixed)  second = Add(both, left)
+            shape = Shape(deeper)  length = Cast <to=1> (shape)  scaled = Relu(length)
+            weight = Constant <value_float=1.0> ()  fixed = Relu(weight)
+            lost = Relu(x)
+        }""")
+    at = {"left": "h.0.ln_1", "right": "h.1.ln_2", "first": "h.0.ln_2", "second": "ln_f"}
+    for node in body.node:
+        node.name = at.get(node.output[0], node.output[0])
+    model = onnx.helper.make_model(body)
+    annotate(model, bundle.module)
+    told = {node.output[0]: props(node).get("penstock.stage") for node in model.graph.node}
+    expected = {"left": "0", "right": "1", "first": "0", "second": "1", "inside": "0", "deeper": "0", "between": "1"}
+    assert {name: stage for name, stage in told.items() if stage is not None} == expected
 
 
 def test_a_program_without_a_source_is_a_model_to_look_at(dumps: Subject) -> None:

@@ -4,7 +4,9 @@ Every node has, in its `metadata_props`, `penstock.stage`, `penstock.device` and
 commas between. The model has `penstock.stages` and `penstock.schedule`.
 
     of a bundle that was compiled from ONNX    the model that was compiled, with its weights: what `penstock export --onnx` writes, and the metadata.
-                                               It computes what the model computes. Nodes that were folded away have no metadata.
+                                               It computes what the model computes. A node that became part of the operation of
+                                               another, as those of an attention do, is where that runs: where all of its results are taken.
+                                               What does not depend on the inputs was folded away and has no metadata.
     of anything else                           the operations of the forward pass as nodes of the domain `penstock`, variables as inputs: to be looked at
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +56,38 @@ def annotate(model: onnx.ModelProto, module: Module) -> None:
             while path:
                 found.setdefault(path, []).append(placed)
                 path = path.rpartition("/")[0]
-    for index, node in enumerate(model.graph.node):
-        _set(node.metadata_props, _metadata(found.get(legal(node_name(node, index)), ())))
+    places = [found.get(legal(node_name(node, index)), []) for index, node in enumerate(model.graph.node)]
+    for node, ops in zip(model.graph.node, _absorbed(model.graph, places), strict=True):
+        _set(node.metadata_props, _metadata(ops))
     _set(model.metadata_props, _model_metadata(module))
+
+
+def _absorbed(graph: onnx.GraphProto, places: Sequence[list[Placed]]) -> list[list[Placed]]:
+    """The operations of every node. One that has none of its own, though it depends on the inputs, has those of the nodes that take its results, if these
+    are of the same stages."""
+    takers: dict[str, list[int]] = {}
+    # Shapes are known when a model is compiled: what is computed from them is folded away.
+    varies = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}
+    for index, node in enumerate(graph.node):
+        taken = _taken(node)
+        if node.op_type not in ("Shape", "Size") and any(name in varies for name in taken):
+            varies.update(node.output)
+            for name in dict.fromkeys(taken):
+                takers.setdefault(name, []).append(index)
+    found = list(places)
+    # Nodes stand after those whose results they take.
+    for index in reversed(range(len(found))):
+        results = [name for name in graph.node[index].output if name in varies]
+        after = [found[taker] for name in results for taker in takers.get(name, ())]
+        if not found[index] and len({frozenset(op.stage for op in ops) for ops in after}) == 1:
+            found[index] = [op for ops in after for op in ops]
+    return found
+
+
+def _taken(node: onnx.NodeProto) -> list[str]:
+    """Names that a node takes, those of graphs inside of it among them."""
+    inner = (graph for attribute in node.attribute for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs))
+    return [name for name in node.input if name] + [name for graph in inner for each in graph.node for name in _taken(each)]
 
 
 def _metadata(ops: Iterable[Placed]) -> dict[str, str]:
