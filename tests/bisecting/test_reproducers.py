@@ -49,8 +49,11 @@ def test_a_reproducer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         patch.setenv("PENSTOCK_CACHE", str(tmp_path / "wrong"))
         bug.patch(patch)
         assert main(words) == 5
-        told = capsys.readouterr().out
+        told, hints = capsys.readouterr()
         assert f"reproducer in {place}" in told
+        for shell in [line.strip().removeprefix("hint: ") for line in (told + hints).splitlines() if " && " in line]:
+            assert shlex.split(shell)[:3] == ["cd", str(place), "&&"], "what is told can be typed"
+        assert ("hint: cd " in hints) or name != "a missing residual"
         patch.chdir(place)
         command = command_of(place)
         assert f"penstock {shlex.join(command)}" in told

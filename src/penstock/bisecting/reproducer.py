@@ -61,9 +61,14 @@ class Written:
     before: int
     tried: int
 
+    @property
+    def shell(self) -> str:
+        """What to type where this was said, whatever the folder is called."""
+        return f"cd {shlex.quote(str(self.folder))} && {self.command}"
+
     def lines(self) -> list[str]:
         shrunk = f"{counted(self.ops, 'operation')} of {self.before}, {counted(self.tried, 'case')} tried"
-        return [f"reproducer in {self.folder}: {shrunk}", f"  cd {shlex.quote(str(self.folder))} && {self.command}"]
+        return [f"reproducer in {self.folder}: {shrunk}", f"  {self.shell}"]
 
 
 def check_place(folder: Path) -> None:

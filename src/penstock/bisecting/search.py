@@ -205,7 +205,7 @@ class _Search:
             written = leave(Budget(self.options.shrink))
             if written is not None:
                 print("\n".join(written.lines()))
-                hint = f"cd {written.folder} && {written.command}"
+                hint = written.shell
         raise VerifyError(what, where=self.trail.name, hint=hint)
 
 
