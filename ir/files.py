@@ -1,5 +1,5 @@
-"""Files that hold a module. In: a path. Out: the module, whose operations are rows of the op table with attributes that these have; one error for all that
-are not. What it means as a whole is for the verifier (verify.py)."""
+"""Files of text, and those that hold a module. In: a path. Out: the text, or the module, whose operations are rows of the op table with attributes that
+these have; one error for all that are not. What it means as a whole is for the verifier (verify.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from .problems import LIMIT, Problem, op_window, to_error
 from .text import parse_module
 
 
-def read_module(path: Path, expected: str = "expected an IR file") -> Module:
+def read_text(path: Path, expected: str = "expected a text file") -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise VerifyError(f"is no text: {error.reason} at byte {error.start}", where=str(path)) from error
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path), hint=expected) from error
+
+
+def read_module(path: Path, expected: str = "expected an IR file") -> Module:
+    text = read_text(path, expected)
     module = parse_module(text, str(path))
     if problems := list(islice(_strange_operations(module), LIMIT)):
         raise to_error(module.name, problems)

@@ -1,5 +1,7 @@
 """The modules of a compilation once more: out of its dump folder, or by running the passes that a plan names.
 
+    dumped_text     a dump folder and the name of a file in it -> its text; what lies elsewhere, as a link may name it, is refused
+    pass_rows       a dump folder -> call and time of all passes, also of those that changed nothing
     dumped_passes   a dump folder -> the module after each pass that is dumped there, read when it is asked for
     made_again      the model before `partition`, which bundles keep, and the pipeline that plan.json names -> the module after each pass from there on
 
@@ -8,16 +10,19 @@ Limit: what passes make today need not be what they made when a bundle was writt
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.dumping.folder import PASSES
-from penstock.ir.files import read_module
+from penstock.ir.errors import VerifyError
+from penstock.ir.files import read_module, read_text
 from penstock.ir.graph import Module
 from penstock.passes.manager import Call, parse_pipeline, run_passes
 
 _FILE = re.compile(r"(\d+)_([a-z0-9\-]+)\.ir")
+_NUMBER = re.compile("[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Dumped:
 
     @property
     def module(self) -> Module:
-        return read_module(self.path)
+        return read_module(_inside(self.path.parent, self.path.name))
 
 
 @dataclass(frozen=True)
@@ -42,15 +47,51 @@ class Made:
     module: Module
 
 
+def dumped_text(folder: Path, name: str) -> str:
+    return read_text(_inside(folder, name))
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A dump may come from a stranger: nothing that lies outside it is read as if it were of it."""
+    path = folder / name
+    try:
+        inside = path.resolve(strict=True).is_relative_to(folder.resolve(strict=True))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise VerifyError(f"cannot be found: {error}", where=str(path)) from error
+    if not inside:
+        raise VerifyError("lies outside of the dump folder", where=str(path), hint="dumps hold no links to elsewhere")
+    return path
+
+
+def pass_rows(folder: Path) -> dict[int, tuple[str, float]]:
+    """Call and milliseconds by number, as passes.tsv has them; none where there is no such file."""
+    if not (folder / PASSES).is_file():
+        return {}
+    header, *lines = dumped_text(folder, PASSES).rstrip("\n").split("\n")
+    found = {}
+    for at, line in enumerate(lines, 2):
+        row = dict(zip(header.split("\t"), line.split("\t"), strict=False))
+        number, call, ms = row.get("number", ""), row.get("pass", ""), _milliseconds(row.get("ms", ""))
+        if _NUMBER.fullmatch(number) is None or not call or not math.isfinite(ms):
+            what = f"expected the number of a pass, its call and milliseconds, found {line[:80]!r}"
+            raise VerifyError(what, where=f"{folder / PASSES}:{at}", hint="is this a dump folder?")
+        found[int(number)] = call, ms
+    return found
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def dumped_passes(folder: str | Path) -> list[Dumped]:
     """The modules of passes in the order of the passes; none where the folder holds no dump."""
     place = Path(folder)
     found = sorted((int(match[1]), match[2], path) for path in place.glob("*.ir") if (match := _FILE.fullmatch(path.name)))
-    calls: dict[int, str] = {}
-    if found and (place / PASSES).is_file():
-        rows = (line.split("\t") for line in (place / PASSES).read_text(encoding="utf-8").splitlines())
-        calls = {int(row[0]): row[1] for row in rows if len(row) > 1 and row[0].isdigit()}
-    return [Dumped(number, calls.get(number, name), path) for number, name, path in found]
+    rows = pass_rows(place) if found else {}
+    return [Dumped(number, rows[number][0] if number in rows else name, path) for number, name, path in found]
 
 
 def made_again(reference: Module, pipeline: str) -> list[Made]:

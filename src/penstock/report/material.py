@@ -9,17 +9,19 @@ Limit: `--dump-ir-filter` and `--dump-ir-changed` leave modules out of a dump fo
 
 from __future__ import annotations
 
-import csv
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.dumping.folder import REPRO
+from penstock.dumping.reading import dumped_text, pass_rows
 from penstock.inspecting.history import record_of
 from penstock.inspecting.subject import Subject
-from penstock.ir.errors import UsageError
+from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Module
 from penstock.ir.schedule import Action
 from penstock.passes.kernels import Kernel
@@ -27,6 +29,8 @@ from penstock.passes.kernels import Kernel
 if TYPE_CHECKING:
     from penstock.arguing import Predicted
     from penstock.runtime.ledger import Entry
+
+_SOURCE = re.compile(r"kernels/[\w.-]+\.py")
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,9 @@ def read_material(subject: Subject, trace: str | Path | None = None) -> Material
     if folder is not None:
         if not plan and (folder / "plan.json").is_file():
             plan = _read_json(folder / "plan.json", "expected the plan of a compilation")
-        sources, failure = dict(_dumped_sources(folder)), _failure(folder / "repro.ir")
-        files = [path for name in ("relax.py", "kernels.cu") for path in sorted(folder.glob(f"stages/*/{name}"))]
-        programs = {f"{path.parent.name}/{path.name}": path.read_text(encoding="utf-8") for path in files}
+        sources, failure = dict(_dumped_sources(folder)), _failure(folder)
+        files = [file for name in ("relax.py", "kernels.cu") for file in _files(folder, f"stages/*/{name}")]
+        programs = {file.removeprefix("stages/"): dumped_text(folder, file) for file in files}
     if not sources and subject.backend == "tvm":
         sources = _planned_sources(subject.module)
     times = None if trace is None else trace_of(trace, subject.module)
@@ -85,39 +89,36 @@ def read_material(subject: Subject, trace: str | Path | None = None) -> Material
 
 def _steps(subject: Subject, folder: Path | None) -> Iterator[Step]:
     snapshots = {snapshot.number: snapshot for snapshot in record_of(subject).snapshots}
-    rows = {} if folder is None else _pass_rows(folder / "passes.tsv")
+    rows = {} if folder is None else pass_rows(folder)
     for number in sorted({*snapshots, *rows}):
         call, ms = rows.get(number, (snapshots[number].call or "input" if number in snapshots else "", None))
         yield Step(number, call, ms, snapshots[number].module if number in snapshots else None)
 
 
-def _pass_rows(path: Path) -> dict[int, tuple[str, float | None]]:
-    """Call and time of all passes, also of those that changed nothing."""
-    if not path.is_file():
-        return {}
-    try:
-        with path.open(encoding="utf-8", newline="") as table:
-            rows = csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE)
-            return {int(row["number"]): (row["pass"], float(row["ms"])) for row in rows}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"cannot read it: {error}", where=str(path), hint="is this a dump folder?") from error
-
-
-def _failure(path: Path) -> str:
+def _failure(folder: Path) -> str:
     """What repro.ir says of the error, in its comments."""
-    if not path.is_file():
+    if not (folder / REPRO).is_file():
         return ""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = dumped_text(folder, REPRO).splitlines()
     return "\n".join(line[3:] for line in lines[1:] if line.startswith("// "))
 
 
 def _dumped_sources(folder: Path) -> Iterator[tuple[str, str]]:
     """The sources of stages/sN/kernels.tsv by graph and kernel."""
-    for path in sorted(folder.glob("stages/*/kernels.tsv")):
-        for line in path.read_text(encoding="utf-8").splitlines()[1:]:
-            graph, kernel, file, *_ = line.split("\t")
-            if (path.parent / file).is_file():
-                yield f"{graph}/{kernel}", (path.parent / file).read_text(encoding="utf-8")
+    for table in _files(folder, "stages/*/kernels.tsv"):
+        home = table.rpartition("/")[0]
+        for at, line in enumerate(dumped_text(folder, table).splitlines()[1:], 2):
+            graph, kernel, file, *_ = [*line.split("\t"), "", "", ""]
+            if not graph or _SOURCE.fullmatch(file) is None:
+                what = f"expected a graph, a kernel and kernels/NAME.py, found {line[:80]!r}"
+                raise VerifyError(what, where=f"{folder / table}:{at}", hint="is this a dump folder?")
+            # What a library computes has no source.
+            if (folder / home / file).is_file():
+                yield f"{graph}/{kernel}", dumped_text(folder, f"{home}/{file}")
+
+
+def _files(folder: Path, pattern: str) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.glob(pattern))
 
 
 def _planned_sources(module: Module) -> dict[str, str]:
