@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from .errors import UsageError, VerifyError
+from .errors import UsageError
 from .graph import Module
 from .ops import complete_attrs
 from .problems import LIMIT, Problem, op_window, to_error
@@ -18,9 +18,9 @@ def read_text(path: Path, expected: str = "expected a text file") -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise VerifyError(f"is no text: {error.reason} at byte {error.start}", where=str(path)) from error
+        raise UsageError(f"cannot read {path}: it is no text, at byte {error.start}", hint=expected) from error
     except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=str(path), hint=expected) from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", hint=expected) from error
 
 
 def read_module(path: Path, expected: str = "expected an IR file") -> Module:

@@ -121,7 +121,7 @@ def test_a_failed_write_leaves_the_old_bundle(write, tmp_path, monkeypatch):
 def test_every_damaged_file_is_refused_by_name(write, tmp_path, damage, monkeypatch):
     whole = write().path
     # Nothing may be parsed before the hashes are right.
-    monkeypatch.setattr(bundles, "parse_module", lambda *given: pytest.fail("parsed a damaged bundle"))
+    monkeypatch.setattr(bundles, "read_module", lambda *given: pytest.fail("parsed a damaged bundle"))
     names = list(all_files(whole))
     assert len(names) == 9
     for name in names:

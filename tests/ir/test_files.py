@@ -38,10 +38,10 @@ def test_operations_and_attributes_that_there_are_not_are_told_at_once(tmp_path:
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "simulate"])
 def test_what_is_no_text_is_told_so(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, str(write(tmp_path, b"module \xff {"))]) == VerifyError.exit_code
-    assert "is no text: invalid start byte at byte 7" in capsys.readouterr().err
+    assert main([command, str(write(tmp_path, b"module \xff {"))]) == UsageError.exit_code
+    assert "m.ir: it is no text, at byte 7" in capsys.readouterr().err
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read: No such file"):
+    with pytest.raises(UsageError, match="No such file"):
         read_module(tmp_path / "none.ir")
