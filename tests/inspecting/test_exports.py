@@ -169,3 +169,43 @@ def test_places_where_nothing_can_be_written_are_refused_together(built: Path, t
     assert "is inside" in said
     assert "named twice" in said
     assert not (tmp_path / "a.csv").exists()
+
+
+def test_no_file_replaces_what_is_read_or_another_one(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = next((built / "dumps").glob("*_simplify.ir"))
+    ir = tmp_path / "x.ir"
+    ir.write_bytes(module.read_bytes())
+    (tmp_path / "hard.json").hardlink_to(ir)
+    (tmp_path / "t.json").write_text("{}")
+    (tmp_path / "soft.json").symlink_to(tmp_path / "t.json")
+    bundle, t, same = str(built / "bundle"), str(tmp_path / "t.json"), str(tmp_path / "same.json")
+    before = {path: path.read_bytes() for folder in (tmp_path, built) for path in folder.rglob("*") if path.is_file()}
+    for words, said in (
+        ([str(ir), "--html", str(ir)], "x.ir: is what is looked at"),
+        ([str(ir), "--html", str(tmp_path / "hard.json")], "hard.json: is what is looked at"),
+        ([bundle, "--html", f"{bundle}/manifest.json"], "manifest.json: is inside of what is looked at"),
+        ([bundle, "--html", t, "--trace", t], "t.json: is --trace"),
+        ([bundle, "--html", "x.html", "--export", str(tmp_path / "soft.json"), "--trace", t], "soft.json: is --trace"),
+        ([bundle, "--html", f"{built}/dumps/index.html", "--dumps", f"{built}/dumps"], "is inside of --dumps"),
+        ([bundle, "--params", "--checkpoint", str(tmp_path), "--export", same], "same.json: is inside of --checkpoint"),
+        ([bundle, "--export", same, "--html", same], "named twice"),
+    ):
+        assert main(["inspect", *words]) == 2, words
+        assert said in capsys.readouterr().err
+    assert {path: path.read_bytes() for folder in (tmp_path, built) for path in folder.rglob("*") if path.is_file()} == before
+    # Control: beside them there is room, in a folder that is not there yet, too.
+    assert main(["inspect", str(ir), "--html", str(tmp_path / "new" / "x.html")]) == 0
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["x.html"]
+
+
+def test_empty_names_are_no_names(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("why", "op", "graph", "html", "dumps"):
+        assert main(["inspect", str(built / "bundle"), f"--{name}", ""]) == 2
+        assert f"--{name} without a name" in capsys.readouterr().err
+
+
+def test_more_batches_than_anybody_would_see_are_refused(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--schedule"], ["--memory"], ["--export", str(tmp_path / "s.csv")]):
+        assert main(["inspect", str(built / "bundle"), *words, "--batches", "100000000"]) == 2
+        assert "can be shown" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from penstock.backends.interface import check_cache
 from penstock.inspecting import colours
+from penstock.inspecting.outputs import check_outputs, write_whole
 from penstock.inspecting.plain import as_json
 from penstock.inspecting.subject import Subject, load_module, open_subject
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph, Module
 from penstock.ir.text import print_graph, print_module, print_op
-from penstock.runtime.places import file_problem
 from penstock.terminal import Progress, say, size, terminal_width
 
 if TYPE_CHECKING:
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 # What can be shown, by the flag that asks for it; and what can be JSON.
 _VIEWS = ("graph", "flow", "op", "schedule", "memory", "params", "kernels", "measure", "source", "why", "export", "html")
+# Of all ranks, in what is shown or written.
+_MOST_ACTIONS = 1_000_000
 _FILES = ("export", "html")
+_NAMED = ("why", "graph", "flow", "op", "source", "export", "html", "dumps", "trace", "checkpoint")
 _AS_JSON = ("memory", "params", "kernels", "measure", "why")
 
 
 def inspect_command(arguments: Namespace) -> None:
-    asked = [name for name in _VIEWS if getattr(arguments, name)]
+    asked = [name for name in _VIEWS if getattr(arguments, name) not in (None, False)]
     _check(arguments, asked)
-    if arguments.export:
-        from penstock.inspecting.exports import check_exports
-
-        check_exports(arguments.export, arguments.file)
-    if arguments.html and (problem := file_problem(arguments.html)):
-        raise UsageError(problem, where=arguments.html)
+    reads = {"what is looked at": arguments.file} | {f"--{name}": getattr(arguments, name) for name in ("dumps", "trace", "checkpoint")}
+    check_outputs(arguments.export or (), arguments.html, reads)
     subject = open_subject(arguments.file, arguments.dumps)
+    _check_batches(subject.module, asked, arguments)
     if arguments.why:
         _show_why(subject, arguments)
     for name in arguments.graph or ():
@@ -69,7 +69,7 @@ def inspect_command(arguments: Namespace) -> None:
 
 def _check(arguments: Namespace, asked: Sequence[str]) -> None:
     """Options that do not go together, all of them at once, before anything is read."""
-    problems = []
+    problems = [f"--{name} without a name" for name in _NAMED if "" in _listed(getattr(arguments, name))]
     views = {"kernels" if name == "measure" else name for name in asked if name not in _FILES}
     if arguments.json and (len(views) > 1 or not views <= set(_AS_JSON)):
         problems.append(f"--json is of one thing: the summary, {', '.join(f'--{name}' for name in _AS_JSON)}")
@@ -83,12 +83,26 @@ def _check(arguments: Namespace, asked: Sequence[str]) -> None:
         raise UsageError("; ".join(problems))
 
 
+def _check_batches(module: Module, asked: Sequence[str], arguments: Namespace) -> None:
+    """UsageError where so many batches are asked for that nobody would see the end."""
+    if module.schedule is None or not {"schedule", "memory", "export"} & set(asked):
+        return
+    per_batch = sum(len(program.batch) for program in module.schedule.ranks.values())
+    most = max(1, _MOST_ACTIONS // max(1, per_batch))
+    if arguments.batches > most:
+        raise UsageError(f"--batches {arguments.batches} are {arguments.batches * per_batch} actions", hint=f"at most {most} can be shown")
+
+
+def _listed(given: str | Sequence[str] | None) -> Sequence[str]:
+    return () if given is None else [given] if isinstance(given, str) else given
+
+
 def _write_report(subject: Subject, arguments: Namespace) -> None:
     from penstock.report.material import read_material
     from penstock.report.page import page_of
 
     text = page_of(read_material(subject, arguments.trace)).encode()
-    Path(arguments.html).write_bytes(text)
+    write_whole(Path(arguments.html), text)
     say(f"wrote {arguments.html}, {size(len(text))}")
 
 

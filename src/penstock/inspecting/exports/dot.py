@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from penstock.inspecting.exports import write_whole
 from penstock.inspecting.exports.placed import Placed, forward_graphs, placed_ops, told_operands
+from penstock.inspecting.outputs import write_whole
 from penstock.inspecting.subject import Subject
 from penstock.ir.graph import Module
 from penstock.terminal import size

@@ -12,8 +12,6 @@ commas between. The model has `penstock.stages` and `penstock.schedule`.
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from penstock.exporting import export
 from penstock.frontends.names import legal
 from penstock.frontends.onnx.source import node_name
 from penstock.inspecting.exports.placed import Placed, forward_graphs, placed_ops
+from penstock.inspecting.outputs import write_whole
 from penstock.inspecting.subject import Subject
 from penstock.ir.graph import Attr, Module, Value, Var
 from penstock.ir.types import TensorType, numpy_dtype
@@ -38,13 +37,7 @@ def write_onnx(subject: Subject, path: Path, batches: int) -> list[Path]:
     if subject.bundle is not None and subject.bundle.source_structure is not None:
         return list(export(subject.bundle.path, onnx=path, annotate=lambda model: annotate(model, subject.module)).files)
     model = program_model(subject.module)
-    work = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        work.write_bytes(model.SerializeToString(deterministic=True))
-        os.replace(work, path)
-    finally:
-        work.unlink(missing_ok=True)
-    return [path]
+    return write_whole(path, model.SerializeToString(deterministic=True))
 
 
 def annotate(model: onnx.ModelProto, module: Module) -> None:

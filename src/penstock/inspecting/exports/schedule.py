@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.inspecting.exports import write_whole
+from penstock.inspecting.outputs import write_whole
 from penstock.inspecting.subject import Subject
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module
