@@ -20,7 +20,7 @@ from penstock.ir.errors import UsageError
 from penstock.ir.memory import measure_memory
 from penstock.ir.text import print_op
 from penstock.report.facts import gather
-from penstock.report.material import Material, read_material, trace_of
+from penstock.report.material import Material, Trace, read_material, trace_of
 from penstock.report.page import page_of
 from penstock.report.schedule_facts import TICKS
 
@@ -59,6 +59,46 @@ def test_timelines_are_those_of_the_simulator_and_of_the_trace(planned: Planned,
             expected = [slower * (end - start) * TICKS for _, start, end in actions]
             assert [row[5] for row in rows] == pytest.approx(expected, abs=1.1)
     assert {round(measured / predicted, 2) for _, _, predicted, measured in schedule["measured"]["compared"]} == {SLOWER}
+
+
+def steps(times: list[float], sizes: list[int]) -> list[tuple[float, int]]:
+    """Where a curve changes: of moments at the same time the last, of equal sizes the first."""
+    last = dict(zip(times, sizes, strict=True))
+    found: list[tuple[float, int]] = []
+    for time, size in last.items():
+        if not found or found[-1][1] != size:
+            found.append((time, size))
+    return found
+
+
+@pytest.mark.parametrize("late", [0, 40])
+def test_measured_memory_lies_on_the_plan_action_by_action(planned: Planned, facts: dict[str, Any], late: int) -> None:
+    """A run that holds what is planned, but warms up and is slower, and began `late` batches before: its curve is that of the plan."""
+    found = predict(planned.plan.module, plain=True).forecast.found
+    per_batch, actions, held = found.schedule.microbatches, {}, {}
+    for rank in found.lines:
+        line = [timed for timed in found.timed(rank) if timed[0].kind in ("F", "B", "U")]
+        warm = line[5][2]
+
+        def real(time: float, warm: float = warm) -> float:
+            return 20 * min(time, warm) + SLOWER * max(0.0, time - warm)
+
+        actions[rank] = [(a.shifted(late, per_batch), real(start), real(end) - real(start)) for a, start, end in line]
+        points = in_rows(facts["memory"][rank]["points"], 4)
+        held[rank] = [(real(time / TICKS), saved + passing) for time, saved, passing, _ in points]
+    told = gather(replace(planned.material, trace=Trace(actions, held)), plain=True)["schedule"]["measured"]
+    assert told["at"][0] - late == told["at"][1] > 0
+    for rank, flat in enumerate(told["held"]):
+        points = in_rows(facts["memory"][rank]["points"], 4)
+        curve = steps([p[0] for p in points], [p[1] + p[2] for p in points])
+        laid = steps(*map(list, zip(*in_rows(flat, 2), strict=True)))
+        low, high = flat[0], flat[-2]
+        inside = [(time, size) for time, size in curve if low < time < high]
+        assert len(inside) > 20
+        assert [size for time, size in laid if low < time < high] == [size for _, size in inside]
+        assert [time for time, _ in laid if low < time < high] == pytest.approx([time for time, _ in inside], abs=2)
+        # The control: at the times of the run it would not.
+        assert held[rank][-1][0] * TICKS > 2 * high
 
 
 def test_every_operation_that_a_pass_made_removed_or_changed_is_told(planned: Planned, facts: dict[str, Any]) -> None:

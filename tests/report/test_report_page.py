@@ -14,6 +14,7 @@ from small_plan import Planned
 
 from penstock.ir.graph import Module, Note
 from penstock.report.facts import gather
+from penstock.report.material import Trace
 from penstock.report.page import render
 
 VIEWS = ("overview", "graph", "passes", "placement", "schedule", "memory", "links", "kernels")
@@ -128,6 +129,26 @@ def test_pointing_at_an_action_follows_its_microbatch(browser: Browser, page: Pa
     assert shown(browser, "#said")
     browser.key("Escape")
     assert browser.js("document.getElementById('tip').hidden") is True
+
+
+def test_a_trace_with_a_warm_up_opens_where_it_can_be_compared(browser: Browser, planned: Planned, tmp_path: Path) -> None:
+    """A first forward that takes longer than all else would be all that one sees from the beginning of batch 0."""
+    assert planned.material.trace is not None
+    warm = {
+        rank: [(a, start + 10.0 * (i > 0), took + 10.0 * (i == 0)) for i, (a, start, took) in enumerate(line)]
+        for rank, line in planned.material.trace.actions.items()
+    }
+    facts = gather(replace(planned.material, trace=Trace(warm, {})), plain=True)
+    (tmp_path / "warm.html").write_text(render(facts), encoding="utf-8")
+    browser.open(tmp_path / "warm.html", fragment="#schedule")
+    batch = "document.querySelector('#view-schedule input[type=number]')"
+    wide = "[...document.querySelectorAll('.gantt .slice')].filter((box) => +box.getAttribute('height') === 15 && +box.getAttribute('width') > 4).length"
+    assert browser.js(f"{batch}.value") == str(facts["schedule"]["measured"]["at"][0]) != "0"
+    assert browser.js(wide) >= 2 * facts["schedule"]["microbatches"]
+    # The control: from batch 0, the warm-up is one bar.
+    browser.js(f"({batch}.value = 0, {batch}.dispatchEvent(new Event('change')))")
+    assert browser.js(wide) <= 2
+    assert not browser.complaints()
 
 
 def test_memory_at_its_peak_is_the_predicted_peak(browser: Browser, page: Path, facts: dict[str, Any]) -> None:

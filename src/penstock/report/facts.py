@@ -141,8 +141,8 @@ def _schedule(material: Material, predicted: Predicted) -> dict[str, Any]:
     found = predicted.forecast.found
     facts: dict[str, Any] = {"kinds": KINDS, "microbatches": found.schedule.microbatches, "planned": planned_facts(found), "measured": None}
     if material.trace is not None:
-        facts["measured"] = measured_facts(material.trace, found)
-        facts["measured"]["held"] = measured_memory(material.trace, facts["measured"])
+        facts["measured"] = measured_facts(material.trace, found, facts["planned"])
+        facts["measured"]["held"] = measured_memory(material.trace, found, facts["measured"]["at"])
     return facts
 
 

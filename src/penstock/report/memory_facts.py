@@ -13,15 +13,17 @@ Limit: of a long program no more than so many lives are kept, those of its begin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.ir.graph import Module, stage_vars
 from penstock.ir.lives import Life
 from penstock.ir.memory import Memory
 from penstock.ir.memory_walk import Walk, actions_of
+from penstock.ir.schedule import COMPUTE, Action
 from penstock.report.material import Trace
-from penstock.report.schedule_facts import TICKS, ticks
+from penstock.report.schedule_facts import ticks
 from penstock.report.strings import Strings
 from penstock.runtime.simulated import Simulated
 
@@ -69,21 +71,51 @@ def _flat(life: Life, finishes: list[int], strings: Strings) -> tuple[int, ...]:
     return strings(name), life.owner, _PASSING.index(life.purpose), life.nbytes, finishes[life.taken], given
 
 
-def measured_memory(trace: Trace, timeline: Mapping[str, Any]) -> list[list[int]]:
-    """Bytes of values that each rank of a traced run held, [time, bytes, ... flat], in the part of it that a timeline shows."""
-    origin = timeline["origin"]
-    end = max((line[i + 4] + line[i + 5] for line in timeline["lines"] for i in range(0, len(line), 6)), default=0)
-    rows = []
-    for rank in timeline["ranks"]:
-        flat: list[int] = []
-        for time, size in trace.held.get(rank, ()):
-            at = round(time * TICKS) - origin
-            if at > end:
-                break
-            # What was held before the shown part is where its curve begins.
-            if at <= 0:
-                flat = [0, int(size)]
-            elif flat[-1:] != [int(size)]:
-                flat += [at, int(size)]
-        rows.append(flat)
-    return rows
+def measured_memory(trace: Trace, planned: Simulated, at: Sequence[int]) -> list[list[int]]:
+    """Bytes of values that each rank of a traced run held, [time, bytes, ... flat], laid out by action: times are those of the plan.
+
+    What the run held while an action ran is where the plan has that action, if batch at[0] of the run is batch at[1] of the plan; as far around these as the
+    run did the same actions in the same order."""
+    return [_laid_out(trace.held.get(rank, ()), _stops(trace, planned, rank, at)) for rank in sorted(trace.actions)]
+
+
+def _stops(trace: Trace, planned: Simulated, rank: int, at: Sequence[int]) -> list[tuple[float, float]]:
+    """Times of the run and of the plan that belong together: beginnings and ends of computations."""
+    run = [(action, start, start + seconds) for action, start, seconds in trace.actions[rank] if action.kind in COMPUTE]
+    plan = [timed for timed in planned.timed(rank) if timed[0].kind in COMPUTE]
+    per_batch = planned.schedule.microbatches
+
+    def label(action: Action, batches: int) -> tuple[str, int]:
+        return action.kind, action.shifted(batches, per_batch).mb
+
+    ours = [label(action, at[1] - at[0]) for action, _, _ in run]
+    theirs = [label(action, 0) for action, _, _ in plan]
+    begin = next((i for i, (action, _, _) in enumerate(run) if action.batch(per_batch) == at[0]), None)
+    if begin is None or ours[begin] not in theirs:
+        return []
+    ahead = theirs.index(ours[begin]) - begin
+    first = last = begin
+    while first > 0 and first + ahead > 0 and ours[first - 1] == theirs[first + ahead - 1]:
+        first -= 1
+    while last + 1 < len(run) and last + 1 + ahead < len(plan) and ours[last + 1] == theirs[last + 1 + ahead]:
+        last += 1
+    pairs = zip(run[first : last + 1], plan[first + ahead : last + 1 + ahead], strict=True)
+    return [both for (_, *ours_at), (_, *plan_at) in pairs for both in zip(ours_at, plan_at, strict=True)]
+
+
+def _laid_out(held: Sequence[tuple[float, int]], stops: Sequence[tuple[float, float]]) -> list[int]:
+    if not held or not stops:
+        return []
+    before = [size for time, size in held if time <= stops[0][0]]
+    flat = [ticks(stops[0][1]), int(before[-1]) if before else 0]
+    # The run may have no time between two actions, and the plan some.
+    runs, plans = zip(*stops, strict=True)
+    for time, size in held:
+        if stops[0][0] < time <= stops[-1][0]:
+            place = bisect_left(runs, time)
+            whole = runs[place] - runs[place - 1]
+            share = (time - runs[place - 1]) / whole if whole > 0 else 1.0
+            moment = ticks(plans[place - 1] + share * (plans[place] - plans[place - 1]))
+            if flat[-1] != int(size):
+                flat += [moment, int(size)]
+    return [*flat, ticks(stops[-1][1]), flat[-1]]

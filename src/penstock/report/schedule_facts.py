@@ -1,7 +1,8 @@
 """When every rank does what, as data: planned, and measured where there is a trace, in the same form.
 
     planned   {"batches": [first, count], "lines": [[kind, number, version, peer, start, duration, ...] of each rank, flat], "anchors": [start of each batch]}
-    measured  the same; `compared` are [rank, kind, planned, measured] in seconds, the medians of all computations
+    measured  the same; `compared` are [rank, kind, planned, measured] in seconds, the medians of all computations; `at` is [batch of the run, batch of the
+              plan]: what is laid over each other at first, from the middle of both, since a run's first batches warm up
 
 Times are whole tenths of a microsecond. `kind` is a place in `kinds`, `number` that of the microbatch or batch; a version or peer that is not there is -1.
 A batch begins where its first forward does: there two timelines are laid over each other, whatever came before.
@@ -35,23 +36,26 @@ def ticks(seconds: float) -> int:
 def planned_facts(found: Simulated) -> dict[str, Any]:
     """What the simulator found."""
     lines = {rank: [(a, start, end - start) for a, start, end in found.timed(rank)] for rank in found.lines}
-    return _timeline(lines, found.schedule.microbatches, found.batches, first=0)
+    return _timeline(lines, found.schedule.microbatches, range(found.batches))
 
 
-def measured_facts(trace: Trace, planned: Simulated) -> dict[str, Any]:
-    """What a run did, and how long computations took beside what was planned."""
+def measured_facts(trace: Trace, planned: Simulated, shown: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run did, and how long computations took beside what was planned; `shown` are the facts of that."""
     per_batch = planned.schedule.microbatches
-    batches = 1 + max(action.batch(per_batch) for line in trace.actions.values() for action, _, _ in line)
-    facts = _timeline(trace.actions, per_batch, batches, first=None)
-    return facts | {"compared": list(_compared(trace.actions, planned)), "of": batches}
+    batches = [action.batch(per_batch) for line in trace.actions.values() for action, _, _ in line]
+    run = range(min(batches), 1 + max(batches))
+    facts = _timeline(trace.actions, per_batch, run, middle=True)
+    middle = facts["batches"][0] + facts["batches"][1] // 2
+    at = [middle, min(middle, shown["batches"][1] // 2)]
+    return facts | {"compared": list(_compared(trace.actions, planned)), "of": run.stop, "at": at}
 
 
-def _timeline(lines: Mapping[int, Iterable[Timed]], per_batch: int, batches: int, first: int | None) -> dict[str, Any]:
-    """Some batches of a run; those in its middle unless the first of them is given."""
+def _timeline(lines: Mapping[int, Iterable[Timed]], per_batch: int, batches: range, middle: bool = False) -> dict[str, Any]:
+    """Some batches of a run: its first ones, or those in its middle."""
     shown = {rank: [timed for timed in line if timed[0].kind in KINDS] for rank, line in sorted(lines.items())}
-    every = sum(map(len, shown.values())) / max(batches, 1)
-    count = max(1, min(batches, _MOST_BATCHES, int(_MOST // max(every, 1))))
-    begin = (batches - count) // 2 if first is None else first
+    every = sum(map(len, shown.values())) / max(len(batches), 1)
+    count = max(1, min(len(batches), _MOST_BATCHES, int(_MOST // max(every, 1))))
+    begin = batches.start + ((len(batches) - count) // 2 if middle else 0)
     run = range(begin, begin + count)
     kept = {rank: [timed for timed in line if timed[0].batch(per_batch) in run] for rank, line in shown.items()}
     forwards: dict[int, float] = {}

@@ -18,7 +18,7 @@ function bytes(count) {
 function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0";
-  const [factor, unit] = value >= 1 ? [1, "s"] : value >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+  const size = Math.abs(value), [factor, unit] = size >= 1 ? [1, "s"] : size >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
   return `${(value * factor).toPrecision(3).replace(/e\+?(\d+)/, (_, power) => "0".repeat(power))} ${unit}`;
 }
 

@@ -11,7 +11,7 @@ function memoryView() {
   const memory = facts.memory;
   if (!memory) return { node: el("div", {}, view.title("Memory"), absent("Memory is known once there is a schedule.")) };
   let rank = 0, cursor = 0, everything = true;
-  const held = facts.schedule.measured ? facts.schedule.measured.held : [];
+  const held = facts.schedule.measured ? facts.schedule.measured.held : [], [run, plan] = facts.schedule.measured ? facts.schedule.measured.at : [0, 0];
   const HEIGHT = 300, TOP = 24;
   const now = () => memory[rank];
   const fixedOf = (each) => FIXED.reduce((sum, name) => sum + each.fixed[name], 0);
@@ -159,7 +159,8 @@ function memoryView() {
         everything = value === "all";
         chart.redraw();
       }), button("Peak", peak), chart.tools), legend),
-      el("div", { class: "panel chart" }, chart.picture), detail),
+      el("div", { class: "panel chart" }, chart.picture),
+      held.some((each) => each.length) ? el("p", { class: "hint" }, `Measured values are laid out by action, at the times of the plan: batch ${run} of the run where batch ${plan} of the plan is, and what is around it.`) : null, detail),
     shown: () => {
       chart.redraw();
       peak();

@@ -30,10 +30,10 @@ function scheduleView() {
   if (!schedule) return { node: el("div", {}, view.title("Schedule"), absent("This program has no schedule with messages yet.")) };
   const planned = unpack(schedule.planned), measured = schedule.measured ? unpack(schedule.measured) : null;
   const TRACK = 24, LOW = 15, ROW = TRACK + (measured ? LOW + 12 : 0) + 12, TOP = 26;
-  let batch = measured ? measured.first : 0, lit = null, focus = null;
+  let batch = measured ? schedule.measured.at[0] : 0, lit = null, focus = null;
 
   // A planned batch of the same state: of the beginning its own, later one from the middle of the plan.
-  const twin = () => Math.min(measured ? batch : 0, Math.floor(planned.count / 2));
+  const twin = () => Math.min(batch, Math.floor(planned.count / 2));
   const shifts = () => ({ planned: measured ? -planned.anchors[twin()] : 0, measured: measured ? -measured.anchors[batch - measured.first] : 0 });
   const limits = () => {
     const { planned: a, measured: b } = shifts();
@@ -179,7 +179,13 @@ function scheduleView() {
         measured ? panel("Planned and measured", table([["rank", "number"], ["computation"], ["planned", "number"], ["measured", "number"], ["ratio", "number"]],
           schedule.measured.compared.map(([rank, kind, plan, real]) => [rank, ACTION_NAMES[kind], { value: plan, node: seconds(plan) }, { value: real, node: seconds(real) }, plan ? (real / plan).toFixed(2) : "–"]),
           { caption: "Medians of computations", sortable: true })) : null)),
-    // The first batches at first: what all of them look like is one key away.
-    shown: () => chart.look(from, Math.min(to, planned.anchors[3] === undefined ? to : planned.anchors[3] + shifts().planned)),
+    // A few batches at first: what all of them look like is one key away.
+    shown: () => {
+      const [low, high] = limits(), { planned: a, measured: b } = shifts();
+      const from = (found, shift, index) => (found.anchors[index] === undefined ? found.finish : found.anchors[index]) + shift;
+      // Three as planned, and one as measured if that takes longer: a run may be slower by far.
+      const end = measured ? Math.max(from(planned, a, twin() + 3), 1.1 * from(measured, b, batch - measured.first + 1)) : from(planned, a, 3);
+      chart.look(measured ? Math.max(low, -end / 12) : low, Math.min(high, end));
+    },
   };
 }
