@@ -182,16 +182,114 @@ def test_a_dump_replaces_the_one_before_it_and_nothing_else(whole: tuple[Path, M
     compiled(tmp_path, Dump(place))
     Dump(place)
     assert [path.name for path in place.iterdir()] == ["notes.txt"]
-    # Folders of that name that no dump made stay.
-    (place / "stages").mkdir()
-    (place / "stages" / "s0.so").write_text("mine")
-    Dump(place)
-    assert (place / "stages" / "s0.so").exists()
     with pytest.raises(UsageError, match="is a bundle"):
         Dump(whole[0].parent / "bundle")
     assert (whole[0].parent / "bundle" / "manifest.json").exists()
     with pytest.raises(UsageError, match="cannot be written"):
         Dump(place / "notes.txt")
+
+
+def tree(folder: Path) -> dict[str, str | None]:
+    return {path.relative_to(folder).as_posix(): path.read_text() if path.is_file() else None for path in folder.rglob("*")}
+
+
+MINE = (
+    "mine.txt",
+    "stages/notes.txt",
+    "stages/s0/notes.txt",
+    "stages/s0/kernels/notes.txt",
+    "stages/s9.so",
+    "ranks/old/module.ir",
+    "1_a.ir",
+)
+
+
+def test_files_of_others_stay_whatever_dumps_come_and_go(whole: tuple[Path, Module], tmp_path: Path) -> None:
+    """Also those in the folders of dumps, and folders that were there before; a dump that begins again is its own older one."""
+    place = tmp_path / "d"
+    for name in ("ranks/r0", "stages/s0/kernels"):
+        (place / name).mkdir(parents=True)
+    before = tree(place)
+    dump = Dump(place)
+    for _ in range(2):
+        dump.begin(Module("m"), "")
+        dump.write("stages/s0/module.ir", "x")
+        dump.write("stages/s1/module.ir", "x")
+        dump.write("ranks/r1/module.ir", "x")
+    listed = {line for line in (place / "dump-files.txt").read_text().splitlines()[1:] if line[-1] != "/"}
+    assert listed == {name for name, text in tree(place).items() if text is not None}
+    Dump(place)
+    assert tree(place) == before
+    for round in range(3):
+        dump = Dump(place)
+        dump.write("stages/s0/kernels/k.py", "x")
+        dump.write("events.jsonl", "x")
+        for name in MINE if round == 0 else ():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text("mine")
+        assert tree(place)["stages/s0/kernels/k.py"] == "x"
+    Dump(place)
+    after = tree(place)
+    assert {name for name, text in after.items() if text == "mine"} == {*MINE}
+    assert all(text is None for name, text in after.items() if name not in MINE)
+    # The whole dump lists what it has.
+    assert {line for line in (whole[0] / "dump-files.txt").read_text().splitlines()[1:] if line[-1] != "/"} == {
+        name for name, text in tree(whole[0]).items() if text is not None
+    }
+
+
+@pytest.mark.parametrize("dumped", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("index.html", "plan.json", "schedule.svg", "passes.tsv", "repro.ir", "10_notes.ir", "03_a.diff", "stages", "ranks/r0"),
+        *("stages/s0/module.ir", "stages/s7/kernels/mine.py", "ranks/r0/actions.tsv"),
+        *("events.jsonl", "dump-files.txt"),
+    ],
+)
+def test_a_dump_writes_over_nothing_of_others(tmp_path: Path, name: str, dumped: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    place, model = tmp_path / "d", write_mlp(tmp_path / "mlp.onnx", [8, 4], batch=2)
+    place.mkdir()
+    if dumped:
+        Dump(place).write("00_input.ir", "x")
+    (place / name).parent.mkdir(parents=True, exist_ok=True)
+    (place / name).write_text("mine")
+    before = tree(place)
+    words = ["compile", str(model), "-o", str(tmp_path / "bundle"), "--devices", "1", "--loss", "mse", "--dump-ir", str(place)]
+    assert main(words) == 2
+    assert f"would write over {'00_input.ir, ' if name == 'dump-files.txt' and dumped else ''}{name}" in capsys.readouterr().err
+    assert tree(place) == before
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_lists_of_strangers_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    place, other = tmp_path / "d", tmp_path / "stages"
+    Dump(place).write("events.jsonl", "x")
+    (other / "s0").mkdir(parents=True)
+    names = [
+        "../stages/s0/module.ir",
+        str(other / "s0/module.ir"),
+        "stages/s0/../../../stages/s0/module.ir",
+        "notes.txt",
+        "stages/s0/module.ir",
+    ]
+    for path in (other / "s0/module.ir", place / "notes.txt"):
+        path.write_text("mine")
+    with (place / "dump-files.txt").open("a") as file:
+        file.write("".join(f"{line}\n" for name in names for line in (name, str(Path(name).parent) + "/")))
+    (place / "stages").symlink_to(other)
+    with pytest.raises(UsageError, match="would write over stages,"):
+        Dump(place)
+    (place / "stages").unlink()
+    (place / "stages/s0").mkdir(parents=True)
+    (place / "stages/s0/module.ir").symlink_to(other / "s0/module.ir")
+    with pytest.raises(UsageError, match=r"would write over stages/s0/module\.ir,"):
+        Dump(place)
+    assert (place / "events.jsonl").exists()
+    (place / "stages/s0/module.ir").unlink()
+    Dump(place)
+    assert tree(place) == {"notes.txt": "mine", "stages": None}
+    assert (other / "s0/module.ir").read_text() == "mine"
 
 
 def test_a_failed_step_is_in_the_events(tmp_path: Path) -> None:

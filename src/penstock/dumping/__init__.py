@@ -16,12 +16,14 @@
     stages/sN/kernels.cu     of stages on GPUs: what nvcc compiles
     ranks/rN/module.ir       the stage of a rank, with the actions of that rank alone
     ranks/rN/actions.tsv     its actions in order: when (start: once; batch: for each), action, what it does
+    dump-files.txt           the names of all of these: what the next dump into the folder removes
 
 Modules can be gone on from (`penstock opt NN_pass.ir -p PASS`), compared (`penstock diff`) and looked into (`penstock inspect`). With
 `--dump-ir-filter REGEX` operations are dumped whose line `FILE @GRAPH OPERATION` matches, FILE being the path in the folder without its ending:
 `_fuse @` for a pass, `@s0[.]F ` for a graph, `= matmul` for operations. What is left is still a module (parts.py).
 
-    folder.py   the files of passes, and events         parts.py   modules of parts of a module
+    folder.py   what passes and steps say               parts.py   modules of parts of a module
+    files.py    the files, and which of a folder are those of a dump
     program.py  what is there once a module is planned: parts, actions, picture, sources
     reading.py  the modules of passes again, out of a folder or by running the passes
 """

@@ -1,13 +1,12 @@
 """Writes the dump folder as passes run and steps end. In: modules, and what passes and steps say. Out: files (penstock.dumping lists them).
 
-The folder may be missing: then changes are printed on stderr, and nothing is written. An older dump in it is removed first; other files stay.
+The folder may be missing: then changes are printed on stderr, and nothing is written. An older dump in it is removed first; other files stay (files.py).
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.backends.interface import StageSources
 from penstock.differing import differences
+from penstock.dumping.files import Files
 from penstock.dumping.parts import excerpt
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 EVENTS, PASSES, REPRO = "events.jsonl", "passes.tsv", "repro.ir"
 STAGES, RANKS = "stages", "ranks"
 _HEADER = "number\tpass\tms\tops_before\tops_after\tchanged\trest\n"
-# What the files of passes are called, beside those of a plan.
-_OF_PASSES = ("[0-9][0-9]*_*.ir", "[0-9][0-9]*_*.diff", REPRO, PASSES)
-_OF_PLAN = ("plan.json", "schedule.svg", "index.html")
 
 
 class Dump:
@@ -46,7 +43,7 @@ class Dump:
         self._changed = changed
         self._begun = time.perf_counter()
         self._steps: list[str] = []
-        self._own: set[str] = set()
+        self._files: Files | None = None
         self._printer = Printer()
         # For index.html: number, call, ms and result (None where nothing changed) of each pass, sources of kernels by graph and kernel, and of whole
         # stages by their file.
@@ -54,15 +51,7 @@ class Dump:
         self.kernels: dict[str, str] = {}
         self.programs: dict[str, str] = {}
         if self.folder is not None:
-            _make_room(self.folder)
-
-    def _clear(self) -> None:
-        """Remove what an earlier pipeline of this dump left: folders are its own, for those of an older one are gone."""
-        assert self.folder is not None
-        _remove(self.folder, (*_OF_PASSES, *_OF_PLAN))
-        for name in self._own:
-            shutil.rmtree(self.folder / name)
-        self._own.clear()
+            self._files = Files(self.folder)
 
     # ------------------------------------------------------------------------------ steps
 
@@ -93,9 +82,9 @@ class Dump:
     def begin(self, module: Module, rest: str) -> None:
         """Planning may begin again: the last time counts."""
         self.passes = [(0, "input", None, module)]
-        if self.folder is None:
+        if self._files is None:
             return
-        self._clear()
+        self._files.clear()
         self.write(EVENTS, "".join(self._steps))
         self.write(PASSES, f"{_HEADER}0\tinput\t0\t0\t{count_ops(module)}\tyes\t{rest}\n")
         self.write_module("00_input.ir", module)
@@ -193,18 +182,13 @@ class Dump:
 
     def write(self, name: str, text: str) -> str:
         """Write a file, in folders as its name says."""
-        if self.folder is not None:
-            path = self.folder / name
-            if "/" in name:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._own.add(name.partition("/")[0])
-            path.write_text(text, encoding="utf-8")
+        if self._files is not None:
+            self._files.write(name, text)
         return name
 
     def _append(self, name: str, text: str) -> None:
-        if self.folder is not None:
-            with (self.folder / name).open("a", encoding="utf-8") as file:
-                file.write(text)
+        if self._files is not None:
+            self._files.write(name, text, append=True)
 
 
 def step_of(dump: Dump | None, name: str) -> AbstractContextManager[list[str]]:
@@ -217,23 +201,3 @@ def _pattern(text: str) -> re.Pattern[str]:
         return re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
         raise UsageError(f"bad pattern {text!r}: {error}", where="--dump-ir-filter") from error
-
-
-def _make_room(folder: Path) -> None:
-    """An empty place for a dump. What is removed is what dumps consist of, and folders only where there was one."""
-    if (folder / "manifest.json").exists():
-        raise UsageError("is a bundle", where=str(folder), hint="give dumps a folder of their own")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if (folder / EVENTS).exists():
-            shutil.rmtree(folder / STAGES, ignore_errors=True)
-            shutil.rmtree(folder / RANKS, ignore_errors=True)
-        _remove(folder, (*_OF_PASSES, *_OF_PLAN, EVENTS))
-    except OSError as error:
-        raise UsageError(f"cannot be written: {error.strerror or error}", where=str(folder), hint="give another folder") from error
-
-
-def _remove(folder: Path, patterns: tuple[str, ...]) -> None:
-    for pattern in patterns:
-        for path in folder.glob(pattern):
-            path.unlink()

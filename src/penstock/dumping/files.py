@@ -1,0 +1,112 @@
+"""The files of a dump. In: a folder, which may hold an older dump and files of the user. Out: files in it, and a list of them, dump-files.txt.
+
+A new dump removes what the list of the older one names, and folders that this one made, once they are empty. Nothing else is removed, and nothing is written
+over: where another file has a name of ours, there is no dump.
+
+The list may be a stranger's: of what it says counts only what has a name that dumps give, lies in the folder, and is reached through no link.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from penstock.ir.errors import UsageError
+
+LIST = "dump-files.txt"
+_HEADER = "# what a dump of Penstock wrote here, and the next one removes\n"
+_FILE = re.compile(
+    r"\d\d+_[a-z0-9-]+\.(ir|diff)|repro\.ir|passes\.tsv|events\.jsonl|plan\.json|schedule\.svg|index\.html|dump-files\.txt"
+    r"|stages/s\d+/(module\.ir|relax\.py|kernels\.tsv|kernels\.cu|kernels/[^/]+\.py)|ranks/r\d+/(module\.ir|actions\.tsv)"
+)
+_FOLDER = re.compile(r"stages(/s\d+(/kernels)?)?|ranks(/r\d+)?")
+_SHOWN = 3
+
+
+class Files:
+    """Makes room for a dump, writes its files, and removes them where planning begins again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._own: dict[str, None] = {}
+        if (folder / "manifest.json").exists():
+            raise UsageError("is a bundle", where=str(folder), hint="give dumps a folder of their own")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._make_room()
+        except OSError as error:
+            raise UsageError(f"cannot be written: {error.strerror or error}", where=str(folder), hint="give another folder") from error
+
+    def _make_room(self) -> None:
+        listed = _listed(self._folder)
+        files, folders, others = [], [], []
+        for name, entry in _named_as_ours(self._folder):
+            if name in listed and entry.is_file(follow_symlinks=False):
+                files.append(name)
+            elif entry.is_dir(follow_symlinks=False) and _FOLDER.fullmatch(name):
+                folders += [name] if f"{name}/" in listed else []
+            else:
+                others.append(name)
+        if others:
+            shown = ", ".join(sorted(others)[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
+            raise UsageError(
+                f"a dump would write over {shown}, which no dump listed as its own in {LIST}",
+                where=str(self._folder),
+                hint="give another folder, or move these away",
+            )
+        self._remove(files, folders)
+
+    def clear(self) -> None:
+        """Remove what was written until now."""
+        self._remove([name for name in self._own if name[-1] != "/"], [name[:-1] for name in self._own if name[-1] == "/"])
+        self._own.clear()
+
+    def _remove(self, files: Iterable[str], folders: Iterable[str]) -> None:
+        for name in files:
+            (self._folder / name).unlink(missing_ok=True)
+        for name in sorted(folders, reverse=True):
+            path = self._folder / name
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+
+    def write(self, name: str, text: str, *, append: bool = False) -> None:
+        """Write a file, in folders as its name says, or go on with one."""
+        path = self._folder / name
+        if name not in self._own:
+            for parent in reversed(Path(name).parents[:-1] if "/" in name else ()):
+                if not (self._folder / parent).is_dir():
+                    self._list(f"{parent.as_posix()}/")
+                    (self._folder / parent).mkdir()
+            self._list(name)
+        with path.open("a" if append else "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def _list(self, name: str) -> None:
+        """Before it is there: what is listed and was not written is of no harm."""
+        begun = bool(self._own)
+        names = [name] if begun else [LIST, name]
+        with (self._folder / LIST).open("a", encoding="utf-8") as file:
+            file.write(("" if begun else _HEADER) + "".join(f"{line}\n" for line in names))
+        self._own |= dict.fromkeys(names)
+
+
+def _listed(folder: Path) -> set[str]:
+    """What the list of an older dump names; nothing where there is none."""
+    path = folder / LIST
+    if path.is_symlink() or not path.is_file():
+        return set()
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return {*text[len(_HEADER) :].split("\n"), LIST} if text.startswith(_HEADER) else set()
+
+
+def _named_as_ours(folder: Path, within: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Everything in a folder that has a name of a file or a folder of dumps, links themselves and not what they lead to."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = within + entry.name
+            if _FOLDER.fullmatch(name) and entry.is_dir(follow_symlinks=False):
+                yield from _named_as_ours(folder / entry.name, f"{name}/")
+            if _FOLDER.fullmatch(name) or _FILE.fullmatch(name):
+                yield name, entry
