@@ -8,7 +8,8 @@ The program is planned, and compiled with `--backend tvm` (the sources of its ke
     gather, render      seconds: facts from modules that are in memory, as `index.html` of a dump folder is made; and facts into a page
     compile             seconds of planning and compiling with nothing in the cache, a dump and that page included
     bytes               of the page and of its parts
-    load                milliseconds from the request for the page until it says that it is ready, median of the rounds; first paint of the browser
+    load                milliseconds from the request for the page until it says that it is ready, median of the rounds
+    first paint         milliseconds until the browser has shown something of the page (first contentful paint), median of the rounds
     open VIEW           milliseconds until a view stands that is opened for the first time; of the graph also with all blocks open
 
 `--deep N` plans a second GPT with N layers and nothing else, without kernels' sources, for the pictures of large graphs.
@@ -56,7 +57,9 @@ def opened(browser: chromium.Browser, page: Path, rounds: int) -> dict[str, floa
     for _ in range(rounds):
         browser.open(page)
         loads.append(browser.js("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd"))
-        paints.append(browser.js("(performance.getEntriesByName('first-contentful-paint')[0] || {startTime: 0}).startTime"))
+        # The entry comes some frames after the page is ready; without one the wait ends in an error.
+        browser.wait("performance.getEntriesByName('first-contentful-paint').length > 0")
+        paints.append(browser.js("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
     found["load"], found["first paint"] = statistics.median(loads), statistics.median(paints)
     for name in VIEWS:
         found[f"open {name}"] = _took(browser, f"document.getElementById('tab-{name}').click()")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import colorsys
 import copy
 import json
+import re
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +151,50 @@ def test_a_trace_with_a_warm_up_opens_where_it_can_be_compared(browser: Browser,
     # The control: from batch 0, the warm-up is one bar.
     browser.js(f"({batch}.value = 0, {batch}.dispatchEvent(new Event('change')))")
     assert browser.js(wide) <= 2
+    assert not browser.complaints()
+
+
+def test_stages_have_other_hues_than_actions(browser: Browser, page: Path) -> None:
+    for scheme in ("light", "dark"):
+        browser.open(page, scheme=scheme)
+        read = "((name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim())"
+        stages, kinds = ([browser.js(f"{read}('--{name}')") for name in names] for names in ([f"s{i}" for i in range(8)], "fbwup"))
+        apart = [abs(_hue(a) - _hue(b)) for a in stages for b in kinds] + [abs(_hue(a) - _hue(b)) for a, b in combinations(stages, 2)]
+        assert min(min(each, 360 - each) for each in apart) > 18
+
+
+def _hue(colour: str) -> float:
+    return 360 * colorsys.rgb_to_hls(*(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)))[0]
+
+
+def test_arrows_say_per_what_and_bars_of_a_column_begin_together(browser: Browser, page: Path, facts: dict[str, Any]) -> None:
+    browser.open(page)
+    sent = [(edge["per"], sum(size for _, _, size in edge["values"])) for edge in facts["links"]["edges"]]
+    told = browser.js("[...document.querySelectorAll('#view-overview .flow-text')].map((line) => line.textContent)")
+    assert sorted(told) == sorted(f"{_bytes(size)} per {per}" for per, size in sent)
+    for name in ("overview", "placement", "kernels"):
+        browser.js(f"document.getElementById('tab-{name}').click()")
+        starts = f"[...document.querySelectorAll('#view-{name} tbody tr')].map((row) => [...row.querySelectorAll('.meter')].map((bar) => Math.round(bar.getBoundingClientRect().x)))"
+        rows = browser.js(starts)
+        assert rows
+        assert all(row == rows[0] for row in rows)
+
+
+def test_the_roofline_has_kernels_that_were_timed(browser: Browser, page: Path, facts: dict[str, Any], tmp_path: Path) -> None:
+    browser.open(page, fragment="#kernels")
+    assert "none of these was timed" in shown(browser, "#view-kernels")
+    assert browser.js("document.querySelectorAll('.spot').length") == 0
+    work = browser.js("[...document.querySelectorAll('#view-kernels tbody td:nth-child(4)')].map((cell) => cell.textContent)")
+    assert work
+    assert all(re.fullmatch(r"–|[\d.]{1,4} [kMGT]?FLOP", each) for each in work)
+    rows = copy.deepcopy(facts["kernels"]["rows"])
+    timed = [row for row in rows if row["flops"] and row["bytes"]][:3]
+    for row in timed:
+        row["measured"] = 2 * row["roofline"]
+    (tmp_path / "timed.html").write_text(render(facts | {"kernels": facts["kernels"] | {"rows": rows}}), encoding="utf-8")
+    browser.open(tmp_path / "timed.html", fragment="#kernels")
+    assert browser.js("document.querySelectorAll('.spot').length") == len(timed)
+    assert "3 of" in shown(browser, "#view-kernels .hint")
     assert not browser.complaints()
 
 

@@ -27,6 +27,12 @@ function count(value) {
   return Math.round(value).toLocaleString("en");
 }
 
+// With a unit, thousands as well.
+function amount(value, unit) {
+  for (const [size, prefix] of [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (value >= 0.9995 * size) return `${(value / size).toPrecision(3)} ${prefix}${unit}`;
+  return `${Number(value.toPrecision(3))} ${unit}`;
+}
+
 const percent = (share) => `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0)}%`;
 
 function plural(number, noun) {

@@ -36,10 +36,10 @@ function kernelsView() {
     const columns = [["kernel"], ["operations", "code"], ["calls", "number"], ["work", "number"], ["bytes", "number"], ["roofline", "number"], ...(timed ? [["measured", "number"], ["of roofline", "number"]] : []), ["share of stage"]];
     const cells = rows.slice(0, 400).map((row) => [
       { value: label(row), node: el("button", { type: "button", class: `link ${row === chosen ? "chosen" : ""}`, onclick: () => show(row) }, label(row), row.names.length > 1 ? el("small", {}, ` and ${row.names.length - 1} alike`) : null) },
-      { value: kindsOf(row), node: kindsOf(row) }, row.calls, { value: row.flops, node: row.flops ? `${count(row.flops)}FLOP` : "–" }, { value: row.bytes, node: bytes(row.bytes) },
+      { value: kindsOf(row), node: kindsOf(row) }, row.calls, { value: row.flops, node: row.flops ? amount(row.flops, "FLOP") : "–" }, { value: row.bytes, node: bytes(row.bytes) },
       { value: row.roofline, node: seconds(row.roofline) },
       ...(timed ? [{ value: row.measured ?? -1, node: seconds(row.measured) }, { value: row.measured ? row.roofline / row.measured : -1, node: row.measured ? percent(row.roofline / row.measured) : "–" }] : []),
-      { value: row.share, node: el("span", { class: "with-bar" }, percent(row.share), bar([[row.share, stageClass(row.stage)]], percent(row.share))) },
+      { value: row.share, node: el("span", { class: "with-bar short" }, percent(row.share), bar([[row.share, stageClass(row.stage)]], percent(row.share))) },
     ]);
     put(list, rows.length ? table(columns, cells, { caption: "Kernels", sortable: true }) : absent("No kernel says that."), rows.length > 400 ? el("p", { class: "hint" }, `The first 400 of ${rows.length.toLocaleString("en")}; search for others.`) : "");
     put(roof, roofline(rows, show));
@@ -81,10 +81,10 @@ function kernelsView() {
   };
 }
 
-// Rate over work per byte, both on logarithmic scales, under the roof of each device; a dot is a kernel, its size its share.
+// Measured rate over work per byte, both on logarithmic scales, under the roof of each device; a dot is a kernel, its size its share.
 function roofline(rows, choose) {
-  const dots = rows.filter((row) => row.flops && row.bytes).map((row) => ({ row, x: row.flops / row.bytes, y: row.flops / (row.measured || row.roofline || 1e-12) }));
-  if (!dots.length) return absent("None of these kernels computes.");
+  const dots = rows.filter((row) => row.flops && row.bytes && row.measured).map((row) => ({ row, x: row.flops / row.bytes, y: row.flops / row.measured }));
+  if (!dots.length) return absent("Dots are measured kernels under what their device could do; none of these was timed here. penstock inspect --kernels --measure times them.");
   const WIDTH = 1180, HEIGHT = 250, LEFT = 92, BOTTOM = 38, TOP = 10;
   const roofs = [...new Map(rows.map((row) => [row.rates.join(), row])).values()];
   const low = Math.min(...dots.map((dot) => dot.x)) / 2, high = Math.max(...dots.map((dot) => dot.x), ...roofs.map((row) => (4 * row.rates[0]) / row.rates[1]));
@@ -92,7 +92,7 @@ function roofline(rows, choose) {
   const x = (value) => LEFT + (Math.log(value / low) / Math.log(high / low)) * (WIDTH - LEFT - 10);
   const y = (value) => HEIGHT - BOTTOM - (Math.log(value / least) / Math.log(most / least)) * (HEIGHT - BOTTOM - TOP);
   const nodes = [];
-  for (let power = Math.ceil(Math.log10(least)); 10 ** power < most; power++) nodes.push(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - 10, y1: y(10 ** power), y2: y(10 ** power) }), svg("text", { class: "axis end", x: LEFT - 6, y: y(10 ** power) + 4 }, `${count(10 ** power).replace(/\.0+ /, " ")}FLOP/s`));
+  for (let power = Math.ceil(Math.log10(least)); 10 ** power < most; power++) nodes.push(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - 10, y1: y(10 ** power), y2: y(10 ** power) }), svg("text", { class: "axis end", x: LEFT - 6, y: y(10 ** power) + 4 }, amount(10 ** power, "FLOP/s").replace(/\.0+ /, " ")));
   for (let power = Math.ceil(Math.log10(low)); 10 ** power < high; power++) nodes.push(svg("line", { class: "grid", x1: x(10 ** power), x2: x(10 ** power), y1: TOP, y2: HEIGHT - BOTTOM }), svg("text", { class: "axis middle", x: x(10 ** power), y: HEIGHT - 21 }, String(Number((10 ** power).toPrecision(1)))));
   nodes.push(svg("text", { class: "axis middle", x: (LEFT + WIDTH) / 2, y: HEIGHT - 4 }, "FLOP per byte"));
   for (const { rates: [rate, bandwidth] } of roofs) {
@@ -101,10 +101,11 @@ function roofline(rows, choose) {
   }
   for (const { row, x: along, y: up } of dots) {
     const dot = svg("circle", { class: `spot ${stageClass(row.stage)}`, cx: x(along), cy: y(up), r: 3 + 12 * Math.sqrt(row.share) });
-    dot.addEventListener("pointermove", (event) => showTip(event.clientX, event.clientY, `${row.graph}/${row.names[0]}`, [["operations", row.ops.slice(0, 4).map(([kind]) => text(kind)).join(" ")], ["rate", `${count(up)}FLOP/s`], ["work per byte", along.toPrecision(3)], ["share", percent(row.share)]]));
+    dot.addEventListener("pointermove", (event) => showTip(event.clientX, event.clientY, `${row.graph}/${row.names[0]}`, [["operations", row.ops.slice(0, 4).map(([kind]) => text(kind)).join(" ")], ["rate", amount(up, "FLOP/s")], ["work per byte", along.toPrecision(3)], ["share", percent(row.share)]]));
     dot.addEventListener("pointerleave", hideTip);
     dot.addEventListener("click", () => choose(row));
     nodes.push(dot);
   }
-  return el("div", { class: "scroll" }, svg("svg", { class: "roofline", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `Roofline of ${plural(dots.length, "kernel")}; the table has the numbers` }, nodes));
+  const computing = rows.filter((row) => row.flops && row.bytes).length;
+  return el("div", { class: "scroll" }, dots.length < computing ? el("p", { class: "hint" }, `${dots.length} of ${plural(computing, "kernel")} that compute were timed here.`) : null, svg("svg", { class: "roofline", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `Roofline of ${plural(dots.length, "kernel")}; the table has the numbers` }, nodes));
 }

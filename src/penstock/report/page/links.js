@@ -7,7 +7,7 @@ function linksView() {
   const sizeOf = (edge) => edge.values.reduce((sum, [, , size]) => sum + size, 0);
   const times = (edge) => (edge.per === "batch" ? 1 : facts.schedule.microbatches);
   const uses = links.links.map(([name, bandwidth, size, busy]) => [name, { value: bandwidth ?? Infinity, node: bandwidth ? `${bytes(bandwidth)}/s` : "–" }, { value: size, node: bytes(size) },
-    { value: busy, node: el("span", { class: "with-bar" }, percent(busy), bar([[busy, "busy"]], `busy ${percent(busy)}`)) }]);
+    { value: busy, node: el("span", { class: "with-bar short" }, percent(busy), bar([[busy, "busy"]], `busy ${percent(busy)}`)) }]);
   const rows = links.edges.map((edge) => [
     { value: edge.from * 1e4 + edge.to, node: el("span", { class: "way" }, stageChip(edge.from), "→", stageChip(edge.to)) },
     `${phaseName(edge.phase).toLowerCase()}`,
@@ -17,34 +17,44 @@ function linksView() {
   ]);
   return {
     node: el("div", {}, view.title("Links", "Values that go from stage to stage, and how busy the links between devices are, as predicted."),
-      panel("", pipeline({ bytes: true })),
+      panel("", pipeline()),
       panel("Edges", table([["from, to"], ["with"], ["size"], ["per batch", "number"], ["values"]], rows, { caption: "Edges", sortable: true })),
       panel("Links of the cluster", uses.length ? table([["link"], ["bandwidth", "number"], ["per batch", "number"], ["busy"]], uses, { caption: "Links", sortable: true }) : absent("No link was used in the simulation."))),
   };
 }
 
-// The stages in a row, forward values going to the right above them, gradients to the left below.
-function pipeline() {
-  const stages = facts.summary.stages, edges = facts.links ? facts.links.edges : [];
-  const WIDTH = 148, GAP = 74, HEIGHT = 64, rise = (span) => 24 + 14 * Math.min(span, 6);
-  const furthest = Math.max(1, ...edges.map((edge) => Math.abs(edge.from - edge.to)));
-  const room = rise(furthest) + 14, width = stages.length * (WIDTH + GAP) - GAP + 8;
-  const most = Math.max(1, ...edges.map((edge) => edge.values.reduce((sum, each) => sum + each[2], 0)));
-  const picture = svg("svg", { class: "pipeline", viewBox: `0 0 ${width} ${HEIGHT + 2 * room}`, width, height: HEIGHT + 2 * room, role: "img",
-    "aria-label": `${plural(stages.length, "stage")}; ${plural(edges.length, "edge")}` });
+// The stages in a row, as wide as there is room, forward values going to the right above them, gradients to the left below.
+function pipeline(room = 1150) {
+  const stages = facts.summary.stages, edges = facts.links ? facts.links.edges : [], ranks = facts.placement ? facts.placement.ranks : [];
+  const grow = Math.max(1, Math.min(2.4, room / (stages.length * 148 + (stages.length - 1) * 86)));
+  const WIDTH = Math.floor(148 * grow), GAP = Math.floor(86 * grow), HEIGHT = ranks.length ? 84 : 64, rise = (span) => 24 + 14 * Math.min(span, 6);
+  // What goes the same way is one arrow.
+  const arrows = new Map();
   for (const edge of edges) {
-    const forward = edge.from < edge.to, size = edge.values.reduce((sum, each) => sum + each[2], 0), span = Math.abs(edge.from - edge.to);
-    const right = (stage) => 4 + stage * (WIDTH + GAP) + WIDTH - 26, left = (stage) => 4 + stage * (WIDTH + GAP) + 26;
-    const [x0, x1] = forward ? [right(edge.from), left(edge.to)] : [left(edge.from), right(edge.to)];
-    const y = forward ? room : room + HEIGHT, peak = forward ? y - rise(span) : y + rise(span), end = forward ? y - 3 : y + 3;
-    picture.append(svg("path", { class: `flow ${forward ? "kind-F" : "kind-B"}`, d: `M${x0},${y}C${x0},${peak} ${x1},${peak} ${x1},${end}`, "stroke-width": (1.5 + 2.5 * Math.sqrt(size / most)).toFixed(1) }),
-      svg("path", { class: `tipped ${forward ? "kind-F" : "kind-B"}`, d: forward ? `M${x1 - 5},${y - 8}L${x1},${y}L${x1 + 5},${y - 8}Z` : `M${x1 - 5},${y + 8}L${x1},${y}L${x1 + 5},${y + 8}Z` }),
-      svg("text", { class: "flow-text", x: (x0 + x1) / 2, y: forward ? y - rise(span) * 0.75 - 5 : y + rise(span) * 0.75 + 13 }, bytes(size)));
+    const way = `${edge.from} ${edge.to}`, arrow = arrows.get(way) || { from: edge.from, to: edge.to, sizes: new Map() };
+    arrow.sizes.set(edge.per, edge.values.reduce((sum, each) => sum + each[2], arrow.sizes.get(edge.per) || 0));
+    arrows.set(way, arrow);
+  }
+  const sizeOf = (arrow) => Math.max(...arrow.sizes.values()), spanOf = (arrow) => Math.abs(arrow.from - arrow.to);
+  const furthest = Math.max(1, ...[...arrows.values()].map(spanOf)), most = Math.max(1, ...[...arrows.values()].map(sizeOf));
+  const above = Math.ceil(0.75 * rise(furthest)) + 22 + 13 * Math.max(0, ...[...arrows.values()].map((arrow) => arrow.sizes.size - 1)), width = stages.length * (WIDTH + GAP) - GAP + 8, height = HEIGHT + 2 * above;
+  const picture = svg("svg", { class: "pipeline", viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
+    "aria-label": `${plural(stages.length, "stage")}; ${plural(edges.length, "edge")}` });
+  const right = (stage) => 4 + stage * (WIDTH + GAP) + WIDTH - 26, left = (stage) => 4 + stage * (WIDTH + GAP) + 26;
+  for (const arrow of arrows.values()) {
+    const forward = arrow.from < arrow.to, span = spanOf(arrow), kind = forward ? "kind-F" : "kind-B";
+    const [x0, x1] = forward ? [right(arrow.from), left(arrow.to)] : [left(arrow.from), right(arrow.to)];
+    const y = forward ? above : above + HEIGHT, peak = forward ? y - rise(span) : y + rise(span), end = forward ? y - 3 : y + 3;
+    const told = [...arrow.sizes].map(([per, size]) => `${bytes(size)} per ${per}`);
+    picture.append(svg("path", { class: `flow ${kind}`, d: `M${x0},${y}C${x0},${peak} ${x1},${peak} ${x1},${end}`, "stroke-width": (1.5 + 2.5 * Math.sqrt(sizeOf(arrow) / most)).toFixed(1) }),
+      svg("path", { class: `tipped ${kind}`, d: forward ? `M${x1 - 5},${y - 8}L${x1},${y}L${x1 + 5},${y - 8}Z` : `M${x1 - 5},${y + 8}L${x1},${y}L${x1 + 5},${y + 8}Z` }),
+      ...told.map((line, i) => svg("text", { class: "flow-text", x: (x0 + x1) / 2, y: forward ? y - rise(span) * 0.75 - 7 - 13 * (told.length - 1 - i) : y + rise(span) * 0.75 + 3 + 13 * (i + 1) }, line)));
   }
   stages.forEach(([stage, devices], i) => {
-    const x = 4 + i * (WIDTH + GAP);
-    picture.append(svg("g", { class: `stagecard ${stageClass(stage)}`, transform: `translate(${x},${room})` }, svg("rect", { width: WIDTH, height: HEIGHT, rx: 9, class: "face" }), svg("rect", { x: 0, y: 0, width: 5, height: HEIGHT, rx: 2.5, class: "edge" }),
-      svg("text", { x: 16, y: 27, class: "title" }, `stage ${stage}`), svg("text", { x: 16, y: 46, class: "under" }, clip(devices.join(", "), WIDTH))));
+    const x = 4 + i * (WIDTH + GAP), own = ranks.filter((rank) => rank.stage === stage);
+    const cost = own.length ? `${seconds(Math.max(...own.map((rank) => rank.seconds)))}, ${bytes(Math.max(...own.map((rank) => rank.peak)))}` : "";
+    picture.append(svg("g", { class: `stagecard ${stageClass(stage)}`, transform: `translate(${x},${above})` }, svg("rect", { width: WIDTH, height: HEIGHT, rx: 9, class: "face" }), svg("rect", { x: 0, y: 0, width: 5, height: HEIGHT, rx: 2.5, class: "edge" }),
+      svg("text", { x: 16, y: 27, class: "title" }, `stage ${stage}`), svg("text", { x: 16, y: 46, class: "under" }, clip(devices.join(", "), WIDTH)), cost ? svg("text", { x: 16, y: 65, class: "under" }, svg("title", {}, "predicted time per batch, peak memory"), clip(cost, WIDTH)) : null));
   });
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Pipeline" }, picture);
 }

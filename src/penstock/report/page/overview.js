@@ -24,8 +24,10 @@ function overviewView() {
     node: el("div", {}, view.title(summary.model, parts.join(" · ")),
       facts.failure ? el("div", { class: "failure", role: "alert" }, el("strong", {}, "The pipeline stopped"), el("pre", {}, facts.failure)) : null,
       el("div", { class: "tiles" }, tiles),
-      summary.stages.length > 1 ? panel("Pipeline", pipeline()) : null,
-      summary.bound_by ? panel("What limits it", el("p", { class: "verdict" }, summary.bound_by), criticalPath(summary.path)) : null,
+      // Two stages leave room beside them.
+      el("div", { class: summary.stages.length === 2 ? "columns" : "" },
+        summary.stages.length > 1 ? panel("Pipeline", pipeline(summary.stages.length === 2 ? 540 : 1150)) : null,
+        summary.bound_by ? panel("What limits it", el("p", { class: "verdict" }, summary.bound_by), criticalPath(summary.path)) : null),
       ranks.length ? panel("Devices", table([["rank"], ["stage"], ["time per batch"], ["peak memory"]], ranks.map((rank) => [rank.rank, stageChip(rank.stage),
         el("span", { class: "with-bar" }, seconds(rank.seconds), bar([[rank.seconds / slowest, stageClass(rank.stage)]], `${percent(rank.seconds / slowest)} of the slowest`)),
         el("span", { class: "with-bar" }, bytes(rank.peak), bar([[rank.peak / room, stageClass(rank.stage)]], `${percent(rank.peak / room)} of the largest`))]), { caption: "Devices" })) : null,

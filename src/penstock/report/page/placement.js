@@ -9,11 +9,11 @@ function placementView() {
     return [
       { value: rank.rank, node: String(rank.rank) },
       { value: rank.stage, node: stageChip(rank.stage) },
-      { value: rank.device, node: el("span", {}, rank.device, el("small", {}, `${rank.kind}, ${plural(rank.threads, "thread")}, ${count(rank.flops)}FLOP/s`)) },
+      { value: rank.device, node: el("span", {}, rank.device, el("small", {}, `${rank.kind}, ${plural(rank.threads, "thread")}, ${amount(rank.flops, "FLOP/s")}`)) },
       { value: rank.starts_at || "", node: rank.starts_at || "–" },
       rank.share,
       { value: rank.seconds, node: el("span", { class: "with-bar" }, seconds(rank.seconds), bar([[rank.seconds / slowest, stageClass(rank.stage)]], `${percent(rank.seconds / slowest)} of the slowest`)) },
-      { value: busy / whole, node: el("span", { class: "with-bar" }, percent(busy / whole), bar([[busy / whole, "busy", "busy"], [waiting / whole, "waiting", "waiting"], [idle / whole, "idle", "idle"]],
+      { value: busy / whole, node: el("span", { class: "with-bar short" }, percent(busy / whole), bar([[busy / whole, "busy", "busy"], [waiting / whole, "waiting", "waiting"], [idle / whole, "idle", "idle"]],
         `busy ${percent(busy / whole)}, waiting ${percent(waiting / whole)}`)) },
       { value: rank.peak, node: el("span", { class: "with-bar" }, bytes(rank.peak), rank.capacity ? bar([[rank.peak / rank.capacity, stageClass(rank.stage)]], `${percent(rank.peak / rank.capacity)} of ${bytes(rank.capacity)}`) : null,
         rank.capacity ? el("small", {}, `of ${bytes(rank.capacity)}`) : null) },
@@ -47,7 +47,7 @@ function whatIf(planner) {
   if (!changes.length) return null;
   const most = Math.max(planner.step_s, ...changes.map(([, step]) => step || 0));
   const rows = changes.map(([name, step]) => [name, step === null ? "nothing fits" : seconds(step),
-    step === null ? "" : el("span", { class: "with-bar" }, step === planner.step_s ? "the same" : `${percent(Math.abs(step / planner.step_s - 1))} ${step > planner.step_s ? "slower" : "faster"}`,
+    step === null ? "" : el("span", { class: "with-bar long" }, step === planner.step_s ? "the same" : `${percent(Math.abs(step / planner.step_s - 1))} ${step > planner.step_s ? "slower" : "faster"}`,
       bar([[step / most, step > planner.step_s ? "slower" : "faster"]], name))]);
   return panel("What if", table([["change"], ["time per batch", "number"], ["against this plan"]], rows, { caption: "What would change the plan" }));
 }
