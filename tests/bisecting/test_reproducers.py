@@ -6,13 +6,17 @@ import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from seeded_bugs import BUGS
 from small_models import ARGUMENTS, write_models
 
+from penstock.backends.tensor_file import write_tensors
 from penstock.backends.tvm import pool
+from penstock.bisecting import reproducer
+from penstock.bisecting.case import Case
 from penstock.cli import main
 from penstock.ir.text import parse_module
 from penstock.models import write_mlp
@@ -92,3 +96,53 @@ def test_flags_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFix
     ):
         assert main(["verify", *words]) == 2, words
         assert said in capsys.readouterr().err
+
+
+TWO = """module @two {
+  input %x : f32[2,3]
+  output %z
+  var @a : f32[3,3] param
+  var @b : f32[3,3] param
+  graph @main(%x : f32[2,3]) {
+    %a : f32[3,3] = read(@a)
+    %b : f32[3,3] = read(@b)
+    %y : f32[2,3] = matmul(%x, %a)
+    %z : f32[2,3] = matmul(%y, %b)
+    return %z
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("words", [["-p", "simplify"], ["--backend", "numpy"]])
+def test_data_that_do_not_fit_are_nobodys_fault(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "two.ir").write_text(TWO)
+    fit = {"%x": np.ones((1, 2, 3), np.float32), "@a": np.eye(3, dtype=np.float32), "@b": np.ones((3, 3), np.float32)}
+    command = ["verify", str(tmp_path / "two.ir"), *words, "--data", str(tmp_path / "d.safetensors")]
+    for change, said in (
+        ({"@a": np.ones((3, 4), np.float32)}, "@a"),
+        ({"%x": np.ones((1, 2, 4), np.float32)}, "x has "),
+        ({"%x": np.float32(1)}, "without an axis of batches"),
+        ({"%x": None, "%other": np.ones((1, 2), np.float32)}, "x is missing"),
+    ):
+        arrays = {name: np.asarray(array) for name, array in {**fit, **change}.items() if array is not None}
+        write_tensors(tmp_path / "d.safetensors", arrays)
+        assert main(command) == 2, change
+        told = capsys.readouterr().err
+        assert said in told
+        assert "changes what" not in told
+    # Control.
+    write_tensors(tmp_path / "d.safetensors", fit)
+    assert main(command) == 0
+
+
+def test_drawn_variables_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "two.ir").write_text(TWO)
+    seen: list[Case] = []
+    monkeypatch.setattr(reproducer, "_graph_spot", lambda case, *_: seen.append(case))
+    for seed in ("0", "0", "1"):
+        assert main(["verify", str(tmp_path / "two.ir"), "--backend", "numpy", "--seed", seed]) == 0
+    one, again, other = (case.weights for case in seen)
+    assert not np.array_equal(one["a"], one["b"])
+    assert np.array_equal(one["b"], again["b"])
+    assert not np.array_equal(one["b"], other["b"])

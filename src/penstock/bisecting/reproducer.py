@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -230,6 +230,8 @@ def read_data(path: str) -> tuple[dict[str, Array], list[dict[str, Array]]]:
     if strange:
         raise UsageError(f"{strange[0]!r} is neither @variable nor %input", where=path, hint="expected a file as a reproducer has it")
     given = {name[1:]: array for name, array in arrays.items() if name[0] == "%"}
+    if single := [name for name, array in given.items() if not array.ndim]:
+        raise UsageError(f"%{', %'.join(single)} without an axis of batches", where=path, hint="expected one batch after the other")
     counts = {len(array) for array in given.values()}
     if len(counts) > 1:
         raise UsageError("inputs have different numbers of batches", where=path)
@@ -247,11 +249,19 @@ def verify_ir(path: str, *, passes: str | None, data: str | None, steps: int, se
     verify(module)
     weights, batches = read_data(data) if data is not None else ({}, [])
     if passes is None:
-        return _verify_graphs(module, path, weights, batches, seed, tolerance, backend)
+        return _verify_graphs(module, path, data, weights, batches, seed, tolerance, backend)
     after = run_passes(module, parse_pipeline(passes, PASSES), PASSES)
     made = [Step(path, "", module), Step("after the passes", passes, after)]
     trial = Trial(made, steps, seed, tolerance, weights, batches)
+    try:
+        trial.run_first()
+    except PenstockError as error:
+        if data is None:
+            raise
+        raise UsageError(f"{path} cannot be run on it: {error}", where=data) from error
     problem = trial.problem(after)
+    if isinstance(problem, PenstockError):
+        raise VerifyError(f"{module.name} cannot be run after {passes}: {problem}", where=path) from problem
     if problem is None:
         what = "outputs and variables" if trial.compares_training(after) else "derivatives" if "B" in after.graphs else "outputs"
         print(f"{passes}: {what} stay what they were")
@@ -264,6 +274,7 @@ def verify_ir(path: str, *, passes: str | None, data: str | None, steps: int, se
 def _verify_graphs(
     module: Module,
     path: str,
+    data: str | None,
     weights: Mapping[str, Array],
     batches: Sequence[Mapping[str, Array]],
     seed: int,
@@ -275,8 +286,12 @@ def _verify_graphs(
         module = module.but(graphs={KERNEL: replace(choose_kernels(graph), name=KERNEL)}, stages=(Stage(0, "cpu:0"),), facts=())
     if KERNEL not in module.graphs or len(module.graphs) > 1:
         raise UsageError("has several graphs", where=path, hint="say with -p what is to be done with it, or give the bundle")
-    own = {name: weights.get(name, drawn(var, np.random.default_rng(seed))) for name, var in module.vars.items()}
+    # One source for all: of two with the same elements nobody would see that they are swapped.
+    source = np.random.default_rng(seed)
+    own = {name: weights.get(name, array) for name, array in [(name, drawn(var, source)) for name, var in module.vars.items()]}
     case = Case(module, own, list(batches) or [synthetic_batch(module, 1, seed)])
+    if problems := list(_unfit(case)):
+        raise UsageError("; ".join(problems), where=data or path)
     spot = _graph_spot(case, KERNEL, backend, tolerance)
     rows = [[f"@{KERNEL}", backend, "ok" if spot is None else f"{spot.tensor} is off by {spot.error:.2g}"]]
     print(table(["graph", "compiled by", "verdict"], rows))
@@ -284,6 +299,17 @@ def _verify_graphs(
         return 0
     print("\n".join(spot.lines()))
     raise VerifyError(f"{spot.tensor} is not what the interpreter gives", where=path)
+
+
+def _unfit(case: Case) -> Iterator[str]:
+    """What of the data is not of the graph."""
+    wanted = [(f"%{v.name}", case.batches[0].get(v.name), v.type) for v in case.module.graphs[KERNEL].ins]
+    wanted += [(f"@{name}", case.weights[name], var.type) for name, var in case.module.vars.items()]
+    for name, array, kind in wanted:
+        if array is None:
+            yield f"{name} is missing"
+        elif array.shape != kind.dims:
+            yield f"{name} has the shape {list(array.shape)}, expected {kind}"
 
 
 def _graph_spot(case: Case, name: str, backend: str, tolerance: float | None) -> Spot | None:

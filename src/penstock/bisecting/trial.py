@@ -98,6 +98,14 @@ class Trial:
         except PenstockError as error:
             return error
 
+    def run_first(self) -> None:
+        """The first module with the weights and batches; PenstockError where these are not for it. One that means nothing yet (can_run) is not run."""
+        if is_whole(self.first):
+            self.store(self.first)
+            self._wanted  # noqa: B018
+        elif can_run(self.first):
+            self.execute(self.first)
+
     def _differences(self, module: Module) -> Iterator[Off]:
         if is_whole(module):
             yield from self._off(self._outputs(module), self._wanted)
