@@ -131,7 +131,7 @@ BUGS = (
     Bug("a lost factor 1/m", "gpt", "pass autodiff", "%loss.grad", in_pass("autodiff", in_graph("B", changed("loss.grad", value=1.0)))),
     Bug("the derivative of another function", "gpt", "pass autodiff", "%h.0.mlp.fc.grad", in_pass("autodiff", in_graph("B", changed("h.0.mlp.fc.grad", approximate="none")))),
     Bug("a gradient that is not added up", "gpt", "pass autodiff", "h.0.mlp.fc.bias.grad", in_pass("autodiff", in_graph("B", dropped("h.0.mlp.fc.bias.grad"))), refused=True),
-    Bug("a decay that was lost", "gpt", "pass split", "%lm_head.weight.next", in_pass("split", in_graph("s0.U", changed("lm_head.weight.next", weight_decay=0.0)))),
+    Bug("a decay that was lost", "gpt", "pass split", "%h.0.mlp.fc.weight.next", in_pass("split", in_graph("s0.U", changed("h.0.mlp.fc.weight.next", weight_decay=0.0)))),
     Bug("operands the wrong way round", "gpt", "pass split", "%h.1.attn.proj.weight.grad", in_pass("split", in_graph("s0.B", swapped("h.1.attn.proj.weight.grad")))),
     Bug("labels of another sample", "gpt", "pass split", "%loss", in_pass("split", in_graph("s1.F", before("loss", 1, _ROTATED)))),
     Bug("a missing sum of tied gradients", "tied", "pass split", "%wte.next", in_pass("split", in_graph("s0.U", passed_by("wte.total"))), refused=True),
