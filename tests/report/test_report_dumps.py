@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,10 @@ import pytest
 from small_plan import Planned
 
 from penstock.cli import main
+from penstock.inspecting.plan_reading import checked_plan
 from penstock.inspecting.subject import open_subject
+from penstock.ir.errors import VerifyError
+from penstock.models import write_mlp
 from penstock.report.material import read_material
 
 HEADER = "graph\tkernel\tfile\toperations\n"
@@ -74,6 +78,7 @@ LINKS = (
     "stages/s0/kernels.tsv",
     "repro.ir",
     "passes.tsv",
+    "plan.json",
     "00_input.ir",
 )
 
@@ -96,11 +101,11 @@ def test_nothing_outside_of_a_dump_gets_into_a_report(
     ("spoil", "part"),
     [
         (says("stages/s0/kernels.tsv", b"header\none\ttwo\n"), "kernels.tsv:2: expected a graph"),
-        (says("stages/s0/kernels.tsv", b"\xff"), "kernels.tsv: is no text"),
-        (says("stages/s0/relax.py", b"a\xff"), "relax.py: is no text: invalid start byte at byte 1"),
-        (says("stages/s0/kernels/one.py", b"\xff"), "one.py: is no text"),
-        (says("repro.ir", b"// \xff"), "repro.ir: is no text"),
-        (says("passes.tsv", b"\xff"), "passes.tsv: is no text"),
+        (says("stages/s0/kernels.tsv", b"\xff"), "kernels.tsv: it is no text"),
+        (says("stages/s0/relax.py", b"a\xff"), "relax.py: it is no text, at byte 1"),
+        (says("stages/s0/kernels/one.py", b"\xff"), "one.py: it is no text"),
+        (says("repro.ir", b"// \xff"), "repro.ir: it is no text"),
+        (says("passes.tsv", b"\xff"), "passes.tsv: it is no text"),
         (says("passes.tsv", b"number\tpass\tms\n0\tinput\t0\n\n1\tx\t0\n"), "passes.tsv:3: expected the number"),
         (says("passes.tsv", "number\tpass\tms\n\u00b2\tx\t0\n".encode()), "passes.tsv:2: expected the number"),
         (says("passes.tsv", b"number\tpass\tms\n1\tx\tnan\n"), "passes.tsv:2: expected the number"),
@@ -112,8 +117,55 @@ def test_what_is_damaged_is_one_error(
     dump: Path, tmp_path: Path, spoil: Callable[[Path], None], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil(dump)
-    assert main(["inspect", str(dump), "--html", str(tmp_path / "page.html")]) == 5
+    code = 2 if "is no text" in part else 5
+    assert main(["inspect", str(dump), "--html", str(tmp_path / "page.html")]) == code
     assert part in capsys.readouterr().err
     if "passes.tsv" in part:
-        assert main(["inspect", str(dump)]) == 5
+        assert main(["inspect", str(dump)]) == code
         assert part in capsys.readouterr().err
+
+
+PLANNER = {"step_s": 1.0, "bound_s": 1.0, "proven": True, "schedules": {"2bw": 1.0}, "refused": {}, "left_out": [], "what_if": {"x": None}}
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("[1]", "Expected `object`, got `array`"),
+        ("{", "Expecting property name"),
+        ("[" * 100_000, "recursion"),
+        ('{"planner": NaN}', "not JSON compliant"),
+        ('{"memory": [1e999]}', "not JSON compliant"),
+        ('{"stages": 5}', "`$.stages`"),
+        ('{"stages": [{"stage": [1], "starts_at": null}]}', "`$.stages[0].stage`"),
+        ('{"stages": [{"stage": 0, "starts_at": 5}]}', "`$.stages[0].starts_at`"),
+        ('{"precision": "\\ud800"}', "surrogates"),
+        ('{"wire": {}}', "`$.wire`"),
+        ('{"planner": {"step_s": 1}}', "`$.planner`"),
+        (json.dumps({"planner": PLANNER | {"schedules": {"2bw": "x"}}}), "`$.planner.schedules[...]`"),
+        (json.dumps({"planner": PLANNER | {"step_s": 10**400}}), "plan.json is not as"),
+        ('{"predicted": {"busy_s": 1}}', "`$.predicted.busy_s`"),
+    ],
+)
+def test_plans_are_checked_where_they_are_read(
+    dump: Path, tmp_path: Path, text: str, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (dump / "plan.json").write_text(json.dumps({"planner": PLANNER, "stages": [{"stage": 0, "starts_at": None}]}))
+    assert read_material(open_subject(dump)).plan["planner"] == PLANNER
+    (dump / "plan.json").write_text(text)
+    with pytest.raises(VerifyError) as caught:
+        read_material(open_subject(dump))
+    assert part in str(caught.value)
+    # As well where the dump lies beside what is looked at.
+    assert main(["inspect", str(dump / "00_input.ir"), "--dumps", str(dump), "--html", str(tmp_path / "page.html")]) == 5
+    assert part in capsys.readouterr().err
+
+
+def test_plans_that_are_written_are_as_expected(planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of stages that were asked for, and those that were searched for."""
+    model = write_mlp(tmp_path / "mlp.onnx", [8, 8, 4], batch=2)
+    assert main(["plan", str(model), "--loss", "mse", "--devices", "2", "--batch", "8", "--json"]) == 0
+    searched = json.loads(capsys.readouterr().out)
+    assert "what_if" in searched["planner"]
+    for found in (searched, json.loads(json.dumps(planned.plan.as_dict()))):
+        assert checked_plan(found, tmp_path) is found

@@ -5,7 +5,6 @@ The module of a dump folder is its last one. A bundle may come with the dump fol
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,16 +31,10 @@ class Subject:
     @cached_property
     def plan(self) -> dict[str, Any]:
         """plan.json of a bundle or a dump folder; empty for all else."""
-        if self.bundle is not None:
-            return self.bundle.plan
-        path = self.path / "plan.json"
-        if not path.is_file():
-            return {}
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise UsageError(f"cannot read the plan: {error}", where=str(path)) from error
-        return found if isinstance(found, dict) else {}
+        # Here alone: what has no plan needs no reader of plans.
+        from penstock.inspecting.plan_reading import checked_plan, plan_of_folder
+
+        return plan_of_folder(self.path) if self.bundle is None else checked_plan(self.bundle.plan, self.path)
 
     @property
     def backend(self) -> str:

@@ -9,7 +9,6 @@ Limit: `--dump-ir-filter` and `--dump-ir-changed` leave modules out of a dump fo
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.dumping.folder import REPRO
 from penstock.dumping.reading import dumped_text, pass_rows
 from penstock.inspecting.history import record_of
+from penstock.inspecting.plan_reading import plan_of_folder
 from penstock.inspecting.subject import Subject
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Module
@@ -76,8 +76,7 @@ def read_material(subject: Subject, trace: str | Path | None = None) -> Material
     folder = subject.dumps[0].path.parent if subject.dumps else None
     plan, sources, programs, failure = dict(subject.plan), dict[str, str](), dict[str, str](), ""
     if folder is not None:
-        if not plan and (folder / "plan.json").is_file():
-            plan = _read_json(folder / "plan.json", "expected the plan of a compilation")
+        plan = plan or plan_of_folder(folder)
         sources, failure = dict(_dumped_sources(folder)), _failure(folder)
         files = [file for name in ("relax.py", "kernels.cu") for file in _files(folder, f"stages/*/{name}")]
         programs = {file.removeprefix("stages/"): dumped_text(folder, file) for file in files}
@@ -135,16 +134,6 @@ def _planned_sources(module: Module) -> dict[str, str]:
             if key not in made:
                 made[key] = kernel_source([row], row.label)
             found[row.label] = made[key]
-    return found
-
-
-def _read_json(path: Path, hint: str) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("expected an object")
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise UsageError(f"cannot read {path.name}: {error}", where=str(path), hint=hint) from error
     return found
 
 
