@@ -154,6 +154,28 @@ def test_a_trace_with_a_warm_up_opens_where_it_can_be_compared(browser: Browser,
     assert not browser.complaints()
 
 
+def test_a_run_far_from_its_plan_is_compared_batch_by_batch(browser: Browser, planned: Planned, tmp_path: Path) -> None:
+    assert planned.material.trace is not None
+    slow = {rank: [(a, 20 * start, 20 * took) for a, start, took in line] for rank, line in planned.material.trace.actions.items()}
+    facts = gather(replace(planned.material, trace=Trace(slow, {})), plain=True)
+    (tmp_path / "slow.html").write_text(render(facts), encoding="utf-8")
+    browser.open(tmp_path / "slow.html", fragment="#schedule")
+    widths = "((height) => [...document.querySelectorAll('.gantt .slice.kind-B')].filter((box) => +box.getAttribute('height') === height).map((box) => +box.getAttribute('width')).sort((a, b) => b - a)[0])"
+    assert browser.js(f"{widths}(24)") == pytest.approx(browser.js(f"{widths}(15)"), rel=0.05)
+    # What is told is what was planned.
+    took = max(p for _, kind, p, _ in facts["schedule"]["measured"]["compared"] if kind == "B")
+    browser.js("document.querySelector('.gantt').focus()")
+    for _ in range(20):
+        browser.key("ArrowRight")
+        if "backward" in shown(browser, "#tip"):
+            break
+    assert f"{took * 1e6:.1f} µs, planned" in shown(browser, "#tip")
+    # The control: at one scale, planned actions are narrow.
+    browser.js("[...document.querySelectorAll('#view-schedule .choice input')].find((each) => each.value === 'same').click()")
+    assert browser.js(f"{widths}(24)") < browser.js(f"{widths}(15)") / 10
+    assert not browser.complaints()
+
+
 def test_stages_have_other_hues_than_actions(browser: Browser, page: Path) -> None:
     for scheme in ("light", "dark"):
         browser.open(page, scheme=scheme)

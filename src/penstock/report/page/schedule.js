@@ -32,6 +32,22 @@ function scheduleView() {
   const TRACK = 24, LOW = 15, ROW = TRACK + (measured ? LOW + 12 : 0) + 12, TOP = 26;
   let batch = measured ? schedule.measured.at[0] : 0, lit = null, focus = null;
 
+  // How much longer a batch of the run takes than one of the plan; by so much the plan is stretched where the two could not be seen at one scale.
+  const paceOf = ({ anchors }) => {
+    const gaps = anchors.slice(1).map((anchor, i) => anchor - anchors[i]).sort((a, b) => a - b);
+    return gaps.length ? gaps[gaps.length >> 1] : 0;
+  };
+  const ratio = measured && paceOf(planned) > 0 && paceOf(measured) > 0 ? paceOf(measured) / paceOf(planned) : 1;
+  let stretched = 1;
+  function stretch(by) {
+    for (const slice of planned.lines.flat()) [slice.start, slice.length] = [(slice.start * by) / stretched, (slice.length * by) / stretched];
+    planned.anchors = planned.anchors.map((anchor) => (anchor * by) / stretched);
+    planned.finish *= by / stretched;
+    stretched = by;
+  }
+  const far = ratio > 3 || ratio < 1 / 3;
+  if (far) stretch(ratio);
+
   // A planned batch of the same state: of the beginning its own, later one from the middle of the plan.
   const twin = () => Math.min(batch, Math.floor(planned.count / 2));
   const shifts = () => ({ planned: measured ? -planned.anchors[twin()] : 0, measured: measured ? -measured.anchors[batch - measured.first] : 0 });
@@ -110,11 +126,11 @@ function scheduleView() {
 
   const average = new Map((schedule.measured ? schedule.measured.compared : []).map(([rank, kind, plan, real]) => [`${rank} ${kind}`, [plan, real]]));
   function tipOf(slice, shift, source) {
-    const pair = average.get(`${slice.rank} ${slice.kind}`);
+    const pair = average.get(`${slice.rank} ${slice.kind}`), real = source === "planned" ? stretched : 1;
     return [
       ["rank", rankLabel(slice.rank)], [ONCE.has(slice.kind) ? "batch" : "microbatch", `${slice.number}${ONCE.has(slice.kind) ? "" : ` of batch ${slice.batch}`}`],
       ["weights", slice.version >= 0 ? `version ${slice.version}` : ""], ["peer", slice.peer >= 0 ? `rank ${slice.peer}` : ""],
-      ["starts", seconds((slice.start + shift) * TICK)], ["takes", `${seconds(slice.length * TICK)}, ${source}`],
+      ["starts", seconds(((slice.start + shift) * TICK) / real)], ["takes", `${seconds((slice.length * TICK) / real)}, ${source}`],
       ["median", pair ? `planned ${seconds(pair[0])}, measured ${seconds(pair[1])}` : ""],
     ];
   }
@@ -162,6 +178,19 @@ function scheduleView() {
       batch = Math.max(measured.first, Math.min(measured.first + measured.count - 1, Number(event.target.value) || 0));
       chart.bounds(...limits());
     } }), ` begins both; measured are ${measured.first} to ${measured.first + measured.count - 1} of ${schedule.measured.of}`) : null;
+  const scale = far ? choice("Scale of the plan", [["batch", `Plan stretched ${ratio.toPrecision(3)} times`], ["same", "One scale"]], "batch", (value) => {
+    stretch(value === "batch" ? ratio : 1);
+    chart.bounds(...limits());
+    first();
+  }) : null;
+  // A few batches at first: what all of them look like is one key away.
+  function first() {
+    const [low, high] = limits(), { planned: a, measured: b } = shifts();
+    const from = (found, shift, index) => (found.anchors[index] === undefined ? found.finish : found.anchors[index]) + shift;
+    // Three as planned, and one as measured if that takes longer.
+    const end = measured ? Math.max(from(planned, a, twin() + 3), 1.1 * from(measured, b, batch - measured.first + 1)) : from(planned, a, 3);
+    chart.look(measured ? Math.max(low, -end / 12) : low, Math.min(high, end));
+  }
   const whole = [["busy", 0], ["waiting", 1], ["idle", 2]];
   const use = facts.placement.ranks.map((rank) => {
     const sum = rank.use[0] + rank.use[1] + rank.use[2] || 1;
@@ -171,7 +200,7 @@ function scheduleView() {
   const about = `${facts.summary.schedule}: ${plural(schedule.microbatches, "microbatch")} per batch. ` +
     (measured ? "Above what was planned, below it what was measured." : "Planned, as the simulator has it; a report with --trace lays a measured run under it.");
   return {
-    node: el("div", {}, view.title("Schedule", about), el("div", { class: "toolbar" }, el("div", { class: "tools" }, chart.tools, from_batch), legend),
+    node: el("div", {}, view.title("Schedule", about), el("div", { class: "toolbar" }, el("div", { class: "tools" }, chart.tools, scale, from_batch), legend),
       el("div", { class: "panel chart" }, chart.picture),
       el("p", { class: "hint" }, "Point at an action to follow its microbatch through the pipeline. Drag to move, ctrl and the wheel to zoom."),
       el("div", { class: "columns" },
@@ -179,13 +208,6 @@ function scheduleView() {
         measured ? panel("Planned and measured", table([["rank", "number"], ["computation"], ["planned", "number"], ["measured", "number"], ["ratio", "number"]],
           schedule.measured.compared.map(([rank, kind, plan, real]) => [rank, ACTION_NAMES[kind], { value: plan, node: seconds(plan) }, { value: real, node: seconds(real) }, plan ? (real / plan).toFixed(2) : "–"]),
           { caption: "Medians of computations", sortable: true })) : null)),
-    // A few batches at first: what all of them look like is one key away.
-    shown: () => {
-      const [low, high] = limits(), { planned: a, measured: b } = shifts();
-      const from = (found, shift, index) => (found.anchors[index] === undefined ? found.finish : found.anchors[index]) + shift;
-      // Three as planned, and one as measured if that takes longer: a run may be slower by far.
-      const end = measured ? Math.max(from(planned, a, twin() + 3), 1.1 * from(measured, b, batch - measured.first + 1)) : from(planned, a, 3);
-      chart.look(measured ? Math.max(low, -end / 12) : low, Math.min(high, end));
-    },
+    shown: first,
   };
 }
