@@ -8,6 +8,7 @@ import pytest
 from benchmark_report import run_benchmark
 
 
+@pytest.mark.slow
 def test_rows_have_their_formulas_and_versions(tmp_path: Path) -> None:
     words = ["--only", "2x2", "--forward", "0.002", "--rounds", "2", "--batches", "3"]
     report, done = run_benchmark("schedules", words, tmp_path)

@@ -99,6 +99,7 @@ def test_masks_go_on_where_training_was_interrupted(tmp_path: Path) -> None:
     assert losses == whole
 
 
+@pytest.mark.slow
 def test_masks_go_on_under_another_plan(tmp_path: Path) -> None:
     """Other stages, schedule, number of microbatches and seed: masks are those of the checkpoint's seed and of the place in the data."""
     stream = {name: np.concatenate([batch[name] for batch in batches(4)[:3]]) for name in ("x", "labels")}

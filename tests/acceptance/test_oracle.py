@@ -194,6 +194,7 @@ def test_2bw_is_the_delayed_recurrence(tmp_path: Path, name: str, d: int, m: int
     assert error(found, case.judge(0)) > 1e-3, "the control without delay must not agree"
 
 
+@pytest.mark.slow
 def test_eager_2bw_computes_what_2bw_does_with_two_versions(tmp_path: Path) -> None:
     """At the fewest microbatches that are legal, bit for bit; a third version would be counted."""
     found = {}

@@ -72,6 +72,7 @@ def test_frozen_groups_stay_as_they_are(tmp_path: Path) -> None:
     assert sorted(parameters) == ["y.bias", "y.weight"]
 
 
+@pytest.mark.slow
 def test_the_rate_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_mlp(tmp_path / "mlp.onnx", WIDTHS, None, seed=1)
 

@@ -82,6 +82,7 @@ def test_a_missing_compiler_is_said_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_a_cache_that_cannot_be_written_is_said_and_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")

@@ -151,6 +151,7 @@ np.savez(f"{out}.{threads}.npz", **found)
 """
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
     from dataclasses import replace
 

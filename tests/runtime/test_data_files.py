@@ -314,6 +314,7 @@ def test_files_of_other_inputs_are_not_opened(module, tmp_path, write):
         assert {name for name in ("x", "labels") if f"{tmp_path}/{name}.npy" in _OPENED} == set(names)
 
 
+@pytest.mark.slow
 def test_each_rank_maps_its_own_files_and_trains_the_same(bundle_of, tmp_path):
     as_folder(tmp_path)
     bundle = bundle_of(2, "1f1b", 2)

@@ -71,6 +71,7 @@ def test_the_same_losses_as_a_local_run(bundle_of, tmp_path):
     assert resumed.losses == expected.losses[3:]
 
 
+@pytest.mark.slow
 def test_the_same_norms_as_a_local_run(tmp_path):
     """Updates are clipped and one is left out; the rank of the loss is not the one that writes the metrics."""
     rows, m, steps, spoiled = 4, 2, 4, 2

@@ -169,6 +169,7 @@ def test_a_checkpoint_is_written_once_per_stage_and_fits_other_numbers_of_device
         np.testing.assert_allclose(resumed.losses, whole.losses[2:], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_under_torchrun(mlp, tmp_path):
     """Rank 0 collects the losses of all ranks of the last stage."""
     path = compiled(mlp, tmp_path / "bundle", shares=UNEQUAL)

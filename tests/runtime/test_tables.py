@@ -51,6 +51,7 @@ def test_the_rate_of_a_module_that_does_not_train():
     assert learning_rate(tables_of(classifier(2, "forward", 1)), 3) is None
 
 
+@pytest.mark.slow
 def test_a_run_may_have_its_own_rate_and_a_resumed_one_keeps_it(bundle_of, tmp_path):
     """Against Python's formula for what is reported, and against runs with constants for what is computed."""
     bundle, rate = bundle_of(2, "1f1b", 2), Linear(4, end=0.5)
