@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .types import TensorType
+from .words import visible
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -211,7 +212,7 @@ class Module:
         return self.but(graphs={**self.graphs, graph.name: graph})
 
     def noted(self, origin: str, *texts: str) -> Module:
-        return self.but(notes=self.notes + tuple(Note(origin, text) for text in texts))
+        return self.but(notes=self.notes + tuple(Note(origin, visible(text)) for text in texts))
 
     def devices_of(self, stage: int) -> tuple[str, ...]:
         """The devices that a stage lies on, one rank each: one, or those of its mesh."""

@@ -18,7 +18,7 @@
     numbers   = "[" float {"," float} "]"                  the elements in order
     literal   = "true" | "false" | integer | float | word | JSON string | "[" [literal {"," literal}] "]"
     schedule  = "schedule " name " microbatches " n " {" {"rank " r " start:" {" " action}  "rank " r " batch:" {" " action}} "}"
-    note      = "note " origin ": " text
+    note      = "note " origin ": " text                   text and loc have no control characters
     name      = letters, digits and _ . / : -              type   = see ir/types.py       action = see ir/schedule.py
 
 A module is printed in the order of this list; indentation and blank lines do not matter to the parser; a line that starts with `//` is a
@@ -39,6 +39,7 @@ from .errors import ParseError
 from .graph import ROLES, Attr, Edge, Graph, Mesh, Module, Note, Op, Scalar, Stage, Value, Var
 from .schedule import Action, Program, Schedule
 from .types import parse_type
+from .words import visible
 
 NAME = r"[\w./:\-]+"
 _WORDS_TAKEN = ("true", "false", "inf", "nan")
@@ -172,6 +173,8 @@ _WORD = re.compile(r"[A-Za-z_][\w.\-]*")
 _NUMBER = re.compile(r"[+-]?(?:\d+|inf|nan|(?:\d+\.\d*|\.\d+|\d+)(?:e[+-]?\d+)?)")
 _VALUE = re.compile(rf"%({NAME}) : (\w+\[[\w,/]*\](?:\+\w+)*)")
 _ITEM = re.compile(r'\s*((?:[^,\["]|"(?:[^"\\]|\\.)*"|\[(?:[^\]"]|"(?:[^"\\]|\\.)*")*\])+)\s*(?:,|$)')
+# What terminals obey: C0 and C1, but for tabs and ends of lines. The printer writes them as escapes, in strings alone.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _CALL = re.compile(r'(?:(%.*?) = )?(\w+)\(([^")]*(?:"(?:[^"\\]|\\.)*"[^")]*)*)\)(?: ; (.*))?')
 _MODULE = re.compile(rf"module @({NAME})(?: facts\(([\w\-, ]*)\))? \{{")
 _GRAPH = re.compile(rf"graph @({NAME})\((.*)\) \{{")
@@ -477,11 +480,14 @@ def parse_module(text: str, path: str = "<text>") -> Module:
     """The module that prints as `text`; ParseError names file and line, and shows the line."""
     parser = _ModuleParser()
     lines = text.split("\n")
+    strange = _CONTROL.search(text) is not None
     for number, raw in enumerate(lines, 1):
         line = raw.strip()
         if not line or line.startswith("//"):
             continue
         try:
+            if strange and (found := _CONTROL.search(line)):
+                raise ValueError(f"there is the control character {visible(found[0])} in the line")
             parser.read(line)
         except ValueError as error:
             _fail(path, number, lines, str(error))
@@ -493,5 +499,7 @@ def parse_module(text: str, path: str = "<text>") -> Module:
 
 def _fail(path: str, number: int, lines: list[str], message: str) -> NoReturn:
     first = max(1, number - 2)
-    shown = [f"  {'>' if n == number else ' '} {n:5d} | {lines[n - 1][:300]}" for n in range(first, min(number + 1, len(lines)) + 1)]
-    raise ParseError("\n".join([message, *shown]), where=f"{path}:{number}")
+    shown = [
+        f"  {'>' if n == number else ' '} {n:5d} | {visible(lines[n - 1][:300])}" for n in range(first, min(number + 1, len(lines)) + 1)
+    ]
+    raise ParseError("\n".join([visible(message), *shown]), where=f"{path}:{number}")

@@ -16,6 +16,7 @@ from ..ir.graph import Module, stage_vars
 from ..ir.lives import BEFORE, Account, Life, Version
 from ..ir.memory import planned_account, purpose_of, saved_values, with_uses
 from ..ir.schedule import Action
+from ..ir.times import seconds_of
 from .ledger import Entry
 from .stays import Stays
 from .trace import Event
@@ -44,15 +45,24 @@ def read_trace(path: str | Path) -> list[RankTrace]:
         entries: list[list[Entry]] = [[] for _ in ranks]
         for e in listed:
             if e["ph"] == "X":
-                start = float(e["ts"]) / 1e6
                 Action.parse(e["name"])
-                events[e["pid"]].append((e["name"], start, start + float(e["dur"]) / 1e6))
+                events[e["pid"]].append((e["name"], *seconds_of(e)))
             elif e.get("cat") == "memory":
                 entries[e["pid"]].append(_entry(e["name"].partition(" ")[0], e["ts"] / 1e6, e["args"]))
         found = [RankTrace(tuple(a), tuple(b)) for a, b in zip(events, entries, strict=True)]
         for trace in found:
             _check(trace)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, msgspec.ValidationError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+        msgspec.ValidationError,
+    ) as error:
         hint = "it takes a file that `penstock run BUNDLE --trace FILE` of this version wrote"
         raise UsageError(f"cannot read it as a trace: {type(error).__name__}: {error}", where=str(path), hint=hint) from error
     return found
@@ -123,13 +133,17 @@ def planned_beside(module: Module, rank: int, trace: RankTrace) -> Account:
 
 
 def runs_of(module: Module, trace: RankTrace) -> list[tuple[int, int]]:
-    """First batch and number of batches of every run, each from an empty pipeline to an empty one."""
+    """First batch and number of batches of every run, each from an empty pipeline to an empty one; UsageError where batches between them have no action."""
     assert module.schedule is not None
     per_batch, actions = module.schedule.microbatches, trace.actions
     starts = [(entry.step, entry.owner) for entry in trace.entries if entry.what == "run"]
     found = []
     for (begin, first), (end, _) in zip(starts, [*starts[1:], (len(trace.events), 0)], strict=True):
-        last = max((action.batch(per_batch) for action in actions[begin:end]), default=first - 1)
+        batches = {action.batch(per_batch) for action in actions[begin:end]}
+        last = max(batches, default=first - 1)
+        # A plan of batches that nobody ran would have no end.
+        if last - first >= len(batches):
+            raise UsageError(f"the trace has a run of batches {first} to {last}, and actions of {len(batches)} of them")
         if last >= first:
             found.append((first, last - first + 1))
     return found

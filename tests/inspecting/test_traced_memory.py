@@ -9,7 +9,9 @@ import pytest
 
 from penstock.cli import main
 from penstock.inspecting.traced_memory import traced_memory
+from penstock.inspecting.traces import load_trace
 from penstock.ir.cluster import Cluster, Device, Link, LinkClass
+from penstock.ir.errors import UsageError
 from penstock.ir.idle import Gap, Way, gaps, idle_at, longest_gap, way_out
 from penstock.ir.lives import BEFORE, Account, Life
 from penstock.ir.schedule import Action
@@ -117,3 +119,39 @@ def test_traces_of_something_else_are_refused(files, tmp_path, capsys):
 def test_a_run_without_actions_has_nothing_to_say():
     account = Account(0, (), (Life("weights", ("w",), None, 4, BEFORE, None),))
     assert account.curve() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"name": "0F999999999"}, "a run of batches"),
+        ({"dur": -1.0}, "cannot read it as a trace"),
+        ({"ts": float("inf")}, "cannot read it as a trace"),
+        ({"dur": float("nan")}, "cannot read it as a trace"),
+        ({"ts": 10**400}, "cannot read it as a trace"),
+    ],
+)
+def test_traces_that_nobody_ran_end(change, said, files, tmp_path, capsys):
+    folder, _ = files
+    trace = json.loads((folder / "t.json").read_text())
+    event = next(e for e in trace["traceEvents"] if e["ph"] == "X" and e["name"].startswith("0F1"))
+    event.update(change)
+    (tmp_path / "t.json").write_text(json.dumps(trace))
+    assert main(["inspect", str(folder / "m.ir"), "--memory", "--trace", str(tmp_path / "t.json")]) == 2
+    assert said in capsys.readouterr().err
+    if "name" not in change:
+        with pytest.raises(UsageError, match="cannot read it as a trace"):
+            load_trace(tmp_path / "t.json")
+
+
+def test_names_of_ranks_are_names(files, tmp_path):
+    trace = json.loads((files[0] / "t.json").read_text())
+    rows = [e for e in trace["traceEvents"] if e["name"] == "process_name"]
+    rows[0]["args"]["name"] = "rank \x1b[2J"
+    (tmp_path / "t.json").write_text(json.dumps(trace))
+    assert "rank \\x1b[2J computes" in repr(load_trace(tmp_path / "t.json"))
+    for e in trace["traceEvents"]:
+        e["pid"] = "one" if e["pid"] else 0
+    (tmp_path / "t.json").write_text(json.dumps(trace))
+    with pytest.raises(UsageError, match="cannot read it as a trace"):
+        load_trace(tmp_path / "t.json")

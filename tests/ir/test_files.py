@@ -45,3 +45,35 @@ def test_what_is_no_text_is_told_so(tmp_path: Path, command: str, capsys: pytest
 def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         read_module(tmp_path / "none.ir")
+
+
+MODULE = """module @m {
+  input %x : f32[2]
+  output %y
+  graph @main(%x : f32[2]) {
+    %y : f32[2] = neg(%x) ; here
+    return %y
+  }
+  note simplify: said
+}
+"""
+
+
+@pytest.mark.parametrize("char", ["\x1b[2J", "\x07", "\x7f", "\x9b31m", "\x85"])
+@pytest.mark.parametrize("word", ["here", "said"])
+def test_what_a_terminal_would_obey_is_refused_and_shown_as_an_escape(
+    word: str, char: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = write(tmp_path, MODULE.replace(word, f"{word}{char}."))
+    assert main(["inspect", str(place)]) == 2
+    told = capsys.readouterr().err
+    assert "control character \\x" in told
+    assert char not in told
+    # Control: other letters, tabs and ends of lines of other systems are nobody's concern.
+    assert read_module(write(tmp_path, MODULE.replace(word, f"{word}\tö.").replace("\n", "\r\n"))).notes
+
+
+def test_notes_are_written_so_that_they_can_be_read(tmp_path: Path) -> None:
+    module = read_module(write(tmp_path, MODULE)).noted("partition", "a\x1b[2Jb\nc\x85", "plain: ö")
+    again = read_module(write(tmp_path, print_module(module)))
+    assert [note.text for note in again.notes[1:]] == ["a\\x1b[2Jb\\nc\\x85", "plain: ö"]

@@ -10,7 +10,8 @@ from typing import Any
 
 from penstock.ir.errors import UsageError
 from penstock.ir.schedule import COMPUTE
-from penstock.ir.words import counted
+from penstock.ir.times import seconds_of
+from penstock.ir.words import counted, visible
 from penstock.passes.cost import shown_seconds
 
 _HINT = "give a file that `penstock run --trace` or `penstock simulate --trace` wrote"
@@ -51,7 +52,9 @@ class Trace:
     def __repr__(self) -> str:
         total = sum(len(row.spans) for row in self.rows)
         busy = (
-            ", ".join(f"{row.name} computes {row.computing / self.seconds:.0%}" for row in self.rows[:8]) if self.seconds else "nothing ran"
+            ", ".join(f"{visible(row.name)} computes {row.computing / self.seconds:.0%}" for row in self.rows[:8])
+            if self.seconds
+            else "nothing ran"
         )
         more = f", and {counted(len(self.rows) - 8, 'more rank')}" if len(self.rows) > 8 else ""
         return f"<trace {self.path}: {counted(len(self.rows), 'rank')}, {counted(total, 'action')} in {shown_seconds(self.seconds)}; {busy}{more}>"
@@ -71,13 +74,13 @@ def load_trace(path: str | Path) -> Trace:
         spans: dict[int, list[Span]] = {rank: [] for rank in names}
         for rank, span in _spans(events):
             spans[rank].append(span)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        ordered = sorted(names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UsageError(f"cannot read it as a trace: {type(error).__name__}: {error}", where=str(path), hint=_HINT) from error
-    return Trace(Path(path), tuple(Row(names[rank], tuple(sorted(spans[rank], key=lambda span: span.start))) for rank in sorted(names)))
+    return Trace(Path(path), tuple(Row(names[rank], tuple(sorted(spans[rank], key=lambda span: span.start))) for rank in ordered))
 
 
 def _spans(events: list[dict[str, Any]]) -> Iterator[tuple[int, Span]]:
     for event in events:
         if event["ph"] == "X":
-            start = float(event["ts"]) / 1e6
-            yield event["pid"], Span(str(event["name"]), str(event["cat"]), start, start + float(event["dur"]) / 1e6)
+            yield event["pid"], Span(str(event["name"]), str(event["cat"]), *seconds_of(event))
