@@ -123,6 +123,7 @@ def test_data_that_do_not_fit_are_nobodys_fault(words: list[str], tmp_path: Path
         ({"@a": np.ones((3, 4), np.float32)}, "@a"),
         ({"%x": np.ones((1, 2, 4), np.float32)}, "x has "),
         ({"%x": np.float32(1)}, "without an axis of batches"),
+        ({"%x": np.zeros((0, 2), np.float32)}, "inputs have no batch"),
         ({"%x": None, "%other": np.ones((1, 2), np.float32)}, "x is missing"),
     ):
         arrays = {name: np.asarray(array) for name, array in {**fit, **change}.items() if array is not None}

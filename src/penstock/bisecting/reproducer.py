@@ -235,6 +235,8 @@ def read_data(path: str) -> tuple[dict[str, Array], list[dict[str, Array]]]:
     counts = {len(array) for array in given.values()}
     if len(counts) > 1:
         raise UsageError("inputs have different numbers of batches", where=path)
+    if counts == {0}:
+        raise UsageError("inputs have no batch", where=path)
     count = counts.pop() if counts else 0
     batches = [{name: array[t] for name, array in given.items()} for t in range(count)]
     return {name[1:]: array for name, array in arrays.items() if name[0] == "@"}, batches
