@@ -13,9 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,12 +21,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch.distributed as dist
-from transport import SCHEDULES, TIMEOUT, Pipeline, write_bundle
+from transport import SCHEDULES, TIMEOUT, Pipeline, told_by_two, write_bundle
 
-from penstock.runtime.children import failure, outputs
 from penstock.runtime.executor import Executor
-from penstock.runtime.group import Group, host_store, join_store
-from penstock.runtime.launch import loopback_name, thread_environment
+from penstock.runtime.group import Group, join_store
 
 SIZE = 64 << 10
 BATCHES = 25
@@ -67,23 +62,6 @@ def work(bundles: list[str], group: Group, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def measure(bundles: list[str], rounds: int) -> list[dict[str, Any]]:
-    store = host_store(2, TIMEOUT)
-    environment = os.environ | thread_environment(1) | {"GLOO_SOCKET_IFNAME": loopback_name()}
-    command = [sys.executable, __file__, "--bundles", json.dumps(bundles), "--rounds", str(rounds), "--port", str(store.port)]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    running = [subprocess.Popen([*command, "--rank", str(rank)], env=environment, **pipes) for rank in (0, 1)]  # type: ignore[call-overload]
-    told = outputs(running, 600.0)
-    if told is None:
-        raise SystemExit("the two processes did not finish within 600 s")
-    if (problem := failure(running, told)) is not None:
-        raise SystemExit(problem)
-    lines: list[dict[str, Any]] = json.loads(told[0][0])
-    for line in lines:
-        line["seconds"] = {name: statistics.median(times) for name, times in line["times"].items()}
-    return lines
-
-
 def table(lines: list[dict[str, Any]]) -> str:
     rows = ["| schedule | a microbatch | traced | more | actions | entries | for one of them |", "| --- " * 7 + "|"]
     for line in lines:
@@ -113,7 +91,8 @@ def main() -> None:
         group.leave()
         return
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        lines = measure([str(write_bundle(Path(folder), SIZE, schedule)) for schedule in arguments.schedules], arguments.rounds)
+        bundles = [str(write_bundle(Path(folder), SIZE, schedule)) for schedule in arguments.schedules]
+        lines = told_by_two(["--bundles", json.dumps(bundles), "--rounds", str(arguments.rounds)])
     print(table(lines))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"lines": lines}, indent=1) + "\n", encoding="utf-8")

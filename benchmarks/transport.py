@@ -274,10 +274,11 @@ def work(orders: list[dict[str, Any]], group: Group, rounds: int) -> list[dict[s
 # ------------------------------------------------------------------------------------------------ the parent
 
 
-def measure(orders: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
+def told_by_two(words: Sequence[str]) -> list[dict[str, Any]]:
+    """Run this program's two ranks with these words; what rank 0 printed, with the median of each contender's times."""
     store = host_store(2, TIMEOUT)
     environment = os.environ | thread_environment(1) | {"GLOO_SOCKET_IFNAME": loopback_name()}
-    command = [sys.executable, __file__, "--orders", json.dumps(orders), "--rounds", str(rounds), "--port", str(store.port)]
+    command = [sys.executable, sys.argv[0], *words, "--port", str(store.port)]
     running = [
         subprocess.Popen(
             [*command, "--rank", str(rank)], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -290,10 +291,16 @@ def measure(orders: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
     if (problem := failure(running, told)) is not None:
         raise SystemExit(problem)
     lines: list[dict[str, Any]] = json.loads(told[0][0])
+    for line in lines:
+        line["seconds"] = {name: statistics.median(times) for name, times in line["times"].items()}
+    return lines
+
+
+def measure(orders: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
+    lines = told_by_two(["--orders", json.dumps(orders), "--rounds", str(rounds)])
     if any(CONTENDERS[0] not in line["times"] for line in lines):
         raise SystemExit("two processes cannot share memory here")
     for line in lines:
-        line["seconds"] = {name: statistics.median(times) for name, times in line["times"].items()}
         line.pop("bundle", None)
     return lines
 
