@@ -315,8 +315,8 @@ class _Reader:
         plain = kind.rstrip("?")
         units = _UNITS.get(plain, {})
         number: float | int | None = None
-        if type(value) in (int, float):
-            number = value  # type: ignore[assignment]
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = value
         elif isinstance(value, str) and (match := _QUANTITY.fullmatch(value.strip())):
             unit = match[2].strip().lower()
             if unit == "" or unit in units:

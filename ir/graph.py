@@ -201,9 +201,9 @@ class Module:
         """The inputs that data must give."""
         return tuple(value for value in self.inputs if value.name != MICROBATCH)
 
-    def but(self, **changed: object) -> Module:
+    def but(self, **changed: Any) -> Module:
         """A copy with some fields replaced."""
-        other: Module = replace(self, **changed)  # type: ignore[arg-type]
+        other: Module = replace(self, **changed)
         if changed.keys() <= {"facts", "notes"}:
             object.__setattr__(other, "kept", self.kept)
         return other

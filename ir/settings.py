@@ -38,8 +38,8 @@ def pick(given: Mapping[str, object], kinds: Mapping[str, str], prefix: str, pro
             problems.append(f"{prefix}{key} is not known, there are {', '.join(kinds)}")
         elif isinstance(value, int) and abs(value) >= 2**63:
             problems.append(f"{prefix}{key} must be below 2^63")
-        elif kind == "float" and type(value) in (int, float):
-            chosen[key] = float(value)  # type: ignore[arg-type]
+        elif kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+            chosen[key] = float(value)
         elif type(value) is _TYPES[kind]:
             chosen[key] = value
         else:

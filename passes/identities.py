@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..ir.graph import ANNOTATIONS, Attr, Op, Value
-from ..ir.ops import complete_attrs, infer_op, ints, make, reduced_axes
+from ..ir.ops import complete_attrs, infer_op, integer, ints, make, reduced_axes
 from ..ir.types import FLOATS, INTS, ITEM_BYTES, UNSIGNED
 
 
@@ -226,11 +226,11 @@ def _whole_slice(scene: Scene, op: Op) -> Found:
 def _concat(scene: Scene, op: Op) -> Found:
     if len(op.ins) == 1:
         return op.ins[0]
-    axis = int(op.attrs["axis"]) % op.ins[0].type.rank  # type: ignore[arg-type]
+    axis = integer(op.attrs["axis"]) % op.ins[0].type.rank
     flat: list[Value] = []
     for value in op.ins:
         inner = _made_by(scene, value, "concat")
-        joins = inner is not None and int(inner.attrs["axis"]) % value.type.rank == axis  # type: ignore[arg-type]
+        joins = inner is not None and integer(inner.attrs["axis"]) % value.type.rank == axis
         flat += inner.ins if inner is not None and joins and scene.uses(value) == 1 else [value]
     return None if len(flat) == len(op.ins) else [becomes(op, "concat", *flat, axis=axis)]
 

@@ -52,7 +52,8 @@ def better_stages(work: Work, cuts: Sequence[int], value: float) -> list[int] | 
     units = _units_of(work)
     order = sorted(range(len(units)), key=lambda u: units.nodes[u][0])
     before, _ = units.neighbours()
-    ideals = enumerate_ideals(*units.neighbours(), LIMIT)
+    coarse = units
+    ideals = enumerate_ideals(*coarse.neighbours(), LIMIT)
     if ideals is None:
         # Circles may have put units before what they follow: then there is no such line, and the ranges stand.
         place = {u: i for i, u in enumerate(order)}
@@ -67,14 +68,13 @@ def better_stages(work: Work, cuts: Sequence[int], value: float) -> list[int] | 
             count = max(len(cuts), int(count * _SHRINK))
             coarse = units.merged(clusters(weights, order, starts, count))
             ideals = enumerate_ideals(*coarse.neighbours(), LIMIT)
-        units = coarse
-    found = sweep(_Stages(units, ideals, work), Fillings.in_order(len(work.seconds)), value * _BETTER)
+    found = sweep(_Stages(coarse, ideals, work), Fillings.in_order(len(work.seconds)), value * _BETTER)
     if found is None:
         return None
     stage_of = [-1] * len(work.seconds[0])
     for stage, part in enumerate(found[1]):
         for unit in bits(part.units):
-            for i in units.nodes[unit]:
+            for i in coarse.nodes[unit]:
                 stage_of[i] = stage
     return stage_of
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..ir.graph import GRAD, Graph, Module, Namer, Op, Value, touched_vars
 from ..ir.liveness import drop_dead
+from ..ir.ops import integer
 
 # Operations that may as well be done on each part of a sum.
 _LINEAR = ("cast", "reshape", "transpose")
@@ -54,7 +55,7 @@ def apart(backward: Graph, shared: Iterable[str]) -> Graph:
         return parts.get(value) or {int(home): value}  # type: ignore[arg-type]
 
     def taken_apart(op: Op) -> dict[int, Value]:
-        (value,), stage = op.outs, int(op.attrs["stage"])  # type: ignore[arg-type]
+        (value,), stage = op.outs, integer(op.attrs["stage"])
         if op.kind == "add":
             left, right = (parts_of(v, stage) for v in op.ins)
             return {
@@ -67,7 +68,7 @@ def apart(backward: Graph, shared: Iterable[str]) -> Graph:
 
     for op in backward.ops:
         if op.kind == "accum" and op.var in names:
-            home = int(op.attrs["stage"])  # type: ignore[arg-type]
+            home = integer(op.attrs["stage"])
             ops += [Op("accum", (part,), (), {**op.attrs, "stage": s}, op.loc) for s, part in parts_of(op.ins[0], home).items()]
             continue
         ops.append(op)

@@ -200,7 +200,8 @@ def _literal(array: Array, limit: int) -> Attr | None:
         return None
     flat = array.reshape(-1)
     if flat.size and (flat == flat[0]).all() and (array.dtype.kind != "f" or (np.signbit(flat) == np.signbit(flat[0])).all()):
-        return flat[0].item()  # type: ignore[no-any-return]
+        same: Attr = flat[0].item()
+        return same
     return tuple(flat.tolist()) if flat.size <= limit else None
 
 

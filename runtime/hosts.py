@@ -106,8 +106,8 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place:
     problems = [f"{name} is not set" for name, text in found.items() if not text]
     numbers = {name: text for name, text in {**found, "LOCAL_RANK": local}.items() if name != "MASTER_ADDR" and text}
     problems += [f"{name} is {text[:40]!r}, expected a number" for name, text in numbers.items() if not re.fullmatch("[0-9]{1,18}", text)]
+    rank, world, port_number = (0, 1, 1) if problems else (int(found[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not problems:
-        rank, world, port_number = int(found["RANK"]), int(found["WORLD_SIZE"]), int(found["MASTER_PORT"])
         if rank >= world:
             problems.append(f"RANK is {rank}, but WORLD_SIZE is {world}")
         if not 0 < port_number < 2**16:

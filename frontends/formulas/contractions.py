@@ -102,6 +102,7 @@ def determinant(w: Writer, x: Value) -> Value:
     one = w.literal(1.0, x.type.dtype)
     total: Value | None = None
     for n in range(rows, 0, -1):
+        sign = one
         if n > 1:
             column = reshape(w, cut(w, a, 2, 0, 1), (batch, n))
             at = reshape(w, w.emit("argmax", w.emit("abs", column), axis=1), (batch, 1))

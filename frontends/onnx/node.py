@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx
@@ -215,29 +216,29 @@ class Node(Writer):
 
     # ------------------------------------------------------------------------------------ attributes
 
-    def _attribute(self, name: str, default: object) -> object:
+    def _attribute(self, name: str, default: Any) -> Any:
         self._asked.add(name)
         return onnx.helper.get_attribute_value(self._attributes[name]) if name in self._attributes else default
 
     def int_attr(self, name: str, default: int = 0) -> int:
-        return int(self._attribute(name, default))  # type: ignore[call-overload,no-any-return]
+        return int(self._attribute(name, default))
 
     def float_attr(self, name: str, default: float = 0.0) -> float:
         """The shortest decimal that is the stored f32 number: 1e-05, as the exporter meant it, not 9.999999747378752e-06."""
-        return float(str(np.float32(self._attribute(name, default))))  # type: ignore[arg-type]
+        return float(str(np.float32(self._attribute(name, default))))
 
     def text_attr(self, name: str, default: str = "") -> str:
         value = self._attribute(name, default)
         return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
     def ints_attr(self, name: str) -> tuple[int, ...]:
-        return tuple(int(n) for n in self._attribute(name, ()))  # type: ignore[attr-defined]
+        return tuple(int(n) for n in self._attribute(name, ()))
 
     def floats_attr(self, name: str) -> tuple[float, ...]:
-        return tuple(float(str(np.float32(x))) for x in self._attribute(name, ()))  # type: ignore[attr-defined]
+        return tuple(float(str(np.float32(x))) for x in self._attribute(name, ()))
 
     def texts_attr(self, name: str) -> tuple[str, ...]:
-        return tuple(x.decode(errors="replace") for x in self._attribute(name, ()))  # type: ignore[attr-defined]
+        return tuple(x.decode(errors="replace") for x in self._attribute(name, ()))
 
     def given(self, name: str) -> bool:
         return name in self._attributes

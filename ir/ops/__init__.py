@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from ..graph import ANNOTATIONS, Attr, Op
 from ..types import Dim, TensorType
 from . import contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
-from .table import ANY, Cost, Needs, OpDef, ints, reduced_axes
+from .table import ANY, Cost, Needs, OpDef, integer, ints, reduced_axes
 from .windows import Window, window_of
 
 _FAMILIES = (elementwise, draws, layout, reductions, contractions, windows, rows, indexing, training)
@@ -102,6 +102,7 @@ __all__ = [
     "cost_of",
     "definition",
     "infer_op",
+    "integer",
     "ints",
     "make",
     "reduced_axes",

@@ -6,7 +6,7 @@ from math import prod
 
 from ..graph import Attr
 from ..types import TensorType, broadcast_shapes
-from .table import Needs, Types, Values, ints, need, need_floats, need_numbers, row, same_dtype
+from .table import Needs, Types, Values, integer, ints, need, need_floats, need_numbers, row, same_dtype
 from .windows import WINDOW, window_of
 
 
@@ -22,7 +22,7 @@ def _matmul(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 
 def _conv_out(x: TensorType, w: TensorType, a: Values) -> TensorType:
-    groups = int(a["groups"])  # type: ignore[arg-type]
+    groups = integer(a["groups"])
     need_floats((x, w))
     same_dtype((x, w))
     need(groups >= 1, f"groups must be 1 or more, got {groups}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..types import FLOATS, TensorType
-from .table import Needs, Types, Values, axis_of, need, need_floats, need_numbers, per_element, row
+from .table import Needs, Types, Values, axis_of, integer, need, need_floats, need_numbers, per_element, row
 
 
 def _row(x: Types, a: Values) -> tuple[TensorType, ...]:
@@ -20,10 +20,10 @@ def _cumsum(x: Types, a: Values) -> tuple[TensorType, ...]:
 
 def _topk(x: Types, a: Values) -> tuple[TensorType, ...]:
     need_numbers(x)
-    axis, k = axis_of(a["axis"], x[0].rank), a["k"]
+    axis, k = axis_of(a["axis"], x[0].rank), integer(a["k"])
     size = x[0].dims[axis]
-    need(isinstance(k, int) and 0 <= k <= size, f"k must lie in 0..{size}, the size of axis {axis} of {x[0]}, got {k}")
-    found = x[0].with_shape((*x[0].shape[:axis], k, *x[0].shape[axis + 1 :]))  # type: ignore[arg-type]
+    need(0 <= k <= size, f"k must lie in 0..{size}, the size of axis {axis} of {x[0]}, got {k}")
+    found = x[0].with_shape((*x[0].shape[:axis], k, *x[0].shape[axis + 1 :]))
     return found, found.with_dtype("i64")
 
 

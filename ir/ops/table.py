@@ -63,8 +63,17 @@ def axis_of(axis: Attr, rank: int) -> int:
 
 def ints(attr: Attr) -> tuple[int, ...]:
     """A list-of-integers attribute."""
-    need(isinstance(attr, tuple) and all(type(n) is int for n in attr), f"expected a list of integers, got {attr!r}")
-    return attr  # type: ignore[return-value]
+    found = tuple(n for n in attr if type(n) is int) if isinstance(attr, tuple) else None
+    if found is None or found != attr:
+        raise TypeError(f"expected a list of integers, got {attr!r}")
+    return found
+
+
+def integer(attr: Attr) -> int:
+    """A whole-number attribute."""
+    if type(attr) is not int:
+        raise TypeError(f"expected an integer, got {attr!r}")
+    return attr
 
 
 def need_numbers(x: Types) -> None:

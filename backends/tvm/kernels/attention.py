@@ -144,8 +144,8 @@ class _Head:
         accumulator = emit.alloc(s.lanes, self.dtype, "fold")
         tiles.store(accumulator, zero(), tiles.load(self.tops, row * s.lanes))
         top = tiles.total(accumulator, lambda a, b: tirx.Select(a > b, a, b))
-        if last is not None:
-            old = emit.bind(tirx.BufferLoad(self.top, [row]), "old")
+        old = None if last is None else emit.bind(tirx.BufferLoad(self.top, [row]), "old")
+        if old is not None:
             top = emit.bind(tirx.Select(old > top, old, top), "top")
         tiles.store(accumulator, zero(), tiles.spread(tiles.constant(0)))
         vectors = length // s.lanes if isinstance(length, int) else tirx.floordiv(length, s.lanes)
@@ -155,7 +155,7 @@ class _Head:
             emit.store(self.scores, grown, at)
             emit.store(accumulator, tirx.BufferLoad(accumulator, [lane]) + grown, lane)
         total = tiles.total(accumulator, lambda a, b: a + b)
-        if last is not None:
+        if old is not None:
             fade = emit.bind(self.body.functions.exp2(old - top), "fade")
             emit.store(self.fade, fade, row)
             total = total + tirx.BufferLoad(self.total, [row]) * fade

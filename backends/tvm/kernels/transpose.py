@@ -29,8 +29,9 @@ def turn_rows(emit: Emitter, name: str, lanes: int, columns: int, rows: Sequence
 
     def keep(values: Sequence[Expr]) -> list[Expr]:
         kept = []
+        buffer: Buffer | None = None
         for i, value in enumerate(values):
-            if i % half == 0:
+            if buffer is None or i % half == 0:
                 buffer = emit.scratch(half * lanes, name, "v")
             place = tirx.Ramp(i % half * lanes, 1, lanes)
             emit.add(tirx.BufferStore(buffer, value, [place]))
