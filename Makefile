@@ -11,6 +11,8 @@
 #   make bench-models   training and inference of whole models on one thread, against torch and onnxruntime
 #   make bench-schedules  time per batch of the schedules with computations of a given length (eight minutes)
 #   make docs         write the generated parts of the documentation anew
+#   make dist         sdist and wheel into dist/, checked, and the wheel tried in an empty environment (minutes, downloads)
+#   make sbom         dist/sbom.cdx.json: what penstock runs on here, with versions and licences (CycloneDX)
 #   make clean        remove the environment and what the other targets left
 
 VENV ?= .venv
@@ -27,7 +29,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # One thread per process unless a program asks for more: stages set their threads themselves, and tests run side by side with them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-slow test-models conformance lint format docs bench bench-full bench-kernels bench-models bench-schedules clean environment
+.PHONY: demo test test-slow test-models conformance lint format docs bench bench-full bench-kernels bench-models bench-schedules dist sbom clean environment
 .DEFAULT_GOAL := test
 
 environment: $(VENV)/ready
@@ -88,6 +90,12 @@ bench-schedules: $(VENV)/ready
 
 bench-full: $(VENV)/ready
 	$(BIN)/python benchmarks/train_gpt.py --json benchmarks/train_gpt.json
+
+dist: $(VENV)/ready
+	$(BIN)/python release/dist.py
+
+sbom: $(VENV)/ready
+	$(BIN)/python release/sbom.py --out dist/sbom.cdx.json
 
 clean:
 	rm -rf $(VENV) $(OUT) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

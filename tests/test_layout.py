@@ -1,14 +1,11 @@
-"""The layout's promises: who may import what, one copy of every module, and distributions that hold everything."""
+"""The layout's promises: who may import what, and one copy of every module."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -91,43 +88,3 @@ def test_the_package_is_made_of_links() -> None:
         link = ROOT / "src" / "penstock" / folder
         assert link.is_symlink(), f"{link} must be a link; a copy would go stale"
         assert os.readlink(link) == f"../../{folder}"
-
-
-def _sources() -> set[str]:
-    """Every file that a distribution must hold, as a path below `penstock/`."""
-    package = ROOT / "src" / "penstock"
-    found = {path.name for path in package.iterdir() if path.is_file()}
-    for own in (folder for folder in package.iterdir() if folder.is_dir() and not folder.is_symlink() and folder.name != "__pycache__"):
-        found |= {str(path.relative_to(package)) for path in own.rglob("*") if path.is_file()}
-    for folder in FOLDERS:
-        found |= {str(Path(folder) / path.relative_to(ROOT / folder)) for path in (ROOT / folder).rglob("*.py")}
-    return {name for name in found if not name.endswith(".pyc")}
-
-
-@pytest.mark.slow
-def test_wheel_and_sdist_are_complete(tmp_path: Path) -> None:
-    """Needs setuptools from pip's configured sources, as every build does."""
-    build = "import setuptools.build_meta as b, sys; print(b.build_sdist(sys.argv[1]))"
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True, timeout=120)
-    python = tmp_path / "env" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "setuptools>=77"], check=True, timeout=300)
-    checkout = tmp_path / "checkout"
-    left_behind = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "demo-out")
-    shutil.copytree(ROOT, checkout, symlinks=True, ignore=left_behind)
-
-    subprocess.run([python, "-c", build, tmp_path], cwd=checkout, check=True, timeout=300, capture_output=True)
-    (sdist,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        held = {name.partition("/")[2] for name in archive.getnames()}
-        archive.extractall(tmp_path / "unpacked", filter="data")
-    assert not {f"src/penstock/{name}" for name in _sources()} - held
-    assert {"README.md", "CHANGELOG.md", "Makefile", "constraints.txt", "tests/test_layout.py", "docs/index.md"} <= held
-
-    # The wheel is made from the sdist, so that one that cannot be built from would be noticed.
-    (unpacked,) = (tmp_path / "unpacked").iterdir()
-    wheel_command = [python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, unpacked]
-    subprocess.run(wheel_command, check=True, timeout=300, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        held = set(archive.namelist())
-    assert {f"penstock/{name}" for name in _sources()} == {name for name in held if name.startswith("penstock/")}
