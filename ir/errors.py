@@ -2,9 +2,26 @@
 
 An error says *where* it happened, *what* was found (and what was expected), and, when there is one, a *hint* that says what
 to do next. Our own bugs raise AssertionError and are not part of this hierarchy.
+
+What an error quotes comes from files and the command line, and may hold what a terminal would obey: `str` has escapes in the place of that. Ends of
+lines in `what` and `hint` stay, and what follows is indented, so that nothing quoted looks like a line of the program that prints the error.
 """
 
 from __future__ import annotations
+
+import re
+
+from .words import visible
+
+# Lines below the first that stay where they are: those indented already, and those of a numbered list.
+_BELOW = re.compile(r"  |\d+\. |$")
+
+
+def _shown(text: str) -> str:
+    if text.isprintable():
+        return text
+    first, *below = map(visible, text.split("\n"))
+    return "\n".join([first, *(line if _BELOW.match(line) else f"  {line}" for line in below)])
 
 
 class PenstockError(Exception):
@@ -19,8 +36,8 @@ class PenstockError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{text}\n  hint: {self.hint}" if self.hint else text
+        text = f"{visible(self.where)}: {_shown(self.what)}" if self.where else _shown(self.what)
+        return f"{text}\n  hint: {_shown(self.hint)}" if self.hint else text
 
 
 class UsageError(PenstockError):

@@ -13,3 +13,8 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def visible_lines(text: str) -> str:
+    """The same of text that has lines, whose ends stay."""
+    return text if text.isprintable() else "\n".join(map(visible, text.split("\n")))

@@ -29,6 +29,7 @@ import torch
 from ..backends.bundle import Bundle, open_bundle
 from ..backends.interface import backend_of
 from ..ir.errors import DoesNotFit, PeerLost, PenstockError, VerifyError
+from ..ir.exhaustion import is_out_of_memory
 from ..ir.graph import GRAD, PARAM, Module, Var, stage_vars, stepped_vars, summed_vars
 from .checkpoint import read_index
 from .control import (
@@ -289,7 +290,7 @@ def describe_failure(error: BaseException) -> Failed:
     """An error as a message; one that is not meant for users goes with its traceback."""
     if isinstance(error, PenstockError):
         return Failed(type(error).__name__, error.what, error.where, error.hint)
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         hint = (
             "`penstock inspect --memory` says what was expected of tensors; "
             "a `memory` in the cluster file, or --recompute all, makes plans that need less"
@@ -298,12 +299,6 @@ def describe_failure(error: BaseException) -> Failed:
     if isinstance(error, RuntimeError | OSError) and "Too many open files" in str(error):
         return Failed(DoesNotFit.__name__, "the system let this process open no more files", hint="raise `ulimit -n`")
     return Failed("Internal", "".join(traceback.format_exception(error)).strip())
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Python, torch and the C++ runtime of TVM say it in different ways."""
-    said = ("can't allocate memory", "bad_alloc", "out of memory", "Cannot allocate memory")
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in said))
 
 
 def main(argv: list[str] | None = None) -> None:

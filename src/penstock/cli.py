@@ -18,6 +18,8 @@ from typing import NoReturn
 from penstock import __version__
 from penstock.argument_types import positive_number, seed_number, whole_number
 from penstock.ir.errors import DoesNotFit, PenstockError, UsageError
+from penstock.ir.exhaustion import is_out_of_memory
+from penstock.ir.words import visible
 from penstock.model_arguments import RATE_HELP, SCHEDULE_KINDS, add_dump_arguments, add_model_arguments
 from penstock.verify_arguments import add_verify_arguments
 
@@ -54,33 +56,32 @@ def _run(words: list[str], verbose: bool) -> int:
             raise
         print(f"penstock: error: {error}", file=sys.stderr)
         return error.exit_code
-    except OSError as error:
+    except KeyboardInterrupt:
+        print("penstock: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
         if isinstance(error, BrokenPipeError):
             # Whoever read our output has gone; give the interpreter nothing left to flush.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         if verbose:
             raise
-        place = f"{error.filename}: " if error.filename else ""
-        print(f"penstock: error: {place}{error.strerror or error}", file=sys.stderr)
-        return UsageError.exit_code
-    except KeyboardInterrupt:
-        print("penstock: interrupted", file=sys.stderr)
-        return 130
-    except MemoryError as error:
-        if verbose:
-            raise
-        print(f"penstock: error: the system gave no more memory{f': {error}' if str(error) else ''}", file=sys.stderr)
-        return DoesNotFit.exit_code
-    except Exception as error:  # a bug of ours: nobody else can do anything about where it happened
-        if verbose:
-            raise
-        said = " ".join(str(error).split())[:500]
-        print(
-            f"penstock: internal error: {type(error).__name__}: {said}\n  hint: please report this; -v shows where it happened",
-            file=sys.stderr,
-        )
-        return 1
+        code, said = _told(error)
+        print(f"penstock: {said}", file=sys.stderr)
+        return code
+
+
+def _told(error: Exception) -> tuple[int, str]:
+    """The exit code for an error that is none of ours, and what to say of it."""
+    said = visible(" ".join(str(error).split()))[:500]
+    if is_out_of_memory(error):
+        hint = "a smaller batch or microbatch, more stages, --recompute all and `compile --jobs 1` need less"
+        return DoesNotFit.exit_code, f"error: the system gave no more memory{f': {said}' if said else ''}\n  hint: {hint}"
+    if isinstance(error, OSError):
+        place = f"{visible(str(error.filename))}: " if error.filename else ""
+        return UsageError.exit_code, f"error: {place}{error.strerror or said}"
+    # A bug of ours: nobody else can do anything about where it happened.
+    return 1, f"internal error: {type(error).__name__}: {said}\n  hint: please report this; -v shows where it happened"
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

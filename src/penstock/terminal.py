@@ -1,4 +1,5 @@
-"""What people see while they wait: progress on stderr, one line that rewrites itself on a terminal, plain lines elsewhere; and tables."""
+"""What people see while they wait: progress on stderr, one line that rewrites itself on a terminal, plain lines elsewhere; and tables.
+What is shown has escapes in the place of what a terminal would obey, as names in it come from files."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+
+from penstock.ir.words import visible, visible_lines
 
 PLAIN_EVERY = 5.0
 
@@ -28,6 +31,7 @@ class StatusLine:
     def show(self, text: str) -> None:
         if self.quiet:
             return
+        text = visible(text)
         self._shown = time.monotonic()
         if self.terminal:
             sys.stderr.write(f"\r\x1b[K{text}")
@@ -38,6 +42,7 @@ class StatusLine:
 
     def interrupt(self, text: str) -> None:
         """A line of its own in the place of the status, quiet or not."""
+        text = visible_lines(text)
         print(f"\r\x1b[K{text}" if self._open else text, file=sys.stderr, flush=True)
         self._open = False
 
@@ -68,7 +73,7 @@ class Progress:
 
 def say(text: str) -> None:
     """A line for people."""
-    print(text, file=sys.stderr)
+    print(visible_lines(text), file=sys.stderr)
 
 
 def terminal_width() -> int | None:
@@ -81,7 +86,7 @@ def terminal_width() -> int | None:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None, cut: Sequence[int] = ()) -> str:
     """Columns under a header; numbers to the right. Where lines would be longer than `width`, the columns `cut` are, one after the other."""
-    cells = [list(map(str, row)) for row in rows]
+    cells = [[visible(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     for i in cut if width is not None else ():
         over = sum(widths) + 2 * (len(widths) - 1) - (width or 0)

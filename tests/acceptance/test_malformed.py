@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from acceptance.malformed import COUNT, cases
 from acceptance.malformed_bundles import seal
-from acceptance.malformed_case import Case, Good
+from acceptance.malformed_case import FORGED, HOSTILE, Case, Good, obeyed
 
 import penstock as ps
 from penstock.cli import main
@@ -30,7 +30,8 @@ CASES = cases()
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
-    folder = tmp_path_factory.mktemp("good")
+    folder = tmp_path_factory.mktemp("good") / HOSTILE
+    folder.mkdir()
     model = ps.from_onnx(write_mlp(folder / "mlp.onnx", [4, 8, 3], None, seed=1), dims={"batch": 2})
     bundles = {}
     for name, training in (("bundle", ps.Training("cross_entropy", ps.SGD(lr=0.1), 2)), ("forward", None)):
@@ -81,7 +82,10 @@ def tried(good, tmp_path, monkeypatch, capfd):
     def ended(case: Case) -> str:
         for name, text in case.environment.items():
             monkeypatch.setenv(name, text)
-        words = case.make(tmp_path, good)
+        # Every message that names a file has something to quote.
+        folder = tmp_path / HOSTILE
+        folder.mkdir(exist_ok=True)
+        words = case.make(folder, good)
         capfd.readouterr()
         try:
             bounded()
@@ -96,11 +100,14 @@ def tried(good, tmp_path, monkeypatch, capfd):
             if isinstance(error, KeyboardInterrupt):
                 raise
             return f"raised {type(error).__name__}: {str(error)[:300]}"
-        said = capfd.readouterr().err
+        heard = capfd.readouterr()
+        said = heard.err
         if code not in range(2, 7):
             return f"ended with {code}: {said[-300:]}"
-        if "Traceback" in said or "internal error" in said or not said.startswith("penstock: error: "):
+        if "Traceback" in said or "internal error" in said or not any(line.startswith("penstock: error: ") for line in said.split("\n")):
             return f"said {said[:300]}"
+        if found := obeyed(said + heard.out):
+            return f"printed {found} in {said[:300]!r}"
         return "" if len(said) < 8000 else f"said {len(said)} characters"
 
     yield tried
@@ -127,6 +134,35 @@ def test_control_the_harness_sees_what_it_should(tried, monkeypatch):
 
     monkeypatch.setattr("penstock.runtime.job.check_data", broken)
     assert tried(Case("bug", lambda folder, good: ["run", str(good.bundle), "--data", str(good.data)])) != ""
+
+
+def test_control_what_steers_a_terminal_is_seen(tried, monkeypatch):
+    assert [obeyed(text) for text in ("a\x1b[31mb", "a\rb", "a\u202eb")] == ["'\\x1b'", "'\\r'", "'\\u202e'"]
+    assert (obeyed(f"a\n{FORGED}"), obeyed(f"a\n  {FORGED}")) == (FORGED, "")
+    case = next(case for case in CASES if case.name == "hostile-model-operator")
+    assert tried(case) == ""
+    monkeypatch.setattr("penstock.ir.errors._shown", str)
+    assert tried(case).startswith("printed '\\x1b'")
+
+
+def test_errors_tell_no_secrets(good, tmp_path):
+    """Neither the environment nor what key files and tensors hold is in a message or in what a failed worker says, and -v changes nothing of that."""
+    secret, number = "tell-nobody-5b1d", 918273.5
+    key = tmp_path / "key"
+    key.write_text(secret)
+    data = tmp_path / "d.npz"
+    np.savez(data, x=np.full((8, 4), number, np.float32), labels=np.full(8, 7))
+    cases = [
+        (["sign", str(good.bundle), "--key", str(key)], {}),
+        (["run", str(good.bundle), "--steps", "1"], {"PENSTOCK_BUNDLE_KEY": str(key)}),
+        (["run", str(good.bundle), "--steps", "1", "--log", "prometheus:0"], {"PENSTOCK_METRICS_TOKEN": str(key)}),
+        (["run", str(good.bundle), "--steps", "1", "--data", str(data), "-v"], {}),
+    ]
+    for words, environment in cases:
+        code, said = _process(words, PENSTOCK_TEST_SECRET=secret, **environment)
+        assert code != 0, said
+        assert secret not in said
+        assert str(number) not in said
 
 
 def _process(words: list[str], **environment: str) -> tuple[int, str]:

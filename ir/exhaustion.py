@@ -1,0 +1,28 @@
+"""Whether an error says that the system gave no more memory. Python, torch, the C++ runtime of TVM, the loader of libraries and the starter of threads
+say it in different ways, and what they say may be wrapped in errors of others."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+_SAID = ("can't allocate memory", "bad_alloc", "out of memory", "Cannot allocate memory", "can't start new thread", "failed to map segment")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return any(_says_so(one) for one in _behind(error))
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return isinstance(error, RuntimeError | OSError | ImportError) and any(words in str(error) for words in _SAID)
+
+
+def _behind(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that it was raised from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
