@@ -26,7 +26,7 @@ from penstock.bisecting.kernels import Call, compare, compiled, recorded_slots
 from penstock.bisecting.original import OnnxOriginal, first_difference
 from penstock.bisecting.shrinking import Budget, shrink
 from penstock.bisecting.steps import Step
-from penstock.bisecting.trial import Off, Trial, drawn
+from penstock.bisecting.trial import Off, Trial, can_run, comparable, drawn
 from penstock.bisecting.values import Spot
 from penstock.checks import synthetic_batch
 from penstock.frontends.names import legal
@@ -252,7 +252,15 @@ def verify_ir(path: str, *, passes: str | None, data: str | None, steps: int, se
     weights, batches = read_data(data) if data is not None else ({}, [])
     if passes is None:
         return _verify_graphs(module, path, data, weights, batches, seed, tolerance, backend)
+    _check_runs(module, path)
     after = run_passes(module, parse_pipeline(passes, PASSES), PASSES)
+    _check_runs(after, f"{path} after {passes}")
+    if not comparable(module, after):
+        raise UsageError(
+            f"{passes} makes updates later, which its stages by themselves cannot be",
+            where=path,
+            hint="begin with a module in one piece, before `split`",
+        )
     made = [Step(path, "", module), Step("after the passes", passes, after)]
     trial = Trial(made, steps, seed, tolerance, weights, batches)
     try:
@@ -261,6 +269,9 @@ def verify_ir(path: str, *, passes: str | None, data: str | None, steps: int, se
         if data is None:
             raise
         raise UsageError(f"{path} cannot be run on it: {error}", where=data) from error
+    if after is module:
+        print(f"{passes}: nothing to change, so all stays what it was")
+        return 0
     problem = trial.problem(after)
     if isinstance(problem, PenstockError):
         raise VerifyError(f"{module.name} cannot be run after {passes}: {problem}", where=path) from problem
@@ -271,6 +282,15 @@ def verify_ir(path: str, *, passes: str | None, data: str | None, steps: int, se
     spots = trial.spots(after, module)
     print("\n".join([f"{passes}: {problem}", *(spots[0].lines() if spots else [])]))
     raise VerifyError(f"{passes} changes what {module.name} computes", where=path)
+
+
+def _check_runs(module: Module, where: str) -> None:
+    if not can_run(module):
+        raise UsageError(
+            "cannot be run: its schedule updates late, and its weights have no versions yet",
+            where=where,
+            hint="take a module before `schedule`, or have `weight-versions` among the passes",
+        )
 
 
 def _verify_graphs(

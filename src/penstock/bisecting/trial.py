@@ -3,8 +3,10 @@
 In: the modules, weights (drawn from a seed where there are none), batches. Out: for a module what is wrong with it, and the first value that is.
 
     forward alone      outputs are those of the first module
-    gradients          the derivative of the loss by every parameter is what moving the parameter a little shows (slopes.py)
-    updates            outputs and variables of some steps are those of the recurrence of the first module with updates, at the schedule's delay
+    gradients          the derivative of the loss by every parameter is what moving the parameter a little shows (slopes.py); where the first module has
+                       derivatives already, those of the first
+    updates            outputs and variables of some steps are those of the recurrence of the first module with updates, at the schedule's delay;
+                       where that module is cut into stages already, those of its own schedule
 
 Every module is verified statically first: what the verifier refuses needs no numbers. All is computed in float64, so that only the order of sums may
 differ; allowed.py says by how much.
@@ -34,7 +36,7 @@ from penstock.bisecting.steps import Step
 from penstock.bisecting.values import Key, Seen, Spot, told
 from penstock.checks import delay_of, relative_error, synthetic_batch
 from penstock.ir.errors import PenstockError, VerifyError
-from penstock.ir.graph import PARAM, Graph, Module, Var
+from penstock.ir.graph import GRAD, PARAM, Graph, Module, Var
 from penstock.ir.interp import DictStore, Run, Watch, initial_arrays, microbatches_of, run_graph, run_recurrence, run_schedule
 from penstock.ir.numpy_ops import F64, Array, array_dtype
 from penstock.ir.types import FLOATS, UNIT_ROUNDOFF
@@ -45,7 +47,7 @@ from penstock.passes.schedules import ScheduleOptions, schedule
 # A pass that changes what an update does, and is meant to.
 _MEANT = r"guard\b"
 
-# What a run gave: outputs by ("output", microbatch, name), variables by ("variable", steps, name).
+# What a run gave: outputs by ("output", microbatch, name), variables at its end by ("variable", 0, name), derivatives by ("gradient", 0, name).
 Result = tuple[str, int, str]
 
 
@@ -109,14 +111,21 @@ class Trial:
     def _differences(self, module: Module) -> Iterator[Off]:
         if is_whole(module):
             yield from self._off(self._outputs(module), self._wanted)
-            if "B" in module.graphs:
+            if self._derives(module):
                 for name, error in Slopes(self, module).of_parameters():
                     yield Off(f"the derivative {name}", error, SLOPE_ALLOWED)
+            elif "B" in module.graphs:
+                yield from self._off(self._gradients(module), self._gradients(self.first), module=module)
         elif not updates(module):
             found = _results(self.execute(module))
             yield from self._off({key: array for key, array in found.items() if key[0] == "output"}, self._wanted)
         if self.compares_training(module):
             yield from self._off(_results(self.execute(module)), _results(self.recurrence(_delay(module))), _delay(module), module)
+
+    def _derives(self, module: Module) -> bool:
+        """Whether derivatives of this module were taken by passes that are looked at. Those that the first module came with may be by a part of the loss, or
+        of a multiple of it: then no slope says what they should be."""
+        return "B" in module.graphs and (module is self.first or "B" not in self.first.graphs)
 
     def compares_training(self, module: Module) -> bool:
         """Whether there is a module to compare its training with."""
@@ -127,13 +136,17 @@ class Trial:
     ) -> Iterator[Off]:
         for key, array in wanted.items():
             kind, number, name = key
-            if kind == "variable" and module is not None and name not in module.vars:
+            if kind != "output" and module is not None and name not in module.vars:
                 continue
             error = relative_error(found[key], array) if key in found else float("inf")
             allowed = self._allowed if error <= self._allowed.error else self._allowed_for(key, delay)
             if not error <= allowed.error:
-                steps = counted(len(self.batches), "step")
-                yield Off(f"%{name} of microbatch {number}" if kind == "output" else f"@{name} after {steps}", error, allowed)
+                yield Off(self._said(kind, number, name), error, allowed)
+
+    def _said(self, kind: str, number: int, name: str) -> str:
+        if kind == "output":
+            return f"%{name} of microbatch {number}"
+        return f"the derivative @{name}" if kind == "gradient" else f"@{name} after {counted(len(self.batches), 'step')}"
 
     @cached_property
     def _allowed(self) -> Allowed:
@@ -155,11 +168,14 @@ class Trial:
             calm, shaken = Seen(), Seen()
             shaker = self._shaken
             if delay is None:
-                for trial, seen in ((self, calm), (shaker, shaken)):
-                    trial._run_whole(trial.first, seen)
                 pairs: dict[Result | Key, tuple[Array, Array]] = {}
+                for trial, seen in ((self, calm), (shaker, shaken)):
+                    trial._run(trial.first, seen)
                 others = shaker._outputs(shaker.first)
-                pairs |= {key: (others[key], array) for key, array in self._wanted.items()}
+                wanted = self._wanted
+                if is_whole(self.first) and "B" in self.first.graphs:
+                    others, wanted = others | shaker._gradients(shaker.first), wanted | self._gradients(self.first)
+                pairs |= {key: (others[key], array) for key, array in wanted.items()}
             else:
                 one, other = self.recurrence(delay, calm.watch), shaker.recurrence(delay, shaken.watch)
                 others = _results(other)
@@ -200,6 +216,8 @@ class Trial:
         return self._outputs(self.first)
 
     def _outputs(self, module: Module) -> dict[Result, Array]:
+        if not is_whole(module):
+            return {key: array for key, array in _results(self.execute(module)).items() if key[0] == "output"}
         found: dict[Result, Array] = {}
         for k in range(self.microbatches):
             results = self.forward(module, k)
@@ -219,12 +237,19 @@ class Trial:
             run_graph(module.graphs["B"], given, store, F64, None if watch is None else partial(watch, "B", k))
         return store
 
+    def _gradients(self, module: Module) -> dict[Result, Array]:
+        """What the backward graph of a module in one piece adds up over the first batch."""
+        arrays = self.backward(module).arrays
+        return {("gradient", 0, name): arrays[name] for name, var in module.vars.items() if var.role == GRAD}
+
     def store(self, module: Module) -> DictStore:
         return DictStore(initial_arrays(module, self.weights, list(module.vars), F64))
 
     def recurrence(self, delay: int, watch: Watch | None = None) -> Run:
-        """Plain training, as late as a schedule is."""
+        """Plain training, as late as a schedule is. Stages do what their own schedule says, which has to be as late."""
         assert self.trained is not None
+        if not is_whole(self.trained):
+            return self.execute(self.trained, watch)
         return run_recurrence(self.trained, self.weights, self.batches, delay=delay, watch=watch)
 
     def execute(self, module: Module, watch: Watch | None = None) -> Run:
@@ -235,7 +260,11 @@ class Trial:
             module = schedule(module, ScheduleOptions("1f1b" if updates(module) else "forward", self.microbatches))
         return run_schedule(module, self.weights, self.batches if updates(module) else self.batches[:1], watch=watch)
 
-    def _run_whole(self, module: Module, seen: Seen) -> None:
+    def _run(self, module: Module, seen: Seen) -> None:
+        """The first batch, without updates where the module is in one piece."""
+        if not is_whole(module):
+            self.execute(module, seen.watch)
+            return
         graph = _forward_graph(module)
         for k, part in enumerate(self.parts):
             run_graph(graph, part, self.store(module), F64, partial(seen.watch, graph.name, k))
@@ -246,7 +275,7 @@ class Trial:
 
     def spots(self, bad: Module, before: Module | None) -> list[Spot]:
         """The values that are not what those of their names should be, in the order of execution; none where no value is comparable."""
-        if is_whole(bad) and "B" in bad.graphs and (found := Slopes(self, bad).first()):
+        if is_whole(bad) and self._derives(bad) and (found := Slopes(self, bad).first()):
             return [found]
         right: dict[Key, Array] = {}
         if before is not None and (_delay(before) == _delay(bad) or not updates(bad)):
@@ -266,10 +295,10 @@ class Trial:
         """All values of a run, as far as it goes."""
         seen = Seen()
         with suppress(VerifyError):
-            if is_whole(module) and not updates(module):
-                self._run_whole(module, seen)
-            else:
+            if updates(module):
                 self.execute(module, seen.watch)
+            else:
+                self._run(module, seen)
         return seen
 
 
@@ -293,6 +322,11 @@ def can_run(module: Module) -> bool:
 def _results(run: Run) -> dict[Result, Array]:
     found: dict[Result, Array] = {("output", k, name): array for k, outputs in run.outputs.items() for name, array in outputs.items()}
     return found | {("variable", 0, name): array for name, array in run.variables.items()}
+
+
+def comparable(first: Module, module: Module) -> bool:
+    """Whether the first module can say what the other one should give: stages have but one delay, that of their schedule."""
+    return is_whole(first) or not updates(module) or _delay(first) == _delay(module)
 
 
 def _delay(module: Module) -> int:
@@ -323,4 +357,4 @@ def drawn(var: Var, source: np.random.Generator) -> Array:
     return found
 
 
-__all__ = ["Off", "Trial", "can_run", "drawn", "is_whole", "told", "updates"]
+__all__ = ["Off", "Trial", "can_run", "comparable", "drawn", "is_whole", "told", "updates"]
