@@ -68,6 +68,8 @@ class Op:
     outs: tuple[Value, ...]
     attrs: Attrs = field(default_factory=dict)
     loc: str = ""
+    # How text.py prints it, once it has.
+    line: str | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # One nan for all, so that operations that print alike are equal.

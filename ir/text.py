@@ -54,11 +54,24 @@ def print_literal(value: Attr) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return value if _WORD.fullmatch(value) and value not in _WORDS_TAKEN else json.dumps(value)
+        return _print_word(value)
     return repr(value)
 
 
+@lru_cache(maxsize=1 << 14)
+def _print_word(text: str) -> str:
+    return text if _WORD.fullmatch(text) and text not in _WORDS_TAKEN else json.dumps(text)
+
+
 def print_op(op: Op) -> str:
+    """The line of an operation. It is made once: modules after one pass and the next have most operations in common."""
+    if op.line is None:
+        object.__setattr__(op, "line", _line(op))
+    assert op.line is not None
+    return op.line
+
+
+def _line(op: Op) -> str:
     args = ["%" + v.name for v in op.ins]
     args += ["@" + str(v) if k == "var" else f"{k}={print_literal(v)}" for k, v in op.attrs.items()]
     text = f"{op.kind}({', '.join(args)})"
@@ -97,8 +110,8 @@ def print_schedule(schedule: Schedule) -> Iterator[str]:
     yield "  }"
 
 
-def _print_var(var: Var) -> str:
-    text = f"  var @{var.name} : {var.type}"
+def print_var(var: Var) -> str:
+    text = f"var @{var.name} : {var.type}"
     if var.stage is not None:
         text += f" stage {var.stage}"
     text += f" {var.role}"
@@ -115,8 +128,8 @@ def _print_fields(fields: Mapping[str, Scalar]) -> str:
     return "".join(f" {k}={print_literal(v)}" for k, v in fields.items())
 
 
-def print_head(module: Module) -> Iterator[str]:
-    """The lines above the graphs."""
+def print_head(module: Module, line_of: Callable[[Var], str] | None = None) -> Iterator[str]:
+    """The lines above the graphs; those of variables where somebody says how."""
     facts = f" facts({', '.join(module.facts)})" if module.facts else ""
     yield f"module @{module.name}{facts} {{"
     if module.cluster is not None:
@@ -137,27 +150,32 @@ def print_head(module: Module) -> Iterator[str]:
         yield f"  input {value!r}"
     for name in module.outputs:
         yield f"  output %{name}"
-    for var in module.vars.values():
-        yield _print_var(var)
+    if line_of is not None:
+        yield from (f"  {line_of(var)}" for var in module.vars.values())
     for edge in module.edges:
         yield f"  edge {edge.src}>{edge.dst} {edge.phase} : {', '.join(map(repr, edge.values))}"
 
 
 class Printer:
-    """Prints modules that have graphs in common, as those after one pass and the next: every graph once."""
+    """Prints modules that have much in common, as those after one pass and the next: every graph and variable once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Graph, str]] = {}
+        # What was printed is kept with its text, so that nothing else has its address.
+        self._known: dict[int, tuple[Graph | Var, str]] = {}
 
     def print(self, module: Module) -> str:
-        lines = [*print_head(module), *map(self._graph, module.graphs.values())]
+        lines = [*print_head(module, self._var), *map(self._graph, module.graphs.values())]
         if module.schedule is not None:
             lines += print_schedule(module.schedule)
         lines += [f"  note {note.origin}: {note.text}" for note in module.notes]
         return "\n".join([*lines, "}"]) + "\n"
 
+    def _var(self, var: Var) -> str:
+        if (known := self._known.get(id(var))) is None:
+            known = self._known[id(var)] = var, print_var(var)
+        return known[1]
+
     def _graph(self, graph: Graph) -> str:
-        # The graph is kept with its text, so that no other has its address.
         if (known := self._known.get(id(graph))) is None:
             known = self._known[id(graph)] = graph, "\n".join(print_graph(graph))
         return known[1]

@@ -233,8 +233,16 @@ class GraphCost:
 
     graph: Graph
 
+    @classmethod
+    def of(cls, graph: Graph) -> GraphCost:
+        """That of a graph which is priced again and again, as those of stages are."""
+        if (known := graph.kept.get("cost")) is None:
+            known = graph.kept["cost"] = cls(graph)
+        found: GraphCost = known
+        return found
+
     @cached_property
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> tuple[Kernel, ...]:
         return kernels_of(self._chosen)
 
     @cached_property
@@ -323,7 +331,7 @@ def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, s
     found: dict[tuple[int, str], float] = {}
     microbatches = module.schedule.microbatches if module.schedule is not None else 1
     for rank, (stage, name) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True)):
-        graphs = {kind: GraphCost(graph) for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None}
+        graphs = {kind: GraphCost.of(graph) for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None}
         # Microbatch after microbatch, each graph finds in the cache what the others have left there; once per batch there is little.
         moved = {kind: priced.moved for kind, priced in graphs.items()}
         microbatch = sum(count for kind, count in moved.items() if kind not in PER_BATCH)

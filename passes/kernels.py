@@ -52,9 +52,14 @@ class Kernel:
         return sum(touch.bytes for touch in self.touches)
 
     @cached_property
+    def shape(self) -> object:
+        """What the kernel does: equal for kernels that differ only in names of values, variables and places in the source."""
+        return shape_of(self.body)
+
+    @cached_property
     def key(self) -> str:
         """A hash of what the kernel does: the same for kernels that differ in names only."""
-        return hashlib.sha256(repr(shape_of(self.body)).encode()).hexdigest()
+        return hashlib.sha256(repr(self.shape).encode()).hexdigest()
 
 
 def divide(graph: Graph) -> Division:
@@ -76,11 +81,14 @@ def is_table(op: Op) -> bool:
     return op.kind == "const" and isinstance(op.attrs["value"], tuple)
 
 
-def kernels_of(graph: Graph) -> list[Kernel]:
+def kernels_of(graph: Graph) -> tuple[Kernel, ...]:
     """All kernels of a graph, in the order of their first operation."""
-    division = divide(graph)
-    bodies = Bodies(graph, division)
-    return [Kernel(name, ops, bodies.body(name)) for name, ops in division.kernels.items()]
+    if (known := graph.kept.get("kernels")) is None:
+        division = divide(graph)
+        bodies = Bodies(graph, division)
+        known = graph.kept["kernels"] = tuple(Kernel(name, ops, bodies.body(name)) for name, ops in division.kernels.items())
+    found: tuple[Kernel, ...] = known
+    return found
 
 
 class Bodies:
@@ -123,7 +131,7 @@ class Bodies:
 
 
 def shape_of(body: Graph) -> object:
-    """Equal for kernels that differ only in names of values, variables and places in the source."""
+    """Equal for graphs that differ only in names of values, variables and places in the source."""
     number: dict[Value, int] = {v: i for i, v in enumerate(body.ins)}
     variables: dict[Attr, int] = {}
     parts: list[object] = [tuple(str(v.type) for v in body.ins)]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from penstock.ir.graph import Graph, Module, Op
-from penstock.ir.text import print_frame, print_head, print_op, print_schedule
+from penstock.ir.text import print_frame, print_head, print_op, print_schedule, print_var
 from penstock.ir.words import counted
 
 # A word is a name or number, or what stands between two of them. Longer stretches of unchanged words are cut in the middle.
@@ -81,9 +81,10 @@ class Difference:
 
 def compare(a: Module, b: Module) -> Difference:
     """What differs, as data. What the two modules share as objects is not looked into."""
-    programs: list[Iterable[str]] = [print_schedule(m.schedule) if m.schedule is not None else [] for m in (a, b)]
+    shared = a.schedule is b.schedule
+    programs: list[Iterable[str]] = [print_schedule(m.schedule) if m.schedule is not None and not shared else [] for m in (a, b)]
     return Difference(
-        _lines(*(_named(print_head(module), _head_name) for module in (a, b))),
+        _lines(_head(a, b), _head(b, a)),
         tuple(_graphs(a.graphs, b.graphs)),
         _moved(list(a.graphs), list(b.graphs)),
         _lines(*(_named((line for line in lines if line.strip() != "}"), _schedule_name) for lines in programs)),
@@ -152,6 +153,14 @@ def _schedule_name(line: str) -> object:
     return "schedule" if line.lstrip().startswith("schedule") else line.partition(":")[0]
 
 
+def _head(module: Module, other: Module) -> Named:
+    """What stands above the graphs. Of variables that both modules share as objects there is the name alone: modules have many, and passes change few."""
+    lines = _named(print_head(module), _head_name)
+    for name, var in module.vars.items():
+        lines["var", name] = "" if other.vars.get(name) is var else print_var(var)
+    return lines
+
+
 def _named(lines: Iterable[str], name: Callable[[str], object]) -> dict[object, str]:
     found: dict[object, str] = {}
     times: Counter[object] = Counter()
@@ -175,6 +184,8 @@ def _moved(before: Sequence[object], after: Sequence[object]) -> int:
     """How many have to be moved: all but the longest run of those that stand in the same order."""
     place = {key: i for i, key in enumerate(after)}
     common = [place[key] for key in before if key in place]
+    if common == sorted(common):
+        return 0
     tails: list[int] = []
     for at in common:
         i = bisect_left(tails, at)
@@ -188,13 +199,25 @@ def _moved(before: Sequence[object], after: Sequence[object]) -> int:
 class _Operations:
     """The operations of one graph by name."""
 
+    @classmethod
+    def of(cls, graph: Graph) -> _Operations:
+        """What one pass made is what the next one is given."""
+        if (known := graph.kept.get("operations")) is None:
+            known = graph.kept["operations"] = cls(graph)
+        found: _Operations = known
+        return found
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.named: dict[object, Op] = {}
         times: Counter[object] = Counter()
         for op in graph.ops:
-            key: object = tuple(v.name for v in op.outs)
-            if not op.outs:
+            key: object
+            if len(op.outs) == 1:
+                key = op.outs[0].name
+            elif op.outs:
+                key = tuple(v.name for v in op.outs)
+            else:
                 key = op.kind, op.attrs.get("var")
                 times[key] += 1
                 key = key, times[key]
@@ -205,7 +228,7 @@ class _Operations:
 def _graphs(before: Mapping[str, Graph], after: Mapping[str, Graph]) -> Iterator[GraphDifference]:
     # Of graphs that both modules share nothing went, and nothing came into them.
     touched = [{name: g for name, g in graphs.items() if before.get(name) is not after.get(name)} for graphs in (before, after)]
-    old, new = ({name: _Operations(graph) for name, graph in graphs.items()} for graphs in touched)
+    old, new = ({name: _Operations.of(graph) for name, graph in graphs.items()} for graphs in touched)
     # Where operations may have come from, and gone to: graphs that have no more, or did not have yet, one of that name.
     gone = _elsewhere(old, new)
     come = _elsewhere(new, old)
@@ -217,6 +240,8 @@ def _graphs(before: Mapping[str, Graph], after: Mapping[str, Graph]) -> Iterator
 
 def _prints_otherwise(a: Op, b: Op) -> bool:
     """Operations that are not equal print otherwise; of those that are, text decides: to Python True is 1, and 0.0 is -0.0."""
+    if a.line is not None and b.line is not None:
+        return a.line != b.line
     return a != b or print_op(a) != print_op(b)
 
 

@@ -30,7 +30,7 @@ from penstock.ir.graph import Graph, Module, Op
 from penstock.ir.ops import cost_of
 from penstock.ir.schedule import COMPUTE, PER_BATCH
 from penstock.passes.cost import bound
-from penstock.passes.kernels import Bodies, bytes_moved, divide, shape_of
+from penstock.passes.kernels import divide, kernels_of
 from penstock.terminal import size, table
 
 
@@ -93,17 +93,16 @@ def _device_of(module: Module, place: str) -> Device:
 
 def _rows_of(graph: Graph, stage: int, device: Device, per: str, times: int) -> list[KernelRow]:
     alike: dict[object, KernelRow] = {}
-    division = divide(graph)
-    bodies = Bodies(graph, division)
-    for name, ops in division.kernels.items():
-        body = bodies.body(name)
-        key = shape_of(body)
-        if key in alike:
-            row = alike[key]
-            alike[key] = replace(row, names=(*row.names, name), calls_per_batch=row.calls_per_batch + times)
+    for kernel in kernels_of(graph):
+        if kernel.shape in alike:
+            row = alike[kernel.shape]
+            alike[kernel.shape] = replace(row, names=(*row.names, kernel.name), calls_per_batch=row.calls_per_batch + times)
             continue
-        flops, moved = sum(cost_of(op).flops for op in body.ops), bytes_moved(body, ops)
-        alike[key] = KernelRow(stage, graph.name, (name,), ops, body, flops, moved, bound(flops, moved, device), per, times, device)
+        flops = sum(cost_of(op).flops for op in kernel.body.ops)
+        roofline = bound(flops, kernel.moved, device)
+        alike[kernel.shape] = KernelRow(
+            stage, graph.name, (kernel.name,), kernel.ops, kernel.body, flops, kernel.moved, roofline, per, times, device
+        )
     return list(alike.values())
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.differing import Difference, Lines, T, Words, compare, words
-from penstock.ir.graph import Module, Op
+from penstock.ir.graph import Attrs, Module, Op
 from penstock.ir.text import print_literal, print_op
 from penstock.passes.manager import count_ops
 from penstock.passes.pipelines import PASSES
@@ -108,9 +108,14 @@ def _op_words(a: Op, b: Op) -> Words:
     """Where nothing but attributes changed, those; else all words of the two lines."""
     if (a.kind, a.ins, a.outs, a.loc) != (b.kind, b.ins, b.outs, b.loc):
         return words(print_op(a), print_op(b), _MOST_WORDS)
-    parts: Words = [("", f"{', '.join('%' + v.name for v in b.outs)}{' = ' if b.outs else ''}{b.kind} ")]
-    for mark, these, others in (("-", a.attrs, b.attrs), ("+", b.attrs, a.attrs)):
-        for name, value in these.items():
-            if name not in others or (others[name] is not value and print_literal(others[name]) != print_literal(value)):
-                parts += [(mark, f"{name}={print_literal(value)}"), ("", " ")]
-    return parts
+    begin = f"{', '.join(['%' + v.name for v in b.outs])} = {b.kind} " if b.outs else f"{b.kind} "
+    return [("", begin), *_attribute_words("-", a.attrs, b.attrs), *_attribute_words("+", b.attrs, a.attrs)]
+
+
+def _attribute_words(mark: str, these: Attrs, others: Attrs) -> Iterator[tuple[str, str]]:
+    """The attributes that the other operation does not have, or not so."""
+    for name, value in these.items():
+        other = others.get(name)
+        if other is not value and (other is None or print_literal(other) != print_literal(value)):
+            yield mark, f"{name}={print_literal(value)}"
+            yield "", " "
