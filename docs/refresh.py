@@ -138,7 +138,7 @@ def passes() -> str:
     """Every pass with its options and the facts it needs and gives."""
     from dataclasses import MISSING, fields
 
-    from penstock.ir.text import print_literal
+    from penstock.ir.literals import print_literal
     from penstock.passes.pipelines import PASSES
 
     lines = ["| pass | options | needs | gives | does |\n", "| --- | --- | --- | --- | --- |\n"]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from .errors import UsageError
 from .graph import Attr
-from .text import parse_literal, print_literal
+from .literals import parse_literal, print_literal
 
 _WORDS = {
     "str": "a text",

@@ -28,39 +28,21 @@ the elements of tables are.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import NoReturn
 
 from .cluster import Cluster, Device, Host, Link, LinkClass
 from .errors import ParseError
 from .graph import ROLES, Attr, Edge, Graph, Mesh, Module, Note, Op, Scalar, Stage, Value, Var
+from .literals import parse_literal, parse_scalar, print_literal, split_items
 from .schedule import Action, Program, Schedule
 from .types import parse_type
 from .words import visible
 
 NAME = r"[\w./:\-]+"
-_WORDS_TAKEN = ("true", "false", "inf", "nan")
 
 # ------------------------------------------------------------------------------------------------ printing
-
-
-def print_literal(value: Attr) -> str:
-    """An attribute value as text; `parse_literal` is the inverse."""
-    if isinstance(value, tuple):
-        return "[" + ",".join(print_literal(v) for v in value) + "]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _print_word(value)
-    return repr(value)
-
-
-@lru_cache(maxsize=1 << 14)
-def _print_word(text: str) -> str:
-    return text if _WORD.fullmatch(text) and text not in _WORDS_TAKEN else json.dumps(text)
 
 
 def print_op(op: Op) -> str:
@@ -187,10 +169,7 @@ def print_module(module: Module) -> str:
 
 # ------------------------------------------------------------------------------------------------ parsing
 
-_WORD = re.compile(r"[A-Za-z_][\w.\-]*")
-_NUMBER = re.compile(r"[+-]?(?:\d+|inf|nan|(?:\d+\.\d*|\.\d+|\d+)(?:e[+-]?\d+)?)")
 _VALUE = re.compile(rf"%({NAME}) : (\w+\[[\w,/]*\](?:\+\w+)*)")
-_ITEM = re.compile(r'\s*((?:[^,\["]|"(?:[^"\\]|\\.)*"|\[(?:[^\]"]|"(?:[^"\\]|\\.)*")*\])+)\s*(?:,|$)')
 # What terminals obey: C0 and C1, but for tabs and ends of lines. The printer writes them as escapes, in strings alone.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _CALL = re.compile(r'(?:(%.*?) = )?(\w+)\(([^")]*(?:"(?:[^"\\]|\\.)*"[^")]*)*)\)(?: ; (.*))?')
@@ -207,52 +186,6 @@ _RANK = re.compile(r"rank (\d+) (start|batch):(.*)")
 _NOTE = re.compile(rf"note ({NAME}): (.*)")
 _FIELD = re.compile(rf"({NAME})=(.*)")
 _SPACE = re.compile(r"(\w+):(\d+)")
-
-
-def _items(text: str) -> Iterator[str]:
-    """Split at commas that are outside strings and brackets."""
-    at = 0
-    while at < len(text):
-        match = _ITEM.match(text, at)
-        if match is None:
-            raise ValueError(f"cannot read {text[at:]!r}, expected arguments separated by commas")
-        yield match[1].strip()
-        at = match.end()
-
-
-def parse_literal(text: str) -> Attr:
-    """The value that prints as `text`."""
-    return _known_literal(text) if len(text) <= _SHORT else _read_literal(text)
-
-
-def _read_literal(text: str) -> Attr:
-    if text.startswith("["):
-        if not text.endswith("]"):
-            raise ValueError(f"bad list {text!r}, expected ']' at the end")
-        parts = tuple(parse_literal(part) for part in _items(text[1:-1]))
-        if any(isinstance(part, tuple) for part in parts):
-            raise ValueError(f"lists do not nest: {text!r}")
-        return parts  # type: ignore[return-value]
-    return _parse_scalar(text)
-
-
-# Large modules have few different literals that are short.
-_SHORT = 64
-_known_literal = lru_cache(maxsize=1 << 14)(_read_literal)
-
-
-def _parse_scalar(text: str) -> Scalar:
-    if text in ("true", "false"):
-        return text == "true"
-    if _NUMBER.fullmatch(text):
-        return int(text) if text.lstrip("+-").isdigit() else float(text)
-    if text.startswith('"'):
-        loaded = json.loads(text)
-        if isinstance(loaded, str):
-            return loaded
-    if _WORD.fullmatch(text):
-        return text
-    raise ValueError(f"bad literal {text!r}, expected true, false, a number, a word, a JSON string or a list")
 
 
 def _parse_init(text: str) -> str | tuple[float, ...]:
@@ -318,7 +251,7 @@ class _GraphParser:
         ins: list[Value] = []
         attrs: dict[str, Attr] = {}
         simple = '"' not in arguments and "[" not in arguments
-        for text in arguments.split(", ") if simple and arguments else _items(arguments):
+        for text in arguments.split(", ") if simple and arguments else split_items(arguments):
             if text[0] == "%":
                 ins.append(self._use(text))
             elif text[0] == "@":
@@ -391,7 +324,7 @@ class _ModuleParser:
 
     def _device(self, line: str) -> None:
         name, *words = line.split(" ")[1:]
-        fields = {m[1]: _parse_scalar(m[2]) for w in words if (m := _FIELD.fullmatch(w))}
+        fields = {m[1]: parse_scalar(m[2]) for w in words if (m := _FIELD.fullmatch(w))}
         spaces = tuple((m[1], int(m[2])) for w in words if (m := _SPACE.fullmatch(w)))
         if len(fields) + len(spaces) != len(words):
             raise ValueError("expected 'device name key=value ... space:bytes ...'")
@@ -484,7 +417,7 @@ class _ModuleParser:
 
 def _fields(words: Iterable[str]) -> dict[str, Scalar]:
     matches = [_fullmatch(_FIELD, word, "key=value") for word in words]
-    return {m[1]: _parse_scalar(m[2]) for m in matches}
+    return {m[1]: parse_scalar(m[2]) for m in matches}
 
 
 def _fullmatch(pattern: re.Pattern[str], line: str, expected: str) -> re.Match[str]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ..ir.errors import PenstockError, UsageError
 from ..ir.graph import Attr, Module
-from ..ir.text import parse_literal, print_literal
+from ..ir.literals import parse_literal, print_literal
 from ..ir.verify import verify
 
 

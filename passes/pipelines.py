@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, ParamSpec
 
 from ..ir.graph import Attr, Scalar
-from ..ir.text import print_literal
+from ..ir.literals import print_literal
 from .autodiff import AutodiffOptions, autodiff
 from .communicate import CommunicateOptions, communicate
 from .decompose import DecomposeOptions, decompose

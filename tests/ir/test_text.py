@@ -10,9 +10,10 @@ from hypothesis import given, settings
 
 from penstock.ir.errors import ParseError
 from penstock.ir.graph import Graph, Module
+from penstock.ir.literals import parse_literal, print_literal
 from penstock.ir.ops import make
 from penstock.ir.schedule import Action
-from penstock.ir.text import parse_literal, parse_module, print_literal, print_module
+from penstock.ir.text import parse_module, print_module
 from penstock.ir.types import TensorType, parse_type
 
 

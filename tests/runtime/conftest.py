@@ -13,8 +13,9 @@ from penstock.backends.bundle import Bundle
 from penstock.backends.bundle_writer import write_bundle
 from penstock.backends.interface import backend_of
 from penstock.ir.graph import Module
+from penstock.ir.literals import print_literal
 from penstock.ir.rates import Constant
-from penstock.ir.text import parse_module, print_literal
+from penstock.ir.text import parse_module
 from penstock.passes.communicate import communicate
 from penstock.passes.lifetimes import lifetimes
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule

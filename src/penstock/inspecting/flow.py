@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from penstock.ir.graph import Graph, Op, Value
-from penstock.ir.text import print_literal
+from penstock.ir.literals import print_literal
 
 MOST_RAILS = 12
 # More inputs than these are named where they are used.

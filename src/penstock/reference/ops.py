@@ -6,9 +6,9 @@ import inspect
 from argparse import Namespace
 from collections.abc import Iterator
 
+from penstock.ir.literals import print_literal
 from penstock.ir.numpy_ops import NUMPY
 from penstock.ir.ops import ANY, OPS, Needs, OpDef
-from penstock.ir.text import print_literal
 from penstock.passes.decompose import DECOMPOSE, DecomposeOptions
 from penstock.passes.vjp import FLAT, STATISTICS, STOPS, VJP
 from penstock.reference.coverage import STATE, coverage

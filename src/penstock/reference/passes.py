@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.ir import verify
 from penstock.ir.errors import UsageError
-from penstock.ir.text import print_literal
+from penstock.ir.literals import print_literal
 from penstock.passes.manager import Pass
 from penstock.passes.pipelines import PASSES, PIPELINES, pipeline_text
 from penstock.terminal import table

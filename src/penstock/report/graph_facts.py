@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from penstock.ir.graph import Module, Op, Value
-from penstock.ir.text import print_literal
+from penstock.ir.literals import print_literal
 from penstock.report.strings import Strings
 
 # Attributes that have a place of their own, or say what others say.

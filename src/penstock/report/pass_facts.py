@@ -14,7 +14,8 @@ from typing import Any
 
 from penstock.differing import Difference, Lines, T, Words, compare, words
 from penstock.ir.graph import Attrs, Module, Op
-from penstock.ir.text import print_literal, print_op
+from penstock.ir.literals import print_literal
+from penstock.ir.text import print_op
 from penstock.passes.manager import count_ops
 from penstock.passes.pipelines import PASSES
 from penstock.report.material import Step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.inspecting.why import stage_of
 from penstock.ir.graph import Graph, Module, Op
-from penstock.ir.text import print_literal
+from penstock.ir.literals import print_literal
 from penstock.passes.fuse import INLINE
 
 
