@@ -398,7 +398,7 @@ def opt_command(arguments: Namespace) -> None:
     calls = parse_pipeline(text, PASSES, where)
     before = load_module(arguments.file)
     if arguments.dump_ir and Path(arguments.file).resolve().parent == Path(arguments.dump_ir).resolve():
-        raise UsageError(f"{arguments.file} lies in it, and would be removed", where="--dump-ir", hint="give another folder")
+        raise UsageError(f"{arguments.file} lies in it, and a dump may take its place", where="--dump-ir", hint="give another folder")
     dump = dump_of(arguments)
     module = run_passes(before, calls, PASSES, dump=dump)
     if dump is not None:

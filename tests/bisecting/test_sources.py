@@ -95,3 +95,6 @@ def test_a_dump_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert main(["compile", str(model), "-o", str(tmp_path / "other"), *ARGUMENTS["gpt"], "--backend", "numpy", "--dump-ir", str(tmp_path / "c"), "--dump-ir-changed"]) == 0  # fmt: skip
     assert bisected(tmp_path / "c") == 2
     assert "without --dump-ir-changed" in capsys.readouterr().err
+    assert main(["compile", str(model), "-o", str(tmp_path / "part"), *ARGUMENTS["gpt"], "--backend", "numpy", "--dump-ir", str(tmp_path / "d"), "--dump-ir-filter", "= matmul"]) == 0  # fmt: skip
+    assert main(["verify", str(tmp_path / "d"), "--bisect"]) == 2
+    assert "without --dump-ir-filter" in capsys.readouterr().err

@@ -189,6 +189,7 @@ def test_no_file_replaces_what_is_read_or_another_one(built: Path, tmp_path: Pat
         ([bundle, "--html", f"{built}/dumps/index.html", "--dumps", f"{built}/dumps"], "is inside of --dumps"),
         ([bundle, "--params", "--checkpoint", str(tmp_path), "--export", same], "same.json: is inside of --checkpoint"),
         ([bundle, "--export", same, "--html", same], "named twice"),
+        ([bundle, "--export", str(tmp_path / "m.onnx"), "--html", str(tmp_path / "m.onnx.data")], "named twice"),
     ):
         assert main(["inspect", *words]) == 2, words
         assert said in capsys.readouterr().err

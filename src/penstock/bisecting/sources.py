@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.bisecting.steps import WRITTEN, Original, Program, Step, Trail
+from penstock.dumping.folder import EXCERPT
 from penstock.dumping.reading import dumped_passes, made_again
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
 from penstock.terminal import say
@@ -37,7 +38,10 @@ def read_dumps(folder: str | Path) -> list[Step]:
         raise UsageError("there is no 00_input.ir", where=str(folder), hint="give a folder that `penstock compile --dump-ir` wrote")
     if any(Path(folder).glob("*.diff")):
         raise UsageError("has changes in place of modules", where=str(folder), hint="dump again without --dump-ir-changed")
-    return [Step(dump.path.name, dump.call, dump.module) for dump in found]
+    steps = [Step(dump.path.name, dump.call, dump.module) for dump in found]
+    if any(note.origin == EXCERPT for step in steps for note in step.module.notes):
+        raise UsageError("has parts of modules alone", where=str(folder), hint="dump again without --dump-ir-filter")
+    return steps
 
 
 @contextmanager

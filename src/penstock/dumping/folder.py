@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from penstock.arguing import Predicted
 
 EVENTS, PASSES, REPRO = "events.jsonl", "passes.tsv", "repro.ir"
+# Who notes in a module that it is a part of one.
+EXCERPT = "excerpt"
 STAGES, RANKS = "stages", "ranks"
 _HEADER = "number\tpass\tms\tops_before\tops_after\tchanged\trest\n"
 
@@ -178,7 +180,7 @@ class Dump:
         assert self._only is not None
         kept = count_ops(part)
         told = f"{kept} of {counted(count_ops(module), 'operation')}, those that match {self._only.pattern}"
-        return self.write(name, self._printer.print(part.noted("excerpt", told))) if kept else None
+        return self.write(name, self._printer.print(part.noted(EXCERPT, told))) if kept else None
 
     def write(self, name: str, text: str) -> str:
         """Write a file, in folders as its name says."""

@@ -22,7 +22,8 @@ def check_outputs(exports: Sequence[str], html: str | None, reads: Mapping[str, 
     outs += [] if html is None else [("--html", html)]
     given = {what: path for what, path in reads.items() if path}
     problems = [f"{flag} {path}: {problem}" for flag, path in outs for problem in _problems(flag, path, given)]
-    places = [os.path.realpath(path) for _, path in outs]
+    # Weights may go into a second file beside a model.
+    places = [os.path.realpath(path) for _, path in outs] + [os.path.realpath(f"{path}.data") for path in exports if path.endswith(".onnx")]
     if len(set(places)) < len(places):
         problems.append("the same file is named twice")
     if problems:

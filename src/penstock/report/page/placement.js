@@ -37,7 +37,7 @@ function reasons(place) {
       (planner.proven ? "by these no plan is faster" : `no plan takes less than ${seconds(planner.bound_s)}, ${percent(gap)} less`)]);
     for (const [schedule, step] of Object.entries(planner.schedules || {})) told.push(["schedule", `the best plan of ${schedule} takes ${seconds(step)}`]);
     for (const [schedule, why] of Object.entries(planner.refused || {})) told.push(["refused", `${schedule}: ${why}`]);
-    for (const [device, why] of Object.entries(planner.left_out || {})) told.push(["left out", `${device}: ${why}`]);
+    if (planner.left_out && planner.left_out.length) told.push(["left out", planner.left_out.join(", ")]);
   } else told.push(["planner", "was not asked: stages, devices and microbatches were given. compile --batch N lets it choose."]);
   return panel("Reasons", el("ul", { class: "reasons" }, [...told, ...lines].map(([origin, words]) => el("li", {}, el("span", { class: "origin" }, origin), el("span", {}, words)))));
 }

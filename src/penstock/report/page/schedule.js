@@ -173,11 +173,11 @@ function scheduleView() {
 
   const kinds = [...new Set(planned.lines.flat().map((slice) => slice.kind))].filter((kind) => COMPUTING.has(kind));
   const legend = el("div", { class: "legend" }, kinds.map((kind) => el("span", { class: "key" }, el("i", { class: `swatch kind-${kind}` }), `${kind} ${ACTION_NAMES[kind]}`)));
-  const from_batch = measured ? el("label", { class: "inline" }, "batch ", el("input", { type: "number", min: measured.first, max: measured.first + measured.count - 1, value: batch,
+  const from_batch = measured ? el("label", { class: "inline" }, "Both begin with batch ", el("input", { type: "number", min: measured.first, max: measured.first + measured.count - 1, value: batch,
     onchange: (event) => {
       batch = Math.max(measured.first, Math.min(measured.first + measured.count - 1, Number(event.target.value) || 0));
       chart.bounds(...limits());
-    } }), ` begins both; measured are ${measured.first} to ${measured.first + measured.count - 1} of ${schedule.measured.of}`) : null;
+    } }), `; measured are ${measured.first} to ${measured.first + measured.count - 1} of ${schedule.measured.of}`) : null;
   const scale = far ? choice("Scale of the plan", [["batch", `Plan stretched ${ratio.toPrecision(3)} times`], ["same", "One scale"]], "batch", (value) => {
     stretch(value === "batch" ? ratio : 1);
     chart.bounds(...limits());
