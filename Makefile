@@ -13,7 +13,7 @@
 #   make bench-kernels  single kernels against torch
 #   make bench-models   training and inference of whole models on one thread, against torch and onnxruntime
 #   make bench-schedules  time per batch of the schedules with computations of a given length (eight minutes)
-#   make docs         write the generated parts of the documentation anew
+#   make docs         write the generated parts of the documentation anew, and build its site in site/
 #   make dist         sdist and wheel into dist/, checked, and the wheel tried in an empty environment (minutes, downloads)
 #   make sbom         dist/sbom.cdx.json: what penstock runs on here, with versions and licences (CycloneDX)
 #   make clean        remove the environment and what the other targets left
@@ -95,8 +95,15 @@ format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/ready
+# What builds the site is installed once; from then on nothing here needs a network.
+$(VENV)/docs: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/docs
 	$(BIN)/python docs/refresh.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/train_gpt.py --layers 2 --width 128 --heads 4 --vocab 4096 --positions 64 --steps 4 --rounds 5
@@ -120,4 +127,4 @@ sbom: $(VENV)/ready
 	$(BIN)/python release/sbom.py --out dist/sbom.cdx.json
 
 clean:
-	rm -rf $(VENV) $(OUT) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OUT) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
