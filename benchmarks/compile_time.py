@@ -1,7 +1,7 @@
 """How long it takes to compile a GPT-2-small-shaped training bundle, with an empty cache and with a full one, and on what the time goes.
 
     python benchmarks/compile_time.py                                    GPT-2 small, two stages, 2bw: half a minute
-    python benchmarks/compile_time.py --torch                            torch.compile of the same training step beside it: minutes more
+    python benchmarks/compile_time.py --torch --tvm                      beside it torch.compile, and inference by TVM's default pipeline: minutes more
     python benchmarks/compile_time.py --layers 2 --width 128 --heads 4 --vocab 4096 --positions 64
 
 Every compile is a process of its own with a cache folder of its own: cold (nothing in the cache), kernels (all kernels are in the cache, as
@@ -18,6 +18,10 @@ bundle, the median of the rounds; and processor seconds of all its processes, wh
 
 torch.compile is timed as its users meet it: the first step of training (forward and backward of one microbatch, with an empty cache) less a
 later one; torch has the whole model in one process.
+
+With --tvm inference of the same file is compiled for one process: by Penstock to a bundle, with an empty cache; by TVM's importer and `tvm.compile` with its default
+pipeline to a shared library (wall time of the whole process for both); with --torch by torch.compile, too, the first call less a later one. With --run
+what they compiled is called once, and results are compared with onnxruntime's: only for small models, as TVM's default kernels are plain loops.
 """
 
 from __future__ import annotations
@@ -25,7 +29,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -36,16 +39,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from machine import load, system, write_json
+
 BEGIN = time.perf_counter()
 PHASES = ("import", "frontend", "passes", "lowering", "kernels", "link", "bundle")
 STATES = ("cold", "kernels", "warm")
+INFERENCE = "inference"
 
 
 def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, jobs: int | None) -> dict[str, Any]:
     """Compile in this process, as `penstock compile` does; seconds by phase."""
     from dataclasses import replace
 
-    from turns import Shape
+    from training_shape import Shape
 
     import penstock as ps
     import penstock.frontends.onnx
@@ -57,11 +63,12 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
     shape = Shape.from_json(shape_text)
     model = ps.from_onnx(model_file)
     marks.append(time.perf_counter())
-    cluster = ps.Cluster.local(2)
+    infers = schedule == INFERENCE
+    cluster = ps.Cluster.local(1 if infers else 2)
     cluster = replace(cluster, devices=tuple(replace(device, threads=1) for device in cluster.devices))
     optimizer = ps.AdamW(lr=shape.lr, weight_decay=shape.weight_decay)
     training = ps.Training(loss="cross_entropy", optimizer=optimizer, microbatches=shape.microbatches)
-    plan = ps.plan(model, cluster, training, schedule=schedule, precision=shape.precision)
+    plan = ps.plan(model, cluster, None if infers else training, schedule="1f1b" if infers else schedule, precision=shape.precision)
     marks.append(time.perf_counter())
     with tempfile.TemporaryDirectory() as scratch, Builder(CompileOptions(jobs=jobs)) as builder:
         parts = {
@@ -85,26 +92,63 @@ def compile_once(shape_text: str, model_file: str, schedule: str, bundle: Path, 
     }
 
 
-def torch_once(shape_text: str) -> dict[str, Any]:
-    """First training step under torch.compile, and a later one."""
+def torch_once(shape_text: str, model_file: str, infers: str) -> dict[str, Any]:
+    """First step under torch.compile, of training or of inference, and a later one."""
     import torch
-    from torch_contender import Part, loss_of
-    from turns import Shape
+    from torch_contender import loss_of
+    from torch_models import build
+    from training_shape import Shape
 
     shape = Shape.from_json(shape_text)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = Part(shape, 0, shape.layers)
-    forward = torch.compile(lambda x, y: loss_of(model(x), y))
+    model = build(shape.model, shape.sizes, Path(model_file))
     tokens = torch.randint(shape.vocab, (2, shape.microbatch_samples, shape.positions))
+    if infers == INFERENCE:
+        run = torch.compile(model.eval())
+
+        def once() -> object:
+            with torch.inference_mode():
+                return run(tokens[0])
+    else:
+        forward = torch.compile(lambda x, y: loss_of(model(x), y))
+
+        def once() -> object:
+            return forward(tokens[0], tokens[1]).backward()
 
     def step() -> tuple[float, float]:
         begin, spent = time.perf_counter(), processor_seconds()
-        forward(tokens[0], tokens[1]).backward()
+        once()
         return time.perf_counter() - begin, processor_seconds() - spent
 
     first = step()
     later = min(step() for _ in range(2))
-    return {"torch.compile": first[0] - later[0], "torch.compile processor": first[1] - later[1]}
+    return {"seconds": first[0] - later[0], "processor": first[1] - later[1]}
+
+
+def tvm_once(model_file: str, library: str, runs: str) -> dict[str, Any]:
+    """TVM's own importer and default pipeline, to a shared library; with `runs` the largest relative difference of its results from onnxruntime's."""
+    import onnx
+    import tvm
+    from tvm.relax.frontend.onnx import from_onnx
+
+    # Weights stay parameters: none of them is folded or written into the library.
+    module = from_onnx(onnx.load(model_file), keep_params_in_input=True)
+    module, weights = tvm.relax.frontend.detach_params(module)
+    executable = tvm.compile(module, target=tvm.target.Target.from_device(tvm.cpu()))
+    executable.export_library(library)
+    found: dict[str, Any] = {"processor": processor_seconds()}
+    if runs:
+        import numpy as np
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(model_file, providers=["CPUExecutionProvider"])
+        x = session.get_inputs()[0]
+        given = np.zeros(x.shape, np.int64)
+        machine = tvm.relax.VirtualMachine(tvm.runtime.load_module(library), tvm.cpu())
+        result = machine["main"](tvm.runtime.tensor(given), *weights["main"])
+        exact = session.run(None, {x.name: given})[0]
+        found["error"] = float(np.abs(result.numpy() - exact).max() / np.abs(exact).max())
+    return found
 
 
 def processor_seconds() -> float:
@@ -123,14 +167,10 @@ def child(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from turns import Shape
+    from training_shape import shape_of, write_model
 
-    from penstock.models import write_gpt
-
-    shape = Shape(**{name: getattr(arguments, name) for name in Shape.__dataclass_fields__})
-    sizes = {name: getattr(shape, name) for name in ("layers", "width", "heads", "vocab", "positions", "seed")}
-    model = folder / "gpt.onnx"
-    write_gpt(model, batch=shape.microbatch_samples, **sizes)
+    shape = shape_of(arguments)
+    model = write_model(shape, folder / f"{shape.model}.onnx")
     found: dict[str, list[dict[str, Any]]] = {state: [] for state in STATES}
     for number in range(arguments.rounds):
         cache = folder / f"cache{number}"
@@ -143,8 +183,16 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             found[state].append(row)
             print(f"{state}: {row['total']:.1f} s", file=sys.stderr)
     result: dict[str, Any] = {"states": found}
+    by_torch = ["torch", shape.to_json(), str(model)]
     if arguments.torch:
-        result |= child(["torch", shape.to_json()], {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")})
+        result["training"] = {"torch.compile": child([*by_torch, "training"], {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")})}
+    if arguments.tvm:
+        words = ["compile", shape.to_json(), str(model), INFERENCE, str(folder / "inference"), str(arguments.jobs or 0)]
+        inference = {"penstock": child(words, {"PENSTOCK_CACHE": str(folder / "inference-cache")})}
+        inference["tvm"] = child(["tvm", str(model), str(folder / "tvm.so"), "runs" if arguments.run else ""], {})
+        if arguments.torch:
+            inference["torch.compile"] = child([*by_torch, INFERENCE], {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inference-inductor")})
+        result["inference"] = {name: row | {"seconds": row.get("seconds", row["total"])} for name, row in inference.items()}
     return result
 
 
@@ -167,10 +215,13 @@ def report(result: dict[str, Any]) -> None:
     for state, rows in result["states"].items():
         totals = ", ".join(f"{row['total']:.1f}" for row in rows)
         print(f"{state}: {rows[0]['found']}, totals {totals} s")
-    if "torch.compile" in result:
-        cold = statistics.median(row["total"] for row in result["states"]["cold"])
-        seconds, processor = result["torch.compile"], result["torch.compile processor"]
-        print(f"torch.compile, first step less a later one: {seconds:.1f} s ({seconds / cold:.1f} times ours), processor {processor:.1f} s")
+    ours = {"training": statistics.median(row["total"] for row in result["states"]["cold"])}
+    for what in (name for name in ("training", "inference") if name in result):
+        for name, row in result[what].items():
+            ours.setdefault(what, row["seconds"])  # Penstock comes first
+            print(
+                f"{what} by {name}: {row['seconds']:.1f} s ({row['seconds'] / ours[what]:.1f} times ours), processor {row['processor']:.1f} s"
+            )
 
 
 def main() -> int:
@@ -181,33 +232,33 @@ def main() -> int:
         os.dup2(2, 1)
         if what == "torch":
             answer = torch_once(*words)
+        elif what == "tvm":
+            answer = tvm_once(*words)
         else:
             answer = compile_once(words[0], words[1], words[2], Path(words[3]), int(words[4]) or None)
         print(json.dumps(answer), file=out, flush=True)
         return 0
     arguments = _arguments()
-    cores = len(os.sched_getaffinity(0))
-    print(f"Python {platform.python_version()}, {cores} cores, load {os.getloadavg()[0]:.2f}")
+    print(f"{system()}, {len(os.sched_getaffinity(0))} cores, load {load()}")
     with tempfile.TemporaryDirectory(prefix="compile-time-") as folder:
         result = measure(arguments, Path(folder))
-    print(f"load after {os.getloadavg()[0]:.2f}\n")
+    print(f"load after {load()}\n")
     report(result)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+    write_json(arguments.json, result)
     return 0
 
 
 def _arguments() -> argparse.Namespace:
-    from turns import Shape
+    from training_shape import add_shape_arguments
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, spec in Shape.__dataclass_fields__.items():
-        kind = type(spec.default)
-        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=spec.default, help=f"default: {spec.default}")
+    add_shape_arguments(parser)
     parser.add_argument("--schedule", default="2bw", help="default: 2bw")
     parser.add_argument("--rounds", type=int, default=1, help="compiles of each kind (default: 1)")
     parser.add_argument("--jobs", type=int, help="processes to compile with (default: one per core)")
     parser.add_argument("--torch", action="store_true", help="time torch.compile, too")
+    parser.add_argument("--tvm", action="store_true", help="compile inference, too, by Penstock and by TVM's default pipeline")
+    parser.add_argument("--run", action="store_true", help="call what TVM compiled and compare with onnxruntime")
     parser.add_argument("--json", metavar="FILE", help="write every figure")
     return parser.parse_args()
 

@@ -19,7 +19,6 @@ reading. Without the thread a step takes rest + read; with it, it cannot take le
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -35,6 +34,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import msgspec
 import numpy as np
 import torch
+from machine import markdown, write_json
 
 import penstock as ps
 from penstock.backends.bundle import Bundle, open_bundle
@@ -144,11 +144,11 @@ def measure(name: str, bundle: Bundle, files: Mapping[str, Path], rounds: int, s
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    rows = ["| row | read ms | rest ms | without ms | with ms | bound ms | gain | of the bound |", "| --- " * 8 + "|"]
+    rows = []
     for x in lines:
         told = [f"{x[key] * 1e3:.1f}" for key in ("read", "rest", "without", "with", "bound")]
-        rows.append(f"| {' | '.join([x['row'], *told, format(x['without'] / x['with'], '.3f'), format(x['bound'] / x['with'], '.3f')])} |")
-    return "\n".join(rows)
+        rows.append([x["row"], *told, f"{x['without'] / x['with']:.3f}", f"{x['bound'] / x['with']:.3f}"])
+    return markdown(["row", "read ms", "rest ms", "without ms", "with ms", "bound ms", "gain", "of the bound"], rows)
 
 
 def main() -> int:
@@ -176,8 +176,7 @@ def main() -> int:
             lines.append(measure(name, bundle, files, arguments.rounds, arguments.steps))
             print(f"{name}: {lines[-1]['without'] / lines[-1]['with']:.2f} times as fast with reading ahead", file=sys.stderr, flush=True)
     print(table(lines))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"lines": lines}, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.json, {"lines": lines})
     return 0
 
 

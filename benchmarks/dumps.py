@@ -16,9 +16,7 @@ of a dump is even imported (tests/test_dumping.py).
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -28,6 +26,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from machine import load, system, write_json
 
 STATES = ("cold", "warm", "first")
 COMPILE = ["--devices", "2", "--loss", "cross_entropy", "--optimizer", "adamw", "--lr", "1e-3", "--microbatches", "4", "--schedule", "2bw"]
@@ -106,13 +106,12 @@ def report(result: dict[str, Any]) -> None:
 
 def main() -> int:
     arguments = _arguments()
-    print(f"Python {platform.python_version()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.2f}")
+    print(f"{system()}, {len(os.sched_getaffinity(0))} cores, load {load()}")
     with tempfile.TemporaryDirectory(prefix="dumps-") as folder:
         result = measure(arguments, Path(folder))
-    print(f"load after {os.getloadavg()[0]:.2f}\n")
+    print(f"load after {load()}\n")
     report(result)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+    write_json(arguments.json, result)
     return int(any(added(result, state)[1] > arguments.most for state in ("cold", "warm")))
 
 

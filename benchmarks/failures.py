@@ -28,6 +28,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+from machine import write_json
 from namespaces import Hosts, available, kill
 from processes import resident_bytes
 
@@ -348,8 +349,7 @@ def main() -> int:
         print(
             f"{len(found)} trials, {result['failed']} failed, ended in {result['median_s']:.1f} s (median), {result['worst_s']:.1f} s (worst)"
         )
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+    write_json(arguments.json, result)
     return int(failed)
 
 

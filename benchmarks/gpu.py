@@ -14,7 +14,6 @@ synchronisations, medians of the rounds. Losses have to agree with those of eage
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import models
 import numpy as np
 import torch
 import torch.nn.functional as F
+from machine import write_json
 
 import penstock as ps
 from penstock.backends.interface import CompileOptions, backend_of, target_of
@@ -246,8 +246,7 @@ def main(words: Sequence[str] | None = None) -> int:
             with tempfile.TemporaryDirectory() as scratch:
                 rows.append(measure(name, spec_of(name, arguments.tiny), Path(scratch), cluster, arguments))
             print_row(rows[-1])
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+    write_json(arguments.json, {"rows": rows})
     return int(any(row.get("wrong") for row in rows))
 
 

@@ -19,7 +19,6 @@ filling and draining the pipeline is part of it. The exit code is 1 where result
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -33,6 +32,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+from machine import markdown, write_json
+from turns import take_turns
 
 import penstock as ps
 from penstock.backends.bundle import Bundle, open_bundle
@@ -170,24 +171,13 @@ def forwards(bundle: Bundle) -> tuple[float, float]:
     return max(*each, sum(each) / usable_cores()), max(row["F"] for row in rehearse(bundle, ranks, batches=20, seconds=2.0))
 
 
-def take_turns(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds):
-        for name, run in runs.items():
-            times[name].append(run())
-        said = ", ".join(f"{name} {statistics.median(t):.2f} s" for name, t in times.items())
-        print(f"round {number + 1} of {rounds}: {said}", file=sys.stderr)
-    return times
-
-
 def table(lines: list[dict[str, Any]]) -> str:
-    rows = ["| part | row | requests | requests/s | bound | of the bound | of alone |", "| --- " * 7 + "|"]
+    rows = []
     for x in lines:
         shares = [f"{x['requests'] / x['bound']:.1f}", f"{x['of_bound']:.3f}"] if "bound" in x else ["-", "-"]
         shares.append(f"{x['alone'] / x['seconds']:.3f}" if "alone" in x else "-")
-        told = [x["part"], x["row"], x["requests"], f"{x['requests'] / x['seconds']:.1f}", *shares]
-        rows.append(f"| {' | '.join(map(str, told))} |")
-    return "\n".join(rows)
+        rows.append([x["part"], x["row"], x["requests"], f"{x['requests'] / x['seconds']:.1f}", *shares])
+    return markdown(["part", "row", "requests", "requests/s", "bound", "of the bound", "of alone"], rows)
 
 
 def main() -> int:
@@ -208,8 +198,7 @@ def main() -> int:
         lines += real("large", LARGE, (2,), arguments.rounds, arguments.requests)
     print(table(lines))
     print(f"took {time.perf_counter() - begin:.0f} s", file=sys.stderr)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"lines": lines}, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.json, {"lines": lines})
     wrong = [x for x in lines if x.get("error", 0.0) > TOLERANCE]
     for x in wrong:
         print(f"{x['part']}, {x['row']}: results differ from onnxruntime's by {x['error']:.1e}", file=sys.stderr)

@@ -16,7 +16,6 @@ result), or if torch's is more than ten times that off, so that it cannot be the
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -29,6 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from machine import load, processor, system, versions, write_json
 
 if TYPE_CHECKING:
     from kernel_rows import Row, Work
@@ -112,11 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes.append(run_row(row, arguments.repeats, arguments.tolerance))
         print(f"{number} of {len(rows)}: {_progress(outcomes[-1])}", file=sys.stderr)
     peaks = _best(before, _peaks(), outcomes)
-    print(f"{'load after':<12} {_load()}\n")
+    print(f"{'load after':<12} {load()}\n")
     report(outcomes, peaks)
-    if arguments.json:
-        document = {"facts": facts, "peaks": peaks, "tolerance": arguments.tolerance, "rows": [_as_dict(o) for o in outcomes]}
-        Path(arguments.json).write_text(json.dumps(document, indent=2) + "\n")
+    write_json(arguments.json, {"facts": facts, "peaks": peaks, "tolerance": arguments.tolerance, "rows": [_as_dict(o) for o in outcomes]})
     return 1 if any(o.failure for o in outcomes) else 0
 
 
@@ -259,20 +258,12 @@ def _best(before: dict[str, float], after: dict[str, float], outcomes: Sequence[
 
 
 def _machine(arguments: argparse.Namespace) -> dict[str, str]:
-    from importlib.metadata import version
-
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    cores = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
     return {
-        "cpu": f"{names[0] if names else 'unknown'}, core {cores}",
-        "versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "apache-tvm", "penstock")),
+        "cpu": processor(sorted(os.sched_getaffinity(0))),
+        "versions": f"{system()}, {versions('torch', 'apache-tvm', 'penstock')}",
         "calls": f"at least {arguments.repeats} of each side, in turn; median of processor time",
-        "load before": _load(),
+        "load before": load(),
     }
-
-
-def _load() -> str:
-    return " ".join(f"{x:.2f}" for x in os.getloadavg())
 
 
 # ------------------------------------------------------------------------------------------------ reporting

@@ -12,9 +12,6 @@ exit code is 1 where a bound (below, seconds for 50,000 operations) is not kept,
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -23,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from machine import load, system, write_json
 
 import penstock as ps
 from penstock.differing import differences
@@ -100,7 +99,7 @@ def measure(layers: int, rounds: int) -> dict[str, Any]:
 
 def main() -> int:
     arguments = _arguments()
-    print(f"Python {platform.python_version()}, load {os.getloadavg()[0]:.2f}")
+    print(f"{system()}, load {load()}")
     result = measure(arguments.layers, arguments.rounds)
     operations = result["operations"]
     print(f"{operations} operations, {result['bytes'] / 2**20:.1f} MiB of text, rounds: {arguments.rounds}\n")
@@ -110,8 +109,7 @@ def main() -> int:
         seconds, bound = statistics.median(times), BOUNDS[name] * max(1.0, operations / OPERATIONS)
         late = late or seconds > bound
         print(f"{name:12}  {seconds:6.2f}  {seconds / operations * 1e6:6.1f}  {bound:7.2f}")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+    write_json(arguments.json, result)
     return int(late)
 
 

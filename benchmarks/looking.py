@@ -17,8 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from machine import markdown, write_json
 
 from penstock.cli import main as penstock
 from penstock.models import write_gpt
@@ -35,17 +38,26 @@ VIEWS = {
     "--export .csv": ("--export", "{folder}/schedule.csv"),
 }
 HEAVY = ("torch", "tvm", "onnx", "onnxruntime")
-_CODE = "import json, sys\nfrom penstock.cli import main\ncode = main(sys.argv[1:])\nprint('\\0' + json.dumps([code, [n for n in {heavy!r} if n in sys.modules]]))"
+# Help ends the process from within.
+_CODE = """
+import json, sys
+from penstock.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+print('\\0' + json.dumps([code, [name for name in {heavy!r} if name in sys.modules]]))
+"""
 
 
-def look(bundle: Path, words: tuple[str, ...]) -> tuple[float, list[str]]:
-    """One process: its seconds, and what it loaded."""
+def look(words: Sequence[str]) -> tuple[float, list[str]]:
+    """One command in a process of its own: its seconds, and what it loaded."""
     begin = time.perf_counter()
-    command = [sys.executable, "-c", _CODE.format(heavy=HEAVY), "inspect", str(bundle), *words]
+    command = [sys.executable, "-c", _CODE.format(heavy=HEAVY), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, env=os.environ | {"COLUMNS": "160"})
     seconds = time.perf_counter() - begin
     code, loaded = json.loads(done.stdout.rpartition("\0")[2])
-    assert code == 0, done.stderr
+    assert not code, done.stderr
     return seconds, loaded
 
 
@@ -60,17 +72,19 @@ def main() -> None:
         folder = Path(scratch)
         shape = {name: getattr(options, name) for name in ("layers", "width", "heads", "vocab", "positions")}
         write_gpt(folder / "gpt.onnx", **shape)
-        words = f"compile {folder}/gpt.onnx -o {folder}/bundle --devices 2 --dim batch=1 --loss cross_entropy --optimizer adamw --lr 0.001"
-        assert penstock([*words.split(), "--microbatches", "4", "--schedule", "2bw", "--backend", "numpy"]) == 0
+        compiling = (
+            f"compile {folder}/gpt.onnx -o {folder}/bundle --devices 2 --dim batch=1 --loss cross_entropy --optimizer adamw --lr 0.001"
+        )
+        assert penstock([*compiling.split(), "--microbatches", "4", "--schedule", "2bw", "--backend", "numpy"]) == 0
         size = sum(path.stat().st_size for path in (folder / "bundle").rglob("*") if path.is_file())
         for name, flags in VIEWS.items():
-            runs = [look(folder / "bundle", tuple(flag.format(folder=folder) for flag in flags)) for _ in range(options.rounds)]
+            words = ["inspect", str(folder / "bundle"), *(flag.format(folder=folder) for flag in flags)]
+            runs = [look(words) for _ in range(options.rounds)]
             rows.append({"view": name, "seconds": [seconds for seconds, _ in runs], "loaded": runs[0][1]})
-    print(f"\nbundle of {size / 1e6:.0f} MB, {options.rounds} processes each\n\n| view | seconds | loaded |\n| --- | --- | --- |")
-    for row in rows:
-        print(f"| {row['view']} | {statistics.median(row['seconds']):.2f} | {', '.join(row['loaded']) or '-'} |")
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=2), encoding="utf-8")
+    print(f"\nbundle of {size / 1e6:.0f} MB, {options.rounds} processes each\n")
+    lines = [[row["view"], f"{statistics.median(row['seconds']):.2f}", ", ".join(row["loaded"]) or "-"] for row in rows]
+    print(markdown(["view", "seconds", "loaded"], lines))
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

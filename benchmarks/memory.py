@@ -15,7 +15,6 @@ the plan with recomputation and a tenth. The plan trains to the end; the one wit
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import write_json
 
 import penstock as ps
 from penstock.models import write_cnn, write_gpt, write_mlp
@@ -196,8 +196,7 @@ def main() -> int:
         for name, error in found["errors"].items():
             print(f"  {name}: " + (f"ended with: {error}" if error else "trained to the end"))
         failed |= bool(found["errors"]["auto"]) or not found["errors"]["none"]
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
+    write_json(arguments.json, report)
     return int(failed)
 
 

@@ -1,13 +1,15 @@
-"""Whole models on one thread: Penstock against torch, torch.compile and onnxruntime, from the same ONNX files.
+"""Whole models in one process: Penstock against torch, torch.compile, onnxruntime and OpenVINO, from the same ONNX files.
 
-    python benchmarks/models.py                                       all models: about ten minutes, 8 GB of memory
+    python benchmarks/models.py                                       all models on one thread: about ten minutes, 8 GB of memory
+    python benchmarks/models.py --only infer --threads 2              inference on two cores
     python benchmarks/models.py --models resnet50-infer --rounds 21 --json models.json
     python benchmarks/models.py --precision bf16                      Penstock's bf16 against torch's autocast
     python benchmarks/models.py --tiny                                the same models in small: what the tests run
 
     resnet50-train    a step of SGD with momentum on 8 images of 3x224x224, 1000 classes
     bert-base-train   a step of AdamW on 8 sequences of 128 tokens: the encoder with a classification head
-    NAME-infer        gpt2-small (all logits of 128 positions), bert-base (128 positions), resnet50: one sample
+    NAME-infer        gpt2-small (all logits of 128 positions), bert-base (128 positions), resnet50, and cnn (five 3x3 convolutions of up to 512
+                      channels, each with pooling, on 224x224): one sample; mlp (four layers up to 4096 wide): 32 samples
 
 Batch norms use their stored statistics in training, at every contender, because that is what Penstock does: their scales and offsets are trained,
 their means and variances are not. Sequences are full, without a mask.
@@ -15,13 +17,12 @@ their means and variances are not. Sequences are full, without a mask.
 Everything runs in one process, a step of each contender in turn, the first one changing. Times are medians of processor time of the process; with
 several threads, of wall time. Training starts from the weights in the file, the same batch again and again, and losses of all contenders
 have to agree with those of eager torch, step by step, and fall. Results of inference are compared with torch in float64. Numbers that disagree
-are an error: exit code 1. README.md says more.
+are an error: exit code 1. OpenVINO takes part in inference where it is installed (`pip install '.[bench]'`). README.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -38,8 +39,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from peak import register_loop
+from machine import load, markdown, processor, system, versions, write_json
+from peak import rate_of_cores, register_loop
 from torch_models import build
+from turns import in_turn
 
 import penstock as ps
 from penstock import models as files
@@ -91,11 +94,15 @@ SPECS = {
     "gpt2-small-infer": Spec("gpt", _GPT, 1, "tokens", 128),
     "bert-base-infer": Spec("bert", _BERT, 1, "tokens", 128),
     "resnet50-infer": Spec("resnet", _RESNET, 1, "images", 1, None, 224),
+    "cnn-infer": Spec("cnn", {"channels": (3, 64, 128, 256, 512, 512), "size": 224, "classes": 1000}, 1, "images", 1),
+    "mlp-infer": Spec("mlp", {"sizes": (1024, 4096, 4096, 4096, 1000)}, 32, "samples", 1),
 }
 _SMALL = {
     "resnet": {"blocks": (1, 1), "width": 8, "classes": 10},
     "bert": {"layers": 2, "width": 32, "heads": 2, "vocab": 50, "positions": 16, "classes": 2},
     "gpt": {"layers": 2, "width": 32, "heads": 2, "vocab": 50, "positions": 16},
+    "cnn": {"channels": (3, 8, 16), "size": 16, "classes": 10},
+    "mlp": {"sizes": (16, 32, 32, 10)},
 }
 
 
@@ -118,6 +125,10 @@ def feeds_of(spec: Spec) -> Arrays:
     random = np.random.default_rng(1)
     if spec.kind == "resnet":
         feeds = {"x": random.standard_normal((spec.batch, 3, spec.size, spec.size), np.float32)}
+    elif spec.kind == "cnn":
+        feeds = {"x": random.standard_normal((spec.batch, spec.sizes["channels"][0], *[spec.sizes["size"]] * 2), np.float32)}
+    elif spec.kind == "mlp":
+        feeds = {"x": random.standard_normal((spec.batch, spec.sizes["sizes"][0]), np.float32)}
     else:
         feeds = {"tokens": random.integers(0, spec.sizes["vocab"], (spec.batch, spec.sizes["positions"]))}
     if spec.optimizer is not None:
@@ -148,11 +159,13 @@ class NotAvailable(Exception):
 
 
 def penstock_contender(spec: Spec, file: Path, feeds: Arrays, folder: Path, threads: int) -> Contender:
-    """One stage on one device, its functions called in this process as a worker calls them."""
+    """One stage on one device of so many threads, its functions called in this process as a worker calls them."""
     begin = time.perf_counter()
     training = None if spec.optimizer is None else ps.Training(loss="cross_entropy", optimizer=spec.optimizer)
     model = ps.from_onnx(file)
-    plan = ps.plan(model, Cluster.local(1), training, precision=spec.precision)
+    cluster = Cluster.local(1)
+    cluster = replace(cluster, devices=tuple(replace(device, threads=threads) for device in cluster.devices))
+    plan = ps.plan(model, cluster, training, precision=spec.precision)
     planned = time.perf_counter() - begin
     module, backend = plan.module, backend_of("tvm")
     names = backend.compile_stages(module, [0], folder)[0]
@@ -272,18 +285,34 @@ def onnxruntime_contender(file: Path, feeds: Arrays, threads: int) -> Contender:
     return Contender("onnxruntime", lambda: session.run(None, feeds)[0])
 
 
+def openvino_contender(file: Path, feeds: Arrays, threads: int) -> Contender:
+    """With float32 asked for: on processors with tile registers it computes in bfloat16 otherwise."""
+    try:
+        import openvino
+    except ImportError as missing:
+        raise NotAvailable("not installed") from missing
+    settings = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    model = openvino.Core().compile_model(str(file), "CPU", settings)
+    return Contender("openvino", lambda: model(feeds)[0].copy())
+
+
 def contenders_of(spec: Spec, file: Path, folder: Path, threads: int, compile_limit: float) -> tuple[list[Contender], dict[str, str]]:
     """Who takes part, and why others do not."""
     feeds = feeds_of(spec)
     found = [penstock_contender(spec, file, feeds, folder, threads), torch_contender(spec, file, feeds)]
     absent = {}
+    others: dict[str, Callable[[], Contender]] = {}
     if spec.optimizer is None:
         found.append(onnxruntime_contender(file, feeds, threads))
-    elif compile_limit:
+        others["openvino"] = lambda: openvino_contender(file, feeds, threads)
+    if compile_limit:
+        others["torch.compile"] = lambda: torch_contender(spec, file, feeds, compile_limit)
+    for name, make in others.items():
         try:
-            found.append(torch_contender(spec, file, feeds, compile_limit))
+            found.append(make())
         except NotAvailable as reason:
-            absent["torch.compile"] = str(reason)
+            absent[name] = str(reason)
+            print(f"{name}: {reason}", file=sys.stderr)
     return found, absent
 
 
@@ -318,14 +347,12 @@ def warm_up(spec: Spec, contenders: Sequence[Contender], file: Path) -> list[str
 
 
 def take_turns(contenders: Sequence[Contender], steps: int, rounds: int) -> None:
-    for number in range(rounds):
-        shift = number % len(contenders)
-        for contender in (*contenders[shift:], *contenders[:shift]):
-            wall, cpu = time.perf_counter(), time.process_time()
-            for _ in range(steps):
-                contender.step()
-            contender.cpu_s.append((time.process_time() - cpu) / steps)
-            contender.wall_s.append((time.perf_counter() - wall) / steps)
+    for _, contender in in_turn(contenders, rounds):
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            contender.step()
+        contender.cpu_s.append((time.process_time() - cpu) / steps)
+        contender.wall_s.append((time.perf_counter() - wall) / steps)
 
 
 def measure(name: str, spec: Spec, folder: Path, arguments: argparse.Namespace, cores: Sequence[int]) -> dict[str, Any]:
@@ -392,7 +419,7 @@ def table(rows: Sequence[Mapping[str, Any]], peak: float) -> str:
                 lines.append(cells + more)
                 cells = [""] * 5
         lines += [["", "", "", "", "", name, "-", "-", reason, ""] for name, reason in row["absent"].items()]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *lines])
+    return markdown(heads, lines)
 
 
 def time_of(side: Mapping[str, Any]) -> float:
@@ -405,13 +432,13 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     cores = sorted(os.sched_getaffinity(0))[: arguments.threads] if arguments.core is None else [arguments.core]
     loop = register_loop()
-    peak = loop.rate() if loop is not None else 0.0
+    peak = rate_of_cores(loop, cores) if loop is not None else 0.0
     rows = []
-    for name in arguments.models:
+    for name in (name for name in arguments.models if arguments.only in (None, name.rpartition("-")[2])):
         spec = replace(small(SPECS[name]) if arguments.tiny else SPECS[name], precision=arguments.precision)
         with tempfile.TemporaryDirectory(prefix="models-") as folder:
             rows.append(measure(name, spec, Path(folder), arguments, cores))
-    peak = max(peak, loop.rate()) if loop is not None else 0.0
+    peak = max(peak, rate_of_cores(loop, cores)) if loop is not None else 0.0
     facts = _facts(arguments, peak, cores)
     print("\n".join(f"{key:<12} {value}" for key, value in facts.items()) + "\n")
     print(table(rows, peak) + "\n")
@@ -420,29 +447,25 @@ def main() -> int:
         print(f"inference against onnxruntime, geometric mean: {statistics.geometric_mean(inference):.3f}")
     wrong = [f"{row['model']}: {text}" for row in rows for text in row["wrong"]]
     print("\n".join(f"WRONG {text}" for text in wrong) or "all numbers agree")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"facts": facts, "peak_flops": peak, "rows": rows}, indent=2) + "\n")
+    write_json(arguments.json, {"facts": facts, "peak_flops": peak, "threads": arguments.threads, "rows": rows})
     return 1 if wrong else 0
 
 
 def _facts(arguments: argparse.Namespace, peak: float, cores: Sequence[int]) -> dict[str, str]:
-    from importlib.metadata import version
-
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    packages = ("penstock", "torch", "onnxruntime", "apache-tvm")
     return {
-        "cpu": f"{names[0] if names else 'unknown'}, cores {', '.join(map(str, cores))}, threads {arguments.threads}",
-        "versions": ", ".join(f"{name} {version(name)}" for name in packages),
+        "cpu": f"{processor(cores)}, threads {arguments.threads}",
+        "versions": f"{system()}, {versions('penstock', 'torch', 'onnxruntime', 'openvino', 'apache-tvm')}",
         "precision": arguments.precision,
         "turns": f"{arguments.rounds} rounds of {arguments.steps} steps, median of {'processor' if len(cores) == 1 else 'wall'} time",
         "peak": f"{peak / 1e9:.1f} GFLOP/s multiply-adds in registers" if peak else "not measured, there is no g++",
-        "load": " ".join(f"{x:.2f}" for x in os.getloadavg()),
+        "load": load(),
     }
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SPECS, default=list(SPECS), metavar="NAME", help=f"of {', '.join(SPECS)}")
+    parser.add_argument("--only", choices=("train", "infer"), help="of these models")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default: 7)")
     parser.add_argument("--steps", type=int, default=1, help="steps in a turn (default: 1)")
     parser.add_argument("--threads", type=int, default=1, help="threads of every contender (default: 1); above 1, wall time counts")

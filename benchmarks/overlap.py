@@ -43,6 +43,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+from machine import write_json
 from namespaces import Hosts, available
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from transport import CONTENDERS, TIMEOUT, Empty, Pipeline, turns, write_bundle
@@ -239,8 +240,7 @@ def main() -> None:
                 continue
             lines.append(run_row(name, arguments.rounds, arguments.batches, Path(folder)))
     print(table(lines))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"lines": lines}, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.json, {"lines": lines})
 
 
 if __name__ == "__main__":

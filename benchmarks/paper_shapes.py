@@ -21,13 +21,13 @@ Two comparisons are formulas, given the same seconds and bytes, the best microba
 from __future__ import annotations
 
 import argparse
-import json
 from functools import cache
 from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
 
+from machine import write_json
 from shapes import gpt_chain
 
 from penstock.ir.cluster import Cluster, Device
@@ -224,8 +224,7 @@ def main() -> None:
                 f"\nrecomputation everywhere, 2bw, {model}, 8 devices, batch 512: {pair[1][1] / pair[0][1]:.2f} times as long ({pair[0][2]}; {pair[1][2]})"
             )
     print(f"\n{summary(lines)}")
-    if given.json:
-        given.json.write_text(json.dumps({"lines": lines}, indent=1))
+    write_json(given.json, {"lines": lines})
 
 
 if __name__ == "__main__":

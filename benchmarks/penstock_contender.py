@@ -14,7 +14,8 @@ from itertools import islice
 from pathlib import Path
 
 from processes import descendants
-from turns import Shape, batches, serve
+from training_shape import MOMENTUM, Shape, batches
+from turns import serve
 
 import penstock as ps
 
@@ -23,7 +24,10 @@ def compile_model(shape: Shape, model_file: str, schedule: str, bundle: Path) ->
     """Write the bundle; nothing of the model stays in this process."""
     cluster = ps.Cluster.local(2)
     cluster = replace(cluster, devices=tuple(replace(device, threads=1) for device in cluster.devices))
-    optimizer = ps.AdamW(lr=shape.lr, weight_decay=shape.weight_decay)
+    if shape.has_images:
+        optimizer: ps.AdamW | ps.Momentum = ps.Momentum(lr=shape.lr, beta=MOMENTUM, weight_decay=shape.weight_decay)
+    else:
+        optimizer = ps.AdamW(lr=shape.lr, weight_decay=shape.weight_decay)
     training = ps.Training(loss="cross_entropy", optimizer=optimizer, microbatches=shape.microbatches)
     begin = time.perf_counter()
     plan = ps.plan(ps.from_onnx(model_file), cluster, training, schedule=schedule, precision=shape.precision)
@@ -36,7 +40,8 @@ def main() -> None:
     shape, model_file, schedule, warmup = Shape.from_json(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
     bundle = Path(sys.argv[5])
     about = compile_model(shape, model_file, schedule, bundle)
-    data = ({"tokens": tokens, "labels": labels} for tokens, labels in batches(shape))
+    name = "x" if shape.has_images else "tokens"
+    data = ({name: inputs, "labels": labels} for inputs, labels in batches(shape))
     with ps.open(bundle, timeout=600) as job:
 
         def run(steps: int) -> list[float]:

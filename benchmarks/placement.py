@@ -24,6 +24,7 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
+from machine import write_json
 
 from penstock.passes.placement.contiguous import split_contiguously
 from penstock.passes.placement.ideals import bits, enumerate_ideals
@@ -202,9 +203,7 @@ def main() -> int:
         for r in results
     ]
     print(table(header, cells))
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+    write_json(arguments.json, results)
     for line in missed:
         print(f"missed: {line}", file=sys.stderr)
     return int(bool(missed) and arguments.check)

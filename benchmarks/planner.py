@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
+from machine import markdown, write_json
 from shapes import gpt_chain
 
 from penstock.ir.cluster import Device
@@ -20,6 +22,7 @@ from penstock.passes.planner.planner import Planner
 
 # Half of the data sheet's rate of 16-bit products; 80 GiB; NVLink inside a host, 25 GB/s between hosts.
 A100 = Device("", "cuda", target="sm_80", flops=1.5e14, bandwidth=1.5e12, spaces=(("hbm", 80 * 2**30),))
+HEADS = ("devices", "schedule", "planned in", "batch takes", "of the bound", "stages", "replicas", "microbatches", "stages that recompute")
 
 
 def main() -> None:
@@ -29,30 +32,50 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=96)
     parser.add_argument("--width", type=int, default=12288)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    parser.add_argument("--json", metavar="FILE", help="write all rows")
     given = parser.parse_args()
     chain = gpt_chain(given.layers, given.width, positions=2048, vocabulary=50257)
-    print("| devices | schedule | planned in | batch takes | of the bound | stages | replicas | microbatches | stages that recompute |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    rows: list[dict[str, Any]] = []
+    print(markdown(HEADS, []), flush=True)
     for hosts, batch in zip(given.hosts, given.batch, strict=True):
         fleet = fleet_of(equal_hosts(hosts, 8, A100, (2.5e11, 5e-6), (2.5e10, 1e-5)))
-        planner, total = Planner(chain, fleet, Wanted(batch)), 0.0
+        planner = Planner(chain, fleet, Wanted(batch))
         for schedule in given.schedules:
             start = time.process_time()
             found = planner.best(schedule)
-            taken = time.process_time() - start
-            total += taken
-            if found is None:
-                print(f"| {len(fleet)} | {schedule} | {taken:.1f} s | no plan is legal and fits | | | | | |", flush=True)
-                continue
-            plan = found.plan
-            replicas = sorted({len(stage.devices) for stage in plan.stages})
-            again = sum(stage.recompute for stage in plan.stages)
-            print(
-                f"| {len(fleet)} | {schedule} | {taken:.1f} s | {found.step:.2f} s | {found.bound / found.step:.0%} | {len(plan.stages)} "
-                f"| {', '.join(map(str, replicas))} | {plan.count} of {plan.size} | {again} |",
-                flush=True,
-            )
+            rows.append({"devices": len(fleet), "schedule": schedule, "seconds": time.process_time() - start})
+            if found is not None:
+                plan = found.plan
+                rows[-1] |= {
+                    "step": found.step,
+                    "of_bound": found.bound / found.step,
+                    "stages": len(plan.stages),
+                    "replicas": sorted({len(stage.devices) for stage in plan.stages}),
+                    "microbatches": [plan.count, plan.size],
+                    "recompute": sum(stage.recompute for stage in plan.stages),
+                }
+            print(f"| {' | '.join(cells(rows[-1]))} |", flush=True)
+        total = sum(row["seconds"] for row in rows if row["devices"] == len(fleet))
         print(f"| {len(fleet)} | all | {total:.1f} s | | | | | | |", flush=True)
+    write_json(given.json, {"rows": rows})
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    first = [str(row["devices"]), row["schedule"], f"{row['seconds']:.1f} s"]
+    if "step" not in row:
+        return [*first, "no plan is legal and fits", *[""] * 5]
+    count, size = row["microbatches"]
+    replicas = ", ".join(map(str, row["replicas"]))
+    return [
+        *first,
+        f"{row['step']:.2f} s",
+        f"{row['of_bound']:.0%}",
+        str(row["stages"]),
+        replicas,
+        f"{count} of {size}",
+        str(row["recompute"]),
+    ]
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "report"))
 
 import chromium
+from machine import write_json
 
 import penstock as ps
 from penstock.dumping import Dump
@@ -153,8 +154,7 @@ def told(found: dict[str, Any], program: str | None, out: str | None) -> int:
     if program is None:
         print("no Chromium is installed: nothing was opened")
     print("limits kept" if kept else f"LIMITS NOT KEPT: {LIMIT_BYTES / 1e6:.0f} MB, {LIMIT_S:.0f} s")
-    if out:
-        Path(out).write_text(json.dumps(found, indent=2), encoding="utf-8")
+    write_json(out, found)
     return 0 if kept else 1
 
 

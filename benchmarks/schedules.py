@@ -17,7 +17,6 @@ a schedule that needs another number than its delay + 1 makes the exit code 1.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -29,6 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from machine import write_json
 
 import penstock as ps
 from penstock.ir.simulate import time_per_batch
@@ -163,8 +164,7 @@ def main() -> int:
     lines = [line for row in rows for line in measure(row, arguments.forward, arguments.rounds, arguments.batches)]
     print(table(lines))
     print(f"took {time.perf_counter() - begin:.0f} s", file=sys.stderr)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"forward": arguments.forward, "lines": lines}, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.json, {"forward": arguments.forward, "lines": lines})
     return 1 if any(line["live"] != line["versions"] for line in lines) else 0
 
 

@@ -30,6 +30,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+from machine import write_json
 from namespaces import JUMBO, Hosts, available
 
 import penstock as ps
@@ -144,8 +145,7 @@ def main() -> int:
         return 1
     lines = measure(arguments.schedules, [rate * 1e6 for rate in arguments.rates], arguments.steps)
     print(table(lines))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"lines": lines}, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.json, {"lines": lines})
     worst = max(abs(x["ratio"] - 1) for x in lines)
     print(f"predictions are off by {worst:.1%} at worst, {GOAL:.0%} are allowed", file=sys.stderr)
     return int(worst > GOAL)

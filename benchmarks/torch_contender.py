@@ -1,105 +1,77 @@
-"""The same GPT in plain torch: two pipeline ranks under Schedule1F1B over gloo, or one process with two threads.
+"""The same model in plain torch: two pipeline ranks over gloo under a schedule of torch.distributed.pipelining, or one process with two threads.
 
-Written in the form that is fastest for torch on a CPU: fused attention (scaled_dot_product_attention), fused AdamW, gradients dropped
-rather than zeroed, float32 or autocast to bfloat16. The head is not tied to the embedding. First weights are those of the ONNX file that Penstock compiles.
+Written in the form that is fastest for torch on a CPU: fused attention (scaled_dot_product_attention), fused optimisers, gradients dropped
+rather than zeroed, float32 or autocast to bfloat16. First weights are those of the ONNX file that Penstock compiles.
 
-    python torch_contender.py SHAPE_JSON MODEL.onnx pipeline WARMUP RANK PORT SPLIT         SPLIT: blocks on rank 0
+    python torch_contender.py SHAPE_JSON MODEL.onnx SCHEDULE WARMUP RANK PORT               a rank; SCHEDULE is one of SCHEDULES
     python torch_contender.py SHAPE_JSON MODEL.onnx whole|accumulated WARMUP THREADS        a batch at once, or in microbatches
+
+Where a pipeline is cut its first rank measures: a microbatch forward and backward and a share of the update, piece by piece, on one thread. The cut with the
+least time of the busiest rank is taken.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Sequence
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from turns import Shape, batches, serve
+from torch_models import build
+from training_shape import MOMENTUM, Shape, batches
+from turns import serve
+
+# Name of the class, and stages on each of the two ranks.
+SCHEDULES = {"1f1b": ("Schedule1F1B", 1), "gpipe": ("ScheduleGPipe", 1), "interleaved-zb": ("ScheduleInterleavedZeroBubble", 2)}
+RANKS = 2
+# The first one warms up.
+TRIES = 2
 
 
-class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class Stage(nn.Module):
+    """Some pieces of the model, one after the other, at the precision of the shape."""
+
+    def __init__(self, pieces: Sequence[nn.Module], shape: Shape) -> None:
         super().__init__()
-        d = shape.width
-        self.heads = shape.heads
-        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv, self.projection = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, positions, d = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, positions, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).reshape(batch, positions, d))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class Part(nn.Module):
-    """Blocks `first` to `last` of the model, with the embedding in front of block 0 and the head behind the last one."""
-
-    def __init__(self, shape: Shape, first: int, last: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocab, shape.width) if first == 0 else None
-        self.position = nn.Embedding(shape.positions, shape.width) if first == 0 else None
-        self.blocks = nn.Sequential(*(Block(shape) for _ in range(first, last)))
-        self.norm = nn.LayerNorm(shape.width) if last == shape.layers else None
-        self.head = nn.Linear(shape.width, shape.vocab, bias=False) if last == shape.layers else None
-        self.is_low = shape.precision == "bf16"
+        self.pieces, self.is_low = nn.Sequential(*pieces), shape.precision == "bf16"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.is_low):
-            return self.run(x)
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        if self.embedding is not None and self.position is not None:
-            x = self.embedding(x) + self.position.weight[: x.shape[1]]
-        x = self.blocks(x)
-        if self.norm is not None and self.head is not None:
-            x = self.head(self.norm(x))
-        return x
+            return self.pieces(x)
 
 
-def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+def loss_of(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of a result for each sample, or for each position of each sample."""
+    return F.cross_entropy(outputs.flatten(0, -2).float(), labels.flatten())
 
 
-def copy_weights(part: Part, first: int, path: Path) -> None:
-    """Take over the initializers of the ONNX file. Its matrices are [in, out], torch's [out, in]."""
-    import onnx
-    from onnx import numpy_helper
-
-    folder = str(path.parent)
-    tensors = {t.name: t for t in onnx.load(str(path), load_external_data=False).graph.initializer}
-    prefixes = {"embedding": "wte", "position": "wpe", "norm": "ln_f", "head": "lm_head"}
-    modules = {"norm1": "ln_1", "norm2": "ln_2", "qkv": "attn.qkv", "projection": "attn.proj", "up": "mlp.fc", "down": "mlp.proj"}
-    with torch.no_grad():
-        for name, parameter in part.named_parameters():
-            owner, *middle, kind = name.split(".")
-            source = f"h.{first + int(middle[0])}.{modules[middle[1]]}" if owner == "blocks" else prefixes[owner]
-            array = torch.tensor(numpy_helper.to_array(tensors[f"{source}.{kind}"], base_dir=folder))
-            turned = kind == "weight" and parameter.dim() == 2 and owner not in ("embedding", "position")
-            parameter.copy_(array.T if turned else array)
+def pieces_of(shape: Shape, model_file: Path) -> list[nn.Module]:
+    return build(shape.model, shape.sizes, model_file).pieces()
 
 
-def optimizer_of(model: nn.Module, shape: Shape) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=shape.lr, weight_decay=shape.weight_decay, fused=True)
+def optimizer_of(parameters: Sequence[nn.Parameter], shape: Shape) -> torch.optim.Optimizer:
+    if shape.has_images:
+        return torch.optim.SGD(parameters, shape.lr, MOMENTUM, weight_decay=shape.weight_decay, fused=True)
+    return torch.optim.AdamW(parameters, lr=shape.lr, weight_decay=shape.weight_decay, fused=True)
 
 
 def train_alone(shape: Shape, model_file: Path, form: str, warmup: int, threads: int) -> None:
     torch.set_num_threads(threads)
-    model = Part(shape, 0, shape.layers)
-    copy_weights(model, 0, model_file)
-    optimizer = optimizer_of(model, shape)
+    model = Stage(pieces_of(shape, model_file), shape)
+    optimizer = optimizer_of(list(model.parameters()), shape)
     data = batches(shape)
     pieces = 1 if form == "whole" else shape.microbatches
 
     def step() -> float:
-        tokens, labels = map(torch.from_numpy, next(data))
+        inputs, labels = map(torch.from_numpy, next(data))
         total = 0.0
-        for x, y in zip(tokens.chunk(pieces), labels.chunk(pieces), strict=True):
+        for x, y in zip(inputs.chunk(pieces), labels.chunk(pieces), strict=True):
             loss = loss_of(model(x), y) / pieces
             loss.backward()
             total += loss.item()
@@ -114,24 +86,72 @@ def train_alone(shape: Shape, model_file: Path, form: str, warmup: int, threads:
     serve({"process": os.getpid()}, {"form": form, "losses": losses}, run)
 
 
-def train_in_pipeline(shape: Shape, model_file: Path, warmup: int, rank: int, port: int, split: int) -> None:
+# ------------------------------------------------------------------------------------------------ pipelines
+
+
+def time_pieces(pieces: Sequence[nn.Module], shape: Shape) -> list[float]:
+    """Seconds of a microbatch in each piece, forward and backward, with its share of the update. Weights and gradients are left as they were."""
+    x, labels = (torch.from_numpy(array)[: shape.microbatch_samples] for array in next(batches(shape)))
+    found = []
+    for piece in pieces:
+        stage, times = Stage([piece], shape), []
+        for _ in range(TRIES):
+            given = x.detach().requires_grad_(x.is_floating_point())
+            begin = time.perf_counter()
+            result = stage(given)
+            (loss_of(result, labels) if piece is pieces[-1] else result.sum()).backward()
+            times.append(time.perf_counter() - begin)
+        # On copies: the update is timed, not done.
+        weights = [nn.Parameter(p.detach().clone()) for p in stage.parameters()]
+        for weight, p in zip(weights, stage.parameters(), strict=True):
+            weight.grad, p.grad = p.grad, None
+        optimizer = optimizer_of(weights, shape)
+        optimizer.step()
+        begin = time.perf_counter()
+        optimizer.step()
+        found.append(min(times) + (time.perf_counter() - begin) / shape.microbatches)
+        x = result.detach()
+    return found
+
+
+def best_cut(seconds: Sequence[float], stages: int) -> list[int]:
+    """Where stages begin and the last one ends: the busiest rank has as little to do as it can, then the longest stage."""
+
+    def cost(cut: Sequence[int]) -> tuple[float, float]:
+        parts = [sum(seconds[a:b]) for a, b in pairwise(cut)]
+        return max(sum(parts[rank::RANKS]) for rank in range(RANKS)), max(parts)
+
+    return list(min(((0, *inner, len(seconds)) for inner in combinations(range(1, len(seconds)), stages - 1)), key=cost))
+
+
+def train_in_pipeline(shape: Shape, model_file: Path, schedule_name: str, warmup: int, rank: int, port: int) -> None:
     import torch.distributed as distributed
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules
 
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    model = Part(shape, 0, split) if rank == 0 else Part(shape, split, shape.layers)
-    copy_weights(model, 0 if rank == 0 else split, model_file)
-    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, shape.microbatches, loss_fn=loss_of)
-    optimizer = optimizer_of(model, shape)
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    name, own = SCHEDULES[schedule_name]
+    count = own * RANKS
+    pieces = pieces_of(shape, model_file)
+    told: list[Any] = [best_cut(time_pieces(pieces, shape), count) if rank == 0 else None]
+    distributed.broadcast_object_list(told)
+    cut: list[int] = told[0]
+    stages = [
+        pipelining.PipelineStage(Stage(pieces[cut[i] : cut[i + 1]], shape), i, count, torch.device("cpu"))
+        for i in range(rank, count, RANKS)
+    ]
+    del pieces
+    kind = getattr(schedules, name)
+    schedule = kind(stages[0] if own == 1 else stages, shape.microbatches, loss_fn=loss_of)
+    optimizer = optimizer_of([p for stage in stages for p in stage.submod.parameters()], shape)
     data = batches(shape)
 
     def step() -> float | None:
-        tokens, labels = map(torch.from_numpy, next(data))
+        inputs, labels = map(torch.from_numpy, next(data))
         losses: list[Any] = []
         if rank == 0:
-            schedule.step(tokens)
+            schedule.step(inputs)
         else:
             schedule.step(target=labels, losses=losses)
         optimizer.step()
@@ -142,14 +162,15 @@ def train_in_pipeline(shape: Shape, model_file: Path, warmup: int, rank: int, po
         return [loss for loss in (step() for _ in range(steps)) if loss is not None]
 
     losses = run(warmup)
-    serve({f"rank {rank}": os.getpid()}, {"blocks": f"{split}+{shape.layers - split}", "losses": losses}, run)
+    pieces_each = "+".join(str(b - a) for a, b in pairwise(cut))
+    serve({f"rank {rank}": os.getpid()}, {"pieces": pieces_each, "losses": losses}, run)
     distributed.destroy_process_group()
 
 
 def main() -> None:
     shape, model_file, form, warmup, *rest = Shape.from_json(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), *sys.argv[5:]
-    if form == "pipeline":
-        train_in_pipeline(shape, model_file, warmup, *map(int, rest))
+    if form in SCHEDULES:
+        train_in_pipeline(shape, model_file, form, warmup, *map(int, rest))
     else:
         train_alone(shape, model_file, form, warmup, *map(int, rest))
 

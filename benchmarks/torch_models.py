@@ -1,18 +1,32 @@
 """The models of models.py as plain torch modules, written as one writes them in torch, with the weights of the ONNX files.
 
 In: the ONNX file, and the sizes it was written with. Out: a module. Batch norms always use their stored statistics (their scales and offsets are trained),
-attention is scaled_dot_product_attention. `state_of` turns the ONNX initializers into a state dict, by name and shape, and refuses any that is left over.
+attention is scaled_dot_product_attention. `build` turns the ONNX initializers into a state dict, by name and shape, and refuses any that is left over.
+`pieces` of a model are modules that give its result one after the other, for pipelines to cut between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class Piece(nn.Module):
+    """A function of what comes in and of some modules."""
+
+    def __init__(self, run: Callable[..., Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        self.run, self.parts = run, nn.ModuleDict(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x, *self.parts.values())
+
 
 # ------------------------------------------------------------------------------------------------ resnet
 
@@ -61,10 +75,22 @@ class ResNet(nn.Module):
         self.y = nn.Linear(before, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.pool(F.relu(self.stem["norm"](self.stem["conv"](x)), inplace=True))
+        x = _stem(x, self.stem["conv"], self.stem["norm"], self.pool)
         for name in self.stages:
             x = getattr(self, name)(x)
-        return self.y(x.mean((2, 3)))
+        return _classify(x, self.y)
+
+    def pieces(self) -> list[nn.Module]:
+        stem = Piece(_stem, conv=self.stem["conv"], norm=self.stem["norm"], pool=self.pool)
+        return [stem, *(block for name in self.stages for block in getattr(self, name)), Piece(_classify, y=self.y)]
+
+
+def _stem(x: Tensor, conv: nn.Module, norm: nn.Module, pool: nn.Module) -> Tensor:
+    return pool(F.relu(norm(conv(x)), inplace=True))
+
+
+def _classify(x: Tensor, linear: nn.Module) -> Tensor:
+    return linear(x.mean((2, 3)))
 
 
 # ------------------------------------------------------------------------------------------------ bert
@@ -98,10 +124,22 @@ class Bert(nn.Module):
         self.pooler, self.y = nn.Linear(width, width), nn.Linear(width, classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding["norm"](self.word(tokens) + self.position.weight[: tokens.shape[1]] + self.segment.weight)
+        x = _embed(tokens, self.word, self.position, self.segment, self.embedding["norm"])
         for layer in self.layer:
             x = layer(x)
-        return self.y(torch.tanh(self.pooler(x[:, 0])))
+        return _pool_first(x, self.pooler, self.y)
+
+    def pieces(self) -> list[nn.Module]:
+        front = Piece(_embed, word=self.word, position=self.position, segment=self.segment, norm=self.embedding["norm"])
+        return [front, *self.layer, Piece(_pool_first, pooler=self.pooler, y=self.y)]
+
+
+def _embed(tokens: Tensor, word: nn.Module, position: nn.Embedding, segment: nn.Embedding, norm: nn.Module) -> Tensor:
+    return norm(word(tokens) + position.weight[: tokens.shape[1]] + segment.weight)
+
+
+def _pool_first(x: Tensor, pooler: nn.Module, linear: nn.Module) -> Tensor:
+    return linear(torch.tanh(pooler(x[:, 0])))
 
 
 # ------------------------------------------------------------------------------------------------ gpt
@@ -132,22 +170,69 @@ class Gpt(nn.Module):
         self.ln_f, self.lm_head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        x = _look_up(tokens, self.wte, self.wpe)
         for block in self.h:
             x = block(x)
-        return self.lm_head(self.ln_f(x))
+        return _unembed(x, self.ln_f, self.lm_head)
+
+    def pieces(self) -> list[nn.Module]:
+        return [Piece(_look_up, wte=self.wte, wpe=self.wpe), *self.h, Piece(_unembed, norm=self.ln_f, head=self.lm_head)]
+
+
+def _look_up(tokens: Tensor, wte: nn.Module, wpe: nn.Embedding) -> Tensor:
+    return wte(tokens) + wpe.weight[: tokens.shape[1]]
+
+
+def _unembed(x: Tensor, norm: nn.Module, head: nn.Module) -> Tensor:
+    return head(norm(x))
+
+
+# ------------------------------------------------------------------------------------------------ cnn and mlp
+
+
+class Cnn(nn.Module):
+    """Blocks of a 3x3 convolution, batch norm, relu and pooling by 2, then a linear layer."""
+
+    def __init__(self, channels: Sequence[int], size: int, classes: int) -> None:
+        super().__init__()
+        for i, (before, after) in enumerate(pairwise(channels), 1):
+            self.add_module(f"block{i}", nn.ModuleDict({"conv": nn.Conv2d(before, after, 3, 1, 1), "norm": Norm(after)}))
+        self.depth, side = len(channels) - 1, size >> (len(channels) - 1)
+        self.y = nn.Linear(channels[-1] * side * side, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(self.depth):
+            block = getattr(self, f"block{i + 1}")
+            x = F.max_pool2d(F.relu(block["norm"](block["conv"](x)), inplace=True), 2)
+        return self.y(x.flatten(1))
+
+
+class Mlp(nn.Module):
+    """Linear layers with relu between them."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.depth = len(sizes) - 1
+        for i, (before, after) in enumerate(pairwise(sizes), 1):
+            self.add_module("y" if i == self.depth else f"fc{i}", nn.Linear(before, after))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(1, self.depth):
+            x = F.relu(getattr(self, f"fc{i}")(x))
+        return self.y(x)
 
 
 # ------------------------------------------------------------------------------------------------ weights
 
-MODELS: Mapping[str, Callable[..., nn.Module]] = {"resnet": ResNet, "bert": Bert, "gpt": Gpt}
+MODELS: Mapping[str, Callable[..., nn.Module]] = {"resnet": ResNet, "bert": Bert, "gpt": Gpt, "cnn": Cnn, "mlp": Mlp}
 _TABLES = ("wte", "wpe", "word", "position", "segment")
 
 
 def build(kind: str, sizes: Mapping[str, object], file: Path) -> nn.Module:
     """The module `kind` with the weights of the file."""
-    model = MODELS[kind](**sizes)
-    model.load_state_dict(_state_of(model, file))
+    with torch.device("meta"):  # no first weights that are overwritten at once
+        model = MODELS[kind](**sizes)
+    model.load_state_dict(_state_of(model, file), assign=True)
     return model.train()  # even fresh batch norms have to be told
 
 
@@ -163,7 +248,7 @@ def _state_of(model: nn.Module, file: Path) -> dict[str, Tensor]:
     for name, value in model.state_dict().items():
         owner, _, part = name.rpartition(".")
         if part == "num_batches_tracked":
-            state[name] = value
+            state[name] = torch.zeros_like(value, device="cpu")
             continue
         array = np.array(numpy_helper.to_array(tensors.pop(f"{owner}.{ours.get(part, part)}"), base_dir=str(file.parent)))
         turned = part == "weight" and array.ndim == 2 and owner not in _TABLES

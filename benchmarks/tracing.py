@@ -11,7 +11,6 @@ allocations are watched. Both take turns, a first of each does not count, and fi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -21,10 +20,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch.distributed as dist
-from transport import SCHEDULES, TIMEOUT, Pipeline, told_by_two, write_bundle
+from machine import markdown, write_json
+from transport import SCHEDULES, Pipeline, add_rank_arguments, run_rank, told_by_two, write_bundle
 
 from penstock.runtime.executor import Executor
-from penstock.runtime.group import Group, join_store
+from penstock.runtime.group import Group
 
 SIZE = 64 << 10
 BATCHES = 25
@@ -63,14 +63,13 @@ def work(bundles: list[str], group: Group, rounds: int) -> list[dict[str, Any]]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    rows = ["| schedule | a microbatch | traced | more | actions | entries | for one of them |", "| --- " * 7 + "|"]
+    rows = []
     for line in lines:
         plain, traced = line["seconds"]["plain"], line["seconds"]["traced"]
         each = (traced - plain) / (line["actions"] + line["entries"])
         cells = [line["schedule"], f"{plain * 1e6:.0f} us", f"{traced * 1e6:.0f} us", f"{(traced - plain) * 1e6:+.0f} us"]
-        cells += [f"{line['actions']:.1f}", f"{line['entries']:.1f}", f"{each * 1e6:.1f} us"]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+        rows.append([*cells, f"{line['actions']:.1f}", f"{line['entries']:.1f}", f"{each * 1e6:.1f} us"])
+    return markdown(["schedule", "a microbatch", "traced", "more", "actions", "entries", "for one of them"], rows)
 
 
 def main() -> None:
@@ -78,24 +77,15 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=["1f1b", "2bw"])
     parser.add_argument("--rounds", type=int, default=11, metavar="N", help="turns of each contender (default: 11)")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    for name in ("--bundles", "--rank", "--port"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
+    add_rank_arguments(parser)
     arguments = parser.parse_args()
-    if arguments.rank is not None:
-        rank = int(arguments.rank)
-        group = Group(join_store(int(arguments.port), 2, TIMEOUT), rank, 2, TIMEOUT)
-        group.connect()
-        found = work(json.loads(arguments.bundles), group, arguments.rounds)
-        if rank == 0:
-            print(json.dumps(found))
-        group.leave()
+    if run_rank(arguments, work):
         return
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         bundles = [str(write_bundle(Path(folder), SIZE, schedule)) for schedule in arguments.schedules]
-        lines = told_by_two(["--bundles", json.dumps(bundles), "--rounds", str(arguments.rounds)])
+        lines = told_by_two(bundles, arguments.rounds)
     print(table(lines))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"lines": lines}, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.json, {"lines": lines})
 
 
 if __name__ == "__main__":

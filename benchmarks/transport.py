@@ -35,6 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import torch.distributed as dist
+from machine import markdown, write_json
 
 import penstock as ps
 from penstock.backends.bundle import open_bundle
@@ -274,11 +275,31 @@ def work(orders: list[dict[str, Any]], group: Group, rounds: int) -> list[dict[s
 # ------------------------------------------------------------------------------------------------ the parent
 
 
-def told_by_two(words: Sequence[str]) -> list[dict[str, Any]]:
-    """Run this program's two ranks with these words; what rank 0 printed, with the median of each contender's times."""
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this program tells the ranks that it starts."""
+    for name in ("--orders", "--rank", "--port"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+
+
+def run_rank(arguments: argparse.Namespace, work: Callable[[Any, Group, int], list[dict[str, Any]]]) -> bool:
+    """Whether this process is one of the two ranks; if so, it has done its work and rank 0 has printed what was found."""
+    if arguments.rank is None:
+        return False
+    rank = int(arguments.rank)
+    group = Group(join_store(int(arguments.port), 2, TIMEOUT), rank, 2, TIMEOUT)
+    group.connect()
+    found = work(json.loads(arguments.orders), group, arguments.rounds)
+    if rank == 0:
+        print(json.dumps(found))
+    group.leave()
+    return True
+
+
+def told_by_two(orders: Any, rounds: int) -> list[dict[str, Any]]:
+    """Run this program's two ranks with these orders; what rank 0 printed, with the median of each contender's times."""
     store = host_store(2, TIMEOUT)
     environment = os.environ | thread_environment(1) | {"GLOO_SOCKET_IFNAME": loopback_name()}
-    command = [sys.executable, sys.argv[0], *words, "--port", str(store.port)]
+    command = [sys.executable, sys.argv[0], "--orders", json.dumps(orders), "--rounds", str(rounds), "--port", str(store.port)]
     running = [
         subprocess.Popen(
             [*command, "--rank", str(rank)], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -297,7 +318,7 @@ def told_by_two(words: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def measure(orders: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
-    lines = told_by_two(["--orders", json.dumps(orders), "--rounds", str(rounds)])
+    lines = told_by_two(orders, rounds)
     if any(CONTENDERS[0] not in line["times"] for line in lines):
         raise SystemExit("two processes cannot share memory here")
     for line in lines:
@@ -306,16 +327,17 @@ def measure(orders: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    rows = ["| part | message | shared memory | over gloo | gloo alone | |", "| --- | --- | --- | --- | --- | --- |"]
-    for line in lines:
-        times = [line["seconds"][name] for name in CONTENDERS]
-        size = f"{line['bytes'] >> 20} MiB" if line["bytes"] >= 1 << 20 else f"{line['bytes'] >> 10} KiB"
-        if line["part"] == "pipeline":
-            name, cells = f"{line['schedule']}, us per microbatch", [f"{t * 1e6:.0f}" for t in times]
-        else:
-            name, cells = "stream, GB/s", [f"{line['bytes'] / t / 1e9:.2f}" for t in times]
-        rows.append("| " + " | ".join([name, size, *cells, f"{times[2] / times[0]:.2f} times as fast as gloo alone"]) + " |")
-    return "\n".join(rows)
+    return markdown(["part", "message", "shared memory", "over gloo", "gloo alone", ""], [cells_of(line) for line in lines])
+
+
+def cells_of(line: dict[str, Any]) -> list[str]:
+    times = [line["seconds"][name] for name in CONTENDERS]
+    size = f"{line['bytes'] >> 20} MiB" if line["bytes"] >= 1 << 20 else f"{line['bytes'] >> 10} KiB"
+    if line["part"] == "pipeline":
+        name, cells = f"{line['schedule']}, us per microbatch", [f"{t * 1e6:.0f}" for t in times]
+    else:
+        name, cells = "stream, GB/s", [f"{line['bytes'] / t / 1e9:.2f}" for t in times]
+    return [name, size, *cells, f"{times[2] / times[0]:.2f} times as fast as gloo alone"]
 
 
 def main() -> None:
@@ -325,17 +347,9 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="turns of each contender (default: 7)")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    for name in ("--orders", "--rank", "--port"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
+    add_rank_arguments(parser)
     arguments = parser.parse_args()
-    if arguments.rank is not None:
-        rank = int(arguments.rank)
-        group = Group(join_store(int(arguments.port), 2, TIMEOUT), rank, 2, TIMEOUT)
-        group.connect()
-        found = work(json.loads(arguments.orders), group, arguments.rounds)
-        if rank == 0:
-            print(json.dumps(found))
-        group.leave()
+    if run_rank(arguments, work):
         return
     if any(size <= 0 or size % (4 * WIDTH) for size in arguments.sizes):
         parser.error(f"sizes must be multiples of {4 * WIDTH}")
@@ -350,8 +364,7 @@ def main() -> None:
                 orders.append({"part": "stream", "bytes": size, "count": max(16, min(400, (512 << 20) // size))})
         lines = measure(orders, arguments.rounds)
     print(table(lines))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"lines": lines}, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.json, {"lines": lines})
 
 
 if __name__ == "__main__":

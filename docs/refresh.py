@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -189,17 +190,13 @@ def commands() -> str:
     return "".join(f"| `penstock {a.dest}` | {a.help} |\n" for a in choices._choices_actions)  # type: ignore[attr-defined]
 
 
-def reference(part: str) -> Callable[[], str]:
-    """What docs/code_reference.py has to say."""
+def results() -> dict[str, Callable[[], str]]:
+    """The parts of the results page, made of the committed run."""
+    # Behind everything else: some of its modules have names that tests have, too.
+    sys.path.append(str(HERE.parent / "benchmarks"))
+    from page import PARTS, committed_part
 
-    def text() -> str:
-        sys.path.insert(0, str(HERE))
-        import code_reference
-
-        written: Callable[[], str] = getattr(code_reference, part)
-        return written()
-
-    return text
+    return {f"results-{name}": partial(committed_part, name) for name in PARTS}
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -232,19 +229,15 @@ PARTS: dict[str, Callable[[], str]] = {
     "walk-wrong-number": lambda: walkthrough("wrong-number"),
     "walk-hang": lambda: walkthrough("hang"),
     "walk-does-not-fit": lambda: walkthrough("does-not-fit"),
+    **results(),
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),
-    "all-commands": reference("commands"),
-    "python": reference("python"),
-    "attributes": reference("operations"),
-    "all-passes": reference("passes"),
-    "errors": reference("errors"),
 }
 
 
 def pages() -> Iterator[Path]:
     yield HERE.parent / "README.md"
     yield HERE.parent / "CONTRIBUTING.md"
-    yield from sorted(HERE.rglob("*.md"))
+    yield from sorted(HERE.glob("*.md"))
 
 
 def refreshed(text: str) -> str:

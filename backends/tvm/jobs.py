@@ -21,7 +21,6 @@ from tvm import relax
 from tvm.relax import _ffi_api as relax_ffi
 
 from penstock.ir.errors import UsageError
-from penstock.ir.exhaustion import is_out_of_memory
 from penstock.ir.graph import Graph
 
 from .group import Group, NotOneKernel, kernel_of, parameters_of, parse_graphs, parse_group
@@ -49,19 +48,13 @@ def do(job: Job) -> Answer:
                     return link_stage(job)
     except UsageError as error:
         return Failed(error.what, error.hint, usage=True)
-    except Exception as error:
-        return _failed(error)
-
-
-def _failed(error: Exception) -> Failed:
-    if is_out_of_memory(error):
-        return Failed("the system gave no more memory", "`--jobs 1` compiles one kernel at a time", memory=True)
-    if isinstance(error, RuntimeError):
+    except RuntimeError as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return Failed(f"TVM: {lines[-1]}", "g++ must be on the PATH; `--dump-ir` shows the kernels")
-    if isinstance(error, OSError):
+    except OSError as error:
         return Failed(f"{error}", "is there room in the folder for temporary files, and a compiler to link with?")
-    return Failed(f"{type(error).__name__}: {error}", traceback="".join(traceback.format_exception(error)))
+    except Exception as error:
+        return Failed(f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
 
 
 def compile_kernel(job: MakeKernel) -> Made | Refused:

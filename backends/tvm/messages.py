@@ -86,12 +86,11 @@ class Linked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A mistake of the user (`usage`), of the tools, or, with a traceback, of our own; or none: there was not enough `memory`."""
+    """A mistake of the user (`usage`), of the tools, or, with a traceback, of our own."""
 
     what: str
     hint: str = ""
     usage: bool = False
-    memory: bool = False
     traceback: str = ""
 
 

@@ -1,0 +1,66 @@
+"""What a benchmark says of the machine it ran on, and how it writes what it found.
+
+Facts are lines for people, by name. Tables are Markdown; files are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+VECTORS = ("avx2", "fma", "avx512f", "avx512vl", "amx_tile")
+
+
+def processor(cores: Sequence[int]) -> str:
+    """Its name, the vector and tile instructions that it has, and the cores that are used."""
+    cpu = _field("/proc/cpuinfo", "model name") or platform.processor() or "unknown"
+    flags = (_field("/proc/cpuinfo", "flags") or "").split()
+    vectors = " ".join(flag for flag in VECTORS if flag in flags)
+    memory = int((_field("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / 2**20
+    return f"{cpu} ({vectors}), cores {', '.join(map(str, cores))} of {os.cpu_count()}, {memory:.0f} GiB memory"
+
+
+def system() -> str:
+    return f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+
+
+def versions(*names: str) -> str:
+    """Of packages that are installed; the others are not named."""
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def load() -> str:
+    return " ".join(f"{x:.2f}" for x in os.getloadavg()) + " (1, 5, 15 minutes)"
+
+
+def _field(path: str, name: str) -> str | None:
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def markdown(heads: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    """A table."""
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [heads, ["---"] * len(heads), *lines])
+
+
+def write_json(path: str | Path | None, document: Any) -> None:
+    """The file that was asked for, or nothing."""
+    if path:
+        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,52 @@
+"""The runner of all benchmarks keeps what sections find, and says which of them failed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmark_report import FOLDER
+
+BROKEN = """
+import sys
+sys.path.insert(0, {folder!r})
+import run
+
+run.SECTIONS["planner"] = run.Section("no_such_script.py", "", "", "")
+sys.exit(run.main())
+"""
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_sections_are_run_and_told(tmp_path: Path) -> None:
+    out, page = tmp_path / "out.json", tmp_path / "out.md"
+    done = run(FOLDER / "run.py", "--scale", "tiny", "--sections", "planner", "--json", out, "--markdown", page)
+    assert done.returncode == 0, done.stderr
+    # A second run adds its section to the file of the first.
+    done = run(FOLDER / "run.py", "--scale", "tiny", "--sections", "startup", "--json", out, "--markdown", page)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert list(result["sections"]) == ["startup", "planner"]
+    assert {"processor", "system", "versions"} == set(result["machine"])
+    assert all(section["exit"] == 0 and section["seconds"] > 0 for section in result["sections"].values())
+    text = page.read_text()
+    assert "| 8 | 2bw |" in text
+    assert "`penstock --help`" in text
+    assert "Not measured in this run." in text
+
+
+def test_a_section_that_fails_is_shown(tmp_path: Path) -> None:
+    """The control: the run goes on, says so and ends with 1."""
+    script, out = tmp_path / "broken.py", tmp_path / "out.json"
+    script.write_text(BROKEN.format(folder=str(FOLDER)))
+    done = run(script, "--scale", "tiny", "--sections", "planner", "startup", "--json", out)
+    assert done.returncode == 1
+    sections = json.loads(out.read_text())["sections"]
+    assert (sections["planner"]["exit"], sections["startup"]["exit"]) == (2, 0)
+    assert "Failed with exit code 2" in done.stdout
+    assert "no_such_script.py" in done.stdout

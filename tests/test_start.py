@@ -1,0 +1,40 @@
+"""Help is there before any heavy library is: torch, TVM and ONNX are imported by commands that need them, when they do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from penstock.cli import _parser
+
+HEAVY = ("torch", "tvm", "onnx", "onnxruntime", "numpy", "networkx", "highspy")
+CODE = """
+import contextlib, io, json, sys
+from penstock.cli import main
+for words in json.loads(sys.argv[1]):
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main(words)
+print(json.dumps([name for name in json.loads(sys.argv[2]) if name in sys.modules]))
+"""
+
+
+def loaded_by(*commands: list[str]) -> set[str]:
+    """The heavy libraries that a process has after these commands."""
+    words = [sys.executable, "-c", CODE, json.dumps(commands), json.dumps(HEAVY)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_help_loads_nothing_heavy() -> None:
+    names = next(action for action in _parser()._actions if action.dest == "command").choices
+    assert names is not None
+    assert len(list(names)) > 10
+    assert loaded_by(["--help"], ["--version"], *([name, "--help"] for name in names)) == set()
+
+
+def test_what_a_command_needs_is_seen() -> None:
+    """The control: a model that is read, or would be, takes the reader of ONNX files, and still neither torch nor TVM."""
+    found = loaded_by(["plan", "no-such-model.onnx", "--devices", "2"])
+    assert "onnx" in found
+    assert not {"torch", "tvm", "onnxruntime"} & found
