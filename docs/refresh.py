@@ -190,6 +190,19 @@ def commands() -> str:
     return "".join(f"| `penstock {a.dest}` | {a.help} |\n" for a in choices._choices_actions)  # type: ignore[attr-defined]
 
 
+def reference(part: str) -> Callable[[], str]:
+    """What docs/code_reference.py has to say."""
+
+    def text() -> str:
+        sys.path.insert(0, str(HERE))
+        import code_reference
+
+        written: Callable[[], str] = getattr(code_reference, part)
+        return written()
+
+    return text
+
+
 def results() -> dict[str, Callable[[], str]]:
     """The parts of the results page, made of the committed run."""
     # Behind everything else: some of its modules have names that tests have, too.
@@ -231,13 +244,18 @@ PARTS: dict[str, Callable[[], str]] = {
     "walk-does-not-fit": lambda: walkthrough("does-not-fit"),
     **results(),
     "commands": lambda: "| command | does |\n| --- | --- |\n" + commands(),
+    "all-commands": reference("commands"),
+    "python": reference("python"),
+    "attributes": reference("operations"),
+    "all-passes": reference("passes"),
+    "errors": reference("errors"),
 }
 
 
 def pages() -> Iterator[Path]:
     yield HERE.parent / "README.md"
     yield HERE.parent / "CONTRIBUTING.md"
-    yield from sorted(HERE.glob("*.md"))
+    yield from sorted(HERE.rglob("*.md"))
 
 
 def refreshed(text: str) -> str:

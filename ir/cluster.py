@@ -204,6 +204,7 @@ class Cluster:
         return found
 
     def device(self, name: str) -> Device:
+        """The device of that name; UsageError where there is none."""
         found = self._devices.get(name)
         if found is None:
             raise UsageError(f"no device {name!r} in the cluster", hint=f"it has {', '.join(d.name for d in self.devices)}")

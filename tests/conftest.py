@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import is_hypothesis_test, settings
 
 from penstock.backends.tvm import pool
 from penstock.ir.graph import Module
@@ -18,6 +20,33 @@ sys.path.insert(0, str(Path(__file__).parent))
 # A shell lets jobs in the background ignore interrupts, and so do their children; tests that interrupt some need the default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# For laws that do not say how many examples they take; with --long the others take more than they say, too.
+settings.register_profile("long", max_examples=2000, deadline=None, print_blob=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files of tests, and the tests of each, in another order")
+    parser.addoption("--long", type=int, metavar="N", help="run laws only, with N times the examples and new ones in each run")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--shuffle")) is not None:
+        # Files stay together, so that what the tests of one share is made once.
+        draw = random.Random(seed)
+        files: dict[Path, list[pytest.Item]] = {}
+        for item in items:
+            files.setdefault(item.path, []).append(item)
+        groups = [draw.sample(group, len(group)) for group in files.values()]
+        items[:] = [item for group in draw.sample(groups, len(groups)) for item in group]
+    if (times := config.getoption("--long")) is not None:
+        laws = [item for item in items if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj)]
+        for test in {item.function for item in laws}:
+            own = test._hypothesis_internal_use_settings
+            test._hypothesis_internal_use_settings = settings(
+                own, max_examples=own.max_examples * times, derandomize=False, database=None, deadline=None, print_blob=True
+            )
+        items[:] = laws
 
 
 def toy_text(stages: int, skip: bool = False, trains: bool = True, devices: Sequence[int] = ()) -> str:

@@ -21,6 +21,7 @@ from tvm import relax
 from tvm.relax import _ffi_api as relax_ffi
 
 from penstock.ir.errors import UsageError
+from penstock.ir.exhaustion import is_out_of_memory
 from penstock.ir.graph import Graph
 
 from .group import Group, NotOneKernel, kernel_of, parameters_of, parse_graphs, parse_group
@@ -48,13 +49,19 @@ def do(job: Job) -> Answer:
                     return link_stage(job)
     except UsageError as error:
         return Failed(error.what, error.hint, usage=True)
-    except RuntimeError as error:
+    except Exception as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Failed:
+    if is_out_of_memory(error):
+        return Failed("the system gave no more memory", "`--jobs 1` compiles one kernel at a time", memory=True)
+    if isinstance(error, RuntimeError):
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return Failed(f"TVM: {lines[-1]}", "g++ must be on the PATH; `--dump-ir` shows the kernels")
-    except OSError as error:
+    if isinstance(error, OSError):
         return Failed(f"{error}", "is there room in the folder for temporary files, and a compiler to link with?")
-    except Exception as error:
-        return Failed(f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+    return Failed(f"{type(error).__name__}: {error}", traceback="".join(traceback.format_exception(error)))
 
 
 def compile_kernel(job: MakeKernel) -> Made | Refused:

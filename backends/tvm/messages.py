@@ -86,11 +86,12 @@ class Linked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A mistake of the user (`usage`), of the tools, or, with a traceback, of our own."""
+    """A mistake of the user (`usage`), of the tools, or, with a traceback, of our own; or none: there was not enough `memory`."""
 
     what: str
     hint: str = ""
     usage: bool = False
+    memory: bool = False
     traceback: str = ""
 
 

@@ -31,7 +31,7 @@ from types import TracebackType
 import msgspec
 
 from penstock.ir.cluster import usable_cores
-from penstock.ir.errors import PenstockError, UsageError
+from penstock.ir.errors import DoesNotFit, PenstockError, UsageError
 
 from .fingerprint import source_fingerprint
 from .messages import Answer, Failed, Hello, Job, LinkStage, title
@@ -219,7 +219,7 @@ def _checked(job: Job, answer: Answer) -> Answer:
         return answer
     if answer.traceback:
         raise AssertionError(f"{title(job)}: {answer.traceback}")
-    kind = UsageError if answer.usage else BuildError
+    kind = UsageError if answer.usage else DoesNotFit if answer.memory else BuildError
     raise kind(answer.what, where="" if answer.usage else title(job), hint=answer.hint)
 
 

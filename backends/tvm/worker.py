@@ -17,8 +17,15 @@ def main() -> None:
     import msgspec
 
     from .fingerprint import source_fingerprint
-    from .jobs import do
     from .messages import Hello, Job
+
+    try:
+        from .jobs import do
+    except Exception as error:
+        if os.environ.get("PENSTOCK_TRACEBACK"):
+            raise
+        # TVM fails in many ways where memory is short; the process that waits for this one says what happened.
+        sys.exit(f"TVM cannot be loaded: {type(error).__name__}: {error}")
 
     def say(answer: msgspec.Struct) -> None:
         out.write(msgspec.json.encode(answer) + b"\n")

@@ -40,6 +40,7 @@ class Model:
 
     @property
     def module(self) -> Module:
+        """The model as a program of one graph, `main`."""
         return self.imported.module
 
     def __repr__(self) -> str:
@@ -81,6 +82,7 @@ class Plan:
         return predict(self.module, plain=True)
 
     def to_json(self) -> str:
+        """The plan as text that `penstock compile --plan` reads back."""
         return json.dumps(self.as_dict(), indent=2, sort_keys=True)
 
     def as_dict(self) -> dict[str, Any]:

@@ -76,7 +76,9 @@ def _told(error: Exception) -> tuple[int, str]:
     said = visible(" ".join(str(error).split()))[:500]
     if is_out_of_memory(error):
         hint = "a smaller batch or microbatch, more stages, --recompute all and `compile --jobs 1` need less"
-        return DoesNotFit.exit_code, f"error: the system gave no more memory{f': {said}' if said else ''}\n  hint: {hint}"
+        # What cannot be imported for want of memory says much, and of other causes.
+        more = f": {said}" if said and not isinstance(error, ImportError) else ""
+        return DoesNotFit.exit_code, f"error: the system gave no more memory{more}\n  hint: {hint}"
     if isinstance(error, OSError):
         place = f"{visible(str(error.filename))}: " if error.filename else ""
         return UsageError.exit_code, f"error: {place}{error.strerror or said}"

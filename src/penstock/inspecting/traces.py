@@ -47,6 +47,7 @@ class Trace:
 
     @property
     def seconds(self) -> float:
+        """When the last action ended, on the clock of the trace."""
         return max((span.end for row in self.rows for span in row.spans), default=0.0)
 
     def __repr__(self) -> str:
