@@ -121,7 +121,8 @@ def _class(name: str, what: type, home: str) -> str:
                 f"#### {name}.{member}\n\n{_code(f'{member}: {_returned(value.fget)}')}\n{_described(inspect.getdoc(value) or '')}\n"
             )
         else:
-            parts.append(_function(f"{name}.{member}", value, member, 4))
+            alone = isinstance(value, (classmethod, staticmethod))
+            parts.append(_function(f"{name}.{member}", value, f"{name}.{member}" if alone else member, 4))
     return "\n".join(parts)
 
 
@@ -141,8 +142,7 @@ def _returned(function: Callable[..., Any] | None) -> str:
 def _function(heading: str, what: Any, called: str, level: int) -> str:
     function = what.__func__ if isinstance(what, (classmethod, staticmethod)) else what
     method = level > 3 and not isinstance(what, staticmethod)
-    kind = "classmethod " if isinstance(what, classmethod) else ""
-    text = _code(kind + _signature(called, inspect.signature(function), method))
+    text = _code(_signature(called, inspect.signature(function), method))
     return f"{'#' * level} {heading}\n\n{text}\n{_described(inspect.getdoc(function) or '')}\n"
 
 
