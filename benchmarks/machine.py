@@ -22,7 +22,8 @@ def processor(cores: Sequence[int]) -> str:
     flags = (_field("/proc/cpuinfo", "flags") or "").split()
     vectors = " ".join(flag for flag in VECTORS if flag in flags)
     memory = int((_field("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / 2**20
-    return f"{cpu} ({vectors}), cores {', '.join(map(str, cores))} of {os.cpu_count()}, {memory:.0f} GiB memory"
+    used = f"core{'s' if len(cores) > 1 else ''} {', '.join(map(str, cores))} of {os.cpu_count()}"
+    return f"{cpu} ({vectors}), {used}, {memory:.0f} GiB memory"
 
 
 def system() -> str:
