@@ -2,6 +2,7 @@
 # a single command is enough. The environment is made anew only when pyproject.toml or constraints.txt changed.
 #
 #   make demo         train a small GPT on two local CPU devices, with everything the compiler did dumped to demo-out/
+#   make examples     run all examples and print what each took; `make example-gpt` runs one, with ARGS="--help" and the like
 #   make test         all tests but the slow ones            make test-slow    the slow ones
 #   make test-shuffled  parts of the tests in three other orders      make test-long    laws with twenty times the examples
 #   make test-devmode   parts of the tests in Python's development mode, where files and sockets that are left open are errors
@@ -32,7 +33,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # One thread per process unless a program asks for more: stages set their threads themselves, and tests run side by side with them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-slow test-shuffled test-long test-devmode test-crowded test-models conformance lint format docs bench bench-full bench-kernels bench-models bench-schedules dist sbom clean environment
+.PHONY: demo examples test test-slow test-shuffled test-long test-devmode test-crowded test-models conformance lint format docs bench bench-full bench-kernels bench-models bench-schedules dist sbom clean environment
 .DEFAULT_GOAL := test
 
 environment: $(VENV)/ready
@@ -48,6 +49,12 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 demo: $(VENV)/ready
 	$(BIN)/penstock demo --out $(OUT)
+
+examples: $(VENV)/ready
+	$(BIN)/python examples/run_all.py
+
+example-%: $(VENV)/ready
+	$(BIN)/python examples/$*.py $(ARGS)
 
 # Most tests use one core: two processes share them, a file at a time, so that none makes what another file's tests share. A test that hangs
 # ends its process after TEST_SECONDS, with all stacks and a failure that names it, and a new process goes on.

@@ -17,6 +17,7 @@ WIDTH = 100
 HANDED_OUT = {
     "Job": ("penstock.runtime.job", "what `penstock.open` gives"),
     "Step": ("penstock.runtime.control", "what `Job.steps` gives for every update"),
+    "RunSummary": ("penstock.runtime.running", "what `penstock.run_bundle` gives"),
     "Evaluation": ("penstock.runtime.evaluation", "what `Job.evaluate` gives"),
     "Device": ("penstock.ir.cluster", "a device of a `Cluster`"),
     "Link": ("penstock.ir.cluster", "a way between two devices of a `Cluster`"),

@@ -128,13 +128,13 @@ def test_every_page_has_its_place_in_the_site() -> None:
 
 def test_links_out_of_the_folder_lead_to_pages_of_the_site() -> None:
     site = _docs_module("site_hooks")
-    text = "[a](../README.md#more) [b](ir.md) [c](../examples/train_mlp.py) `[d](../README.md)` [e](https://example.org) [f](../benchmarks)"
-    relinked = "[a](repository/README.md#more) [b](ir.md) [c](repository/examples/train_mlp.py.md) `[d](../README.md)` "
+    text = "[a](../README.md#more) [b](ir.md) [c](../examples/gpt.py) `[d](../README.md)` [e](https://example.org) [f](../benchmarks)"
+    relinked = "[a](repository/README.md#more) [b](ir.md) [c](repository/examples/gpt.py.md) `[d](../README.md)` "
     assert site.relinked(text, "index.md") == relinked + "[e](https://example.org) [f](repository/benchmarks/README.md)"
     assert site.relinked("[a](../docs/ir.md) [b](README.md)", "repository/benchmarks/README.md") == "[a](../../ir.md) [b](README.md)"
     pages = site.outside({"docs/index.md": text})
     assert set(pages) > {"repository/README.md", "repository/benchmarks/README.md", "repository/CONTRIBUTING.md"}
-    assert pages["repository/examples/train_mlp.py.md"].startswith("# train_mlp.py\n\n```python\n")
+    assert pages["repository/examples/gpt.py.md"].startswith("# gpt.py\n\n```python\n")
 
 
 LOADING = (

@@ -31,6 +31,7 @@ _HOMES = {
     "Model": "penstock.api",
     "Plan": "penstock.api",
     "open": "penstock.runtime.job",
+    "run_bundle": "penstock.runtime.running",
     "Cluster": "penstock.ir.cluster",
     "Training": "penstock.frontends.training",
     **dict.fromkeys(("SGD", "Momentum", "Adam", "AdamW", "Adagrad", "Lion", "Muon", "Group"), "penstock.ir.optimizers"),
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from penstock.ir.optimizers import SGD, Adagrad, Adam, AdamW, Group, Lion, Momentum, Muon
     from penstock.ir.rates import Constant, Cosine, Linear, Steps
     from penstock.runtime.job import open
+    from penstock.runtime.running import run_bundle
 
 __all__ = [
     "SGD",
@@ -74,6 +76,7 @@ __all__ = [
     "load_trace",
     "open",
     "plan",
+    "run_bundle",
 ]
 
 
