@@ -56,10 +56,8 @@ def print_op(op: Op) -> str:
 def _line(op: Op) -> str:
     args = ["%" + v.name for v in op.ins]
     args += ["@" + str(v) if k == "var" else f"{k}={print_literal(v)}" for k, v in op.attrs.items()]
-    text = f"{op.kind}({', '.join(args)})"
-    if op.outs:
-        text = f"{', '.join(map(repr, op.outs))} = {text}"
-    return f"{text} ; {op.loc}" if op.loc else text
+    outs = f"{', '.join([f'%{v.name} : {v.type}' for v in op.outs])} = " if op.outs else ""
+    return f"{outs}{op.kind}({', '.join(args)}){f' ; {op.loc}' if op.loc else ''}"
 
 
 def _names(values: Iterable[Value]) -> str:

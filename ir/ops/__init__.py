@@ -13,8 +13,10 @@ The rows stand in one file per family; this file joins them and holds what every
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
-from ..graph import ANNOTATIONS, Attr, Op
+from ..graph import ANNOTATIONS, Attr, Attrs, Op
 from ..types import Dim, TensorType
 from . import contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
 from .table import ANY, Cost, Needs, OpDef, integer, ints, reduced_axes
@@ -57,17 +59,59 @@ def definition(kind: str) -> OpDef:
 
 def infer_op(op: Op, var_types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
     """Result types of an op by its row; TypeError when operands, attributes or variable do not fit."""
+    row, types = definition(op.kind), tuple([v.type for v in op.ins])
+    if row.family == "state":
+        return _type_of_variable(op, types, var_types)
+    # Constants may hold tables, which take longer to look up than to look at.
+    if row.family != "source":
+        try:
+            return _known_types(op.kind, types, _exact(op.attrs))
+        except TypeError:
+            # It does not fit, or has an attribute without a hash, which does not fit either: the rule says what.
+            pass
+    return _infer(op, types)
+
+
+def _infer(op: Op, types: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
     row, attrs = definition(op.kind), complete_attrs(op)
+    _check_arity(row, types)
+    return row.infer(list(types), attrs)
+
+
+def _check_arity(row: OpDef, types: tuple[TensorType, ...]) -> None:
     low, high = row.arity
-    if not low <= len(op.ins) <= high:
-        raise TypeError(f"takes {low if low == high else f'{low} or more'} operands, got {len(op.ins)}")
-    if row.family != "state":
-        return row.infer([v.type for v in op.ins], attrs)
-    var = str(attrs["var"])
+    if not low <= len(types) <= high:
+        raise TypeError(f"takes {low if low == high else f'{low} or more'} operands, got {len(types)}")
+
+
+# Attributes with their Python types: True is equal to 1 there, and 1.0 is.
+Exact = tuple[tuple[str, type, Any], ...]
+
+
+def _exact(attrs: Attrs) -> Exact:
+    return tuple(
+        [
+            (name, type(value), tuple([(type(x), x) for x in value]) if isinstance(value, tuple) else value)
+            for name, value in attrs.items()
+            if name not in ANNOTATIONS
+        ]
+    )
+
+
+# Large modules have few different operations, but for names.
+@lru_cache(maxsize=1 << 14)
+def _known_types(kind: str, types: tuple[TensorType, ...], attrs: Exact) -> tuple[TensorType, ...]:
+    plain = {name: tuple(x for _, x in value) if exact is tuple else value for name, exact, value in attrs}
+    return _infer(Op(kind, (), (), plain), types)
+
+
+def _type_of_variable(op: Op, types: tuple[TensorType, ...], var_types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
+    var = str(complete_attrs(op)["var"])
+    _check_arity(definition(op.kind), types)
     if var not in var_types:
         raise TypeError(f"no variable @{var} in the module")
-    if op.ins and op.ins[0].type != var_types[var]:
-        raise TypeError(f"@{var} is {var_types[var]}, the operand is {op.ins[0].type}")
+    if types and types[0] != var_types[var]:
+        raise TypeError(f"@{var} is {var_types[var]}, the operand is {types[0]}")
     return (var_types[var],) if op.kind in ("read", "take") else ()
 
 

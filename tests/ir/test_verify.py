@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Graph, Mesh, Module, Op, Value
+from penstock.ir.ops import infer_op
 from penstock.ir.problems import LIMIT
 from penstock.ir.text import parse_module, print_module
 from penstock.ir.types import parse_type
@@ -375,3 +377,21 @@ def test_fifty_thousand_operations_are_checked_without_recursion_or_quadratic_wo
     verify(module)
     broken = with_op(module, "main", 40_000, replace(ops[40_000], kind="mystery"))
     assert "@main op 40000 (mystery): unknown operation" in message(broken)
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong"),
+    [
+        ("softmax", {"axis": 1}, [{"axis": True}, {"axis": 1.0}]),
+        ("transpose", {"perm": (1, 0)}, [{"perm": (True, False)}, {"perm": (1.0, 0.0)}, {"perm": [1, 0]}]),
+    ],
+)
+def test_types_that_were_found_are_not_those_of_what_python_takes_for_equal(
+    kind: str, right: dict[str, Any], wrong: list[dict[str, Any]]
+) -> None:
+    x = Value("x", parse_type("f32[2,3]"))
+    found = infer_op(Op(kind, (x,), (), right), {})
+    for attrs in wrong:
+        with pytest.raises(TypeError):
+            infer_op(Op(kind, (x,), (), attrs), {})
+    assert infer_op(Op(kind, (x,), (), right | {"kernel": "k1"}), {}) == found
