@@ -97,6 +97,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy release/dist.py release/sbom.py
 
 format: $(VENV)/ready
 	$(BIN)/ruff check --fix .

@@ -9,19 +9,7 @@ lines in `what` and `hint` stay, and what follows is indented, so that nothing q
 
 from __future__ import annotations
 
-import re
-
-from .words import visible
-
-# Lines below the first that stay where they are: those indented already, and those of a numbered list.
-_BELOW = re.compile(r"  |\d+\. |$")
-
-
-def _shown(text: str) -> str:
-    if text.isprintable():
-        return text
-    first, *below = map(visible, text.split("\n"))
-    return "\n".join([first, *(line if _BELOW.match(line) else f"  {line}" for line in below)])
+from .words import visible, visible_lines
 
 
 class PenstockError(Exception):
@@ -36,8 +24,8 @@ class PenstockError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        text = f"{visible(self.where)}: {_shown(self.what)}" if self.where else _shown(self.what)
-        return f"{text}\n  hint: {_shown(self.hint)}" if self.hint else text
+        text = f"{visible(self.where)}: {visible_lines(self.what)}" if self.where else visible_lines(self.what)
+        return f"{text}\n  hint: {visible_lines(self.hint)}" if self.hint else text
 
 
 class UsageError(PenstockError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 def counted(number: int, noun: str) -> str:
     """`1 stage`, `2 stages`, `2 microbatches`."""
@@ -15,6 +17,14 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
+# Lines below the first that stay where they are: those indented already, and those of a numbered list.
+_BELOW = re.compile(r"  |\d+\. |$")
+
+
 def visible_lines(text: str) -> str:
-    """The same of text that has lines, whose ends stay."""
-    return text if text.isprintable() else "\n".join(map(visible, text.split("\n")))
+    """The same of a message that has lines. Their ends stay, and what follows the first is indented: nothing that is quoted looks like a line of the
+    program that prints it."""
+    if text.isprintable():
+        return text
+    first, *below = map(visible, text.split("\n"))
+    return "\n".join([first, *(line if _BELOW.match(line) else f"  {line}" for line in below)])

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -89,7 +90,7 @@ def _licenses(found: Distribution) -> list[dict[str, Any]]:
 
 
 def _reference(part: Part) -> str:
-    return f"pkg:pypi/{canonicalize_name(part.found.name)}@{part.found.version}"
+    return f"pkg:pypi/{canonicalize_name(part.found.name)}@{quote(part.found.version)}"
 
 
 def _component(part: Part, kind: str) -> dict[str, Any]:

@@ -119,6 +119,16 @@ def test_sdists_hold_files_in_the_place_of_links() -> None:
     assert told([*whole, "demo-out/model.bin"]) == ["sdist: demo-out/model.bin does not belong there"]
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git says what belongs to the sdist")
+def test_the_sdist_is_told_of_everything() -> None:
+    """What stands at the top, and is new, has to be named in MANIFEST.in; the rest setuptools finds by itself."""
+    words = [line.split() for line in (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines()]
+    told = {name for kind, *names in words if kind in ("include", "graft") for name in names}
+    found = {name.split("/")[0] for name in dist.tracked(ROOT) if not name.startswith(".")}
+    known = {"pyproject.toml", "README.md", "LICENSE", "NOTICE", "MANIFEST.in", "src", *dist.FOLDERS}
+    assert found - known == told
+
+
 def test_the_version_stands_in_one_place() -> None:
     assert dist.version(ROOT) == penstock.__version__
     assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -141,7 +141,7 @@ def test_control_what_steers_a_terminal_is_seen(tried, monkeypatch):
     assert (obeyed(f"a\n{FORGED}"), obeyed(f"a\n  {FORGED}")) == (FORGED, "")
     case = next(case for case in CASES if case.name == "hostile-model-operator")
     assert tried(case) == ""
-    monkeypatch.setattr("penstock.ir.errors._shown", str)
+    monkeypatch.setattr("penstock.ir.errors.visible_lines", str)
     assert tried(case).startswith("printed '\\x1b'")
 
 

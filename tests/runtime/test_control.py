@@ -50,6 +50,7 @@ def test_messages_and_arrays_round_trip():
         np.testing.assert_array_equal(got[name], array)
     assert right.receive() is None
     thread.join(10)
+    right.close()
 
 
 def test_unknown_messages_and_fields_are_refused():

@@ -90,6 +90,9 @@ class Stranger:
             self.connection = context.wrap_socket(self.connection)
         self.sent: list[bytes] = []
 
+    def close(self) -> None:
+        self.connection.close()
+
     def say(self, record: Said) -> None:
         data = msgspec.msgpack.encode(record)
         self.sent.append(struct.pack("<I", len(data)) + data)
@@ -114,6 +117,13 @@ class Stranger:
             except OSError:
                 return True
         return False
+
+
+@pytest.fixture
+def strangers():
+    """strangers(address, context=None): one that is closed in the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *given: stack.enter_context(contextlib.closing(Stranger(*given)))
 
 
 def running(mesh: Mesh):
@@ -159,10 +169,10 @@ def test_who_has_another_secret_is_refused(meshes, trust, token):
     assert low.hear(0.2) == []
 
 
-def test_guesses_are_refused(meshes, listeners):
+def test_guesses_are_refused(meshes, listeners, strangers):
     low = meshes(0, Trust(SECRET))
     for last in (Proof("0" * 64), Proof("\u00e9"), Pulse("1F0", 3), Hello(1, "x")):
-        stranger = Stranger(listeners[0].getsockname())
+        stranger = strangers(listeners[0].getsockname())
         stop = running(low)
         stranger.say(Hello(1, "n"))
         assert isinstance(stranger.listen(), Welcome)
@@ -171,11 +181,11 @@ def test_guesses_are_refused(meshes, listeners):
         assert stranger.is_cut_off(low)
 
 
-def test_what_was_overheard_proves_nothing_later(meshes, listeners):
+def test_what_was_overheard_proves_nothing_later(meshes, listeners, strangers):
     """All bytes of a friend, said again: the other end's nonce is another one. Also with the friend's proof for its own records."""
     low = meshes(0, Trust(SECRET))
     address, key = listeners[0].getsockname(), Trust(SECRET).key(TOKEN)
-    friend = Stranger(address)
+    friend = strangers(address)
     stop = running(low)
     friend.say(Hello(1, "nonce"))
     welcome = friend.listen()
@@ -191,12 +201,12 @@ def test_what_was_overheard_proves_nothing_later(meshes, listeners):
     while 1 in low._links and time.monotonic() < deadline:
         time.sleep(0.01)
     assert stop() == [(1, Pulse("1F0", 3)), (1, None)], "the control: the friend was heard"
-    again = Stranger(address)
+    again = strangers(address)
     for data in friend.sent:
         again.connection.sendall(data)
     assert again.is_cut_off(low)
     # Nor does what the other side proved, turned round.
-    again = Stranger(address)
+    again = strangers(address)
     stop = running(low)
     again.say(Hello(1, "nonce"))
     reflected = again.listen()
@@ -217,7 +227,7 @@ def test_a_key_is_of_its_start_and_its_secret():
 
 
 @needs_openssl
-def test_over_tls(meshes, tls, listeners):
+def test_over_tls(meshes, tls, listeners, strangers):
     """Friends hear each other, what is larger than one record of TLS too; neither plain text nor a client without a certificate is let in."""
     trust = open_trust(None, str(tls))
     low, high = meshes(0, trust), meshes(1, trust)
@@ -225,14 +235,14 @@ def test_over_tls(meshes, tls, listeners):
     assert hear(low, high, until=bool) == [(1, Pulse("x" * 100_000, 3))]
     assert all(link.secured.version() == "TLSv1.3" for mesh in (low, high) for link in mesh._links.values())
     address = listeners[0].getsockname()
-    plain = Stranger(address)
+    plain = strangers(address)
     plain.say(Hello(1, "nonce"))
     assert plain.is_cut_off(low, high)
     nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
     stop = running(low)
     try:
-        client = Stranger(address, nobody)
+        client = strangers(address, nobody)
         with contextlib.suppress(ssl.SSLError, ConnectionError):
             client.say(Hello(1, "nonce"))
         assert client.is_cut_off()

@@ -15,7 +15,7 @@ from penstock.inspecting.summary import Summary
 from penstock.inspecting.weights import Statistics
 from penstock.inspecting.why import KernelUse, Part, Why
 from penstock.ir.graph import Module
-from penstock.ir.words import counted
+from penstock.ir.words import counted, visible
 from penstock.passes.cost import shown_seconds
 from penstock.passes.lifetimes import COLUMNS
 from penstock.terminal import size, table
@@ -180,9 +180,9 @@ def _why(found: Why, colours: bool) -> Iterator[str]:
 
     mark = {"value": "%", "variable": "@"}.get(found.kind, "")
     total = counted(len(found.parts), "operation") if found.parts else "nothing of it is in the program"
-    yield head(f"{found.kind} {mark}{found.name}: {total}")
+    yield head(f"{found.kind} {mark}{visible(found.name)}: {total}")
     for source in found.sources[:_MOST_SOURCES]:
-        yield f"  from {told_source(source)}"
+        yield f"  from {visible(told_source(source))}"
     if len(found.sources) > _MOST_SOURCES:
         yield f"  and from {counted(len(found.sources) - _MOST_SOURCES, 'more node')}"
     told = ""
