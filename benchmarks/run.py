@@ -18,11 +18,14 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +118,8 @@ def main() -> int:
         for out in (arguments.json, arguments.markdown):
             if out is not None:
                 out.parent.mkdir(parents=True, exist_ok=True)
+        # Being terminated ends the section that runs, too.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         result = _run(arguments.scale, arguments.sections, arguments.json)
     from page import page
 
@@ -155,28 +160,42 @@ def _run_section(name: str, section: Section, scale: str) -> dict[str, Any]:
     print(f"{name}: {shlex.join(words)}", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
-        report, said = Path(folder) / "report.json", Path(folder) / "said.txt"
-        with said.open("w", encoding="utf-8") as out:
-            code = _wait([sys.executable, *words, "--json", str(report)], out.fileno())
-        told = said.read_text(encoding="utf-8", errors="replace")
-        print(told, file=sys.stderr, flush=True)
-        found = (
-            section.digest(json.loads(report.read_text(encoding="utf-8"))) if report.exists() else {"said": told.splitlines()[-KEPT_LINES:]}
-        )
+        report = Path(folder) / "report.json"
+        code, said = _follow([sys.executable, *words, "--json", str(report)])
+        found = section.digest(json.loads(report.read_text(encoding="utf-8"))) if report.exists() else {"said": said}
     seconds = time.perf_counter() - begin
     print(f"{name}: exit code {code} after {seconds:.0f} s", file=sys.stderr, flush=True)
     command = f"python benchmarks/{section.script} {getattr(section, scale)}"
     return {"command": command, "seconds": round(seconds, 1), "exit": code, "load before": first, "load after": load(), "found": found}
 
 
-def _wait(command: list[str], out: int) -> int:
-    """The exit code; a section past its time is ended with all that it started."""
-    running = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True)
+def _follow(command: list[str]) -> tuple[int, list[str]]:
+    """Run it and show what it says; its exit code and its last lines. A section past its time, or one that nobody waits for any more, is ended with what
+    it started."""
+    running = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    assert running.stdout is not None
+    said: deque[str] = deque(maxlen=KEPT_LINES)
+    limit = threading.Timer(LIMIT_S, os.killpg, (running.pid, signal.SIGKILL))
+    limit.start()
     try:
-        return running.wait(LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(running.pid, 9)
-        return running.wait() or 1
+        for line in running.stdout:
+            sys.stderr.write(line)
+            said.append(line.rstrip("\n"))
+        return running.wait(), list(said)
+    except BaseException:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+        raise
+    finally:
+        limit.cancel()
 
 
 if __name__ == "__main__":
