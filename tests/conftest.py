@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
@@ -22,7 +23,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # For laws that do not say how many examples they take; with --long the others take more than they say, too.
+settings.register_profile("quick", max_examples=40)
 settings.register_profile("long", max_examples=2000, deadline=None, print_blob=True)
+settings.load_profile("quick")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -97,10 +100,12 @@ def toy_text(stages: int, skip: bool = False, trains: bool = True, devices: Sequ
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests compile a few kernels each, which takes less than starting compiler processes does; those have tests of their own
-    (backends/test_tvm_processes.py). What is compiled is kept for this run alone."""
+    (backends/test_tvm_processes.py). What is compiled is kept for this run alone, for all of its processes."""
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "usable_cores", lambda: 1)
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 

@@ -24,7 +24,7 @@ def changed(a: Module, b: Module) -> list[str]:
 
 
 @given(modules(), modules(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_there_is_a_difference_exactly_where_the_text_differs(a: Module, b: Module, data: st.DataObject) -> None:
     assert not changed(a, parse_module(print_module(a)))
     # One part of another module, or another order of the same.

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,22 +32,23 @@ FORBIDDEN = {
 _APART = {"backends": "tvm", "frontends": "torch"}
 
 
-def _modules_of(part: str) -> list[str]:
+def _modules_of(part: str) -> tuple[str, ...]:
     """All modules of a part by their dotted names; the part itself when it is a single module."""
     if not part:
-        return ["penstock"]
+        return ("penstock",)
     folder = ROOT / "src" / "penstock" / part.replace(".", "/")
     if folder.with_suffix(".py").is_file():
-        return [f"penstock.{part}"]
+        return (f"penstock.{part}",)
     files = sorted(path.relative_to(folder) for path in folder.rglob("*.py"))
     apart = _APART.get(part)
     files = [path for path in files if path.parts[0] != apart]
     dotted = [".".join((f"penstock.{part}", *path.with_suffix("").parts)).removesuffix(".__init__") for path in files]
     assert dotted, f"no modules in {folder}"
-    return dotted
+    return tuple(dotted)
 
 
-def _imported_by(modules: list[str], *, extra_code: str = "") -> list[str]:
+@cache
+def _imported_by(modules: tuple[str, ...], *, extra_code: str = "") -> list[str]:
     """Names in sys.modules of a fresh process, run outside the checkout, after importing `modules`."""
     code = f"import importlib, json, sys\n{extra_code}\nfor name in {modules!r}: importlib.import_module(name)\nprint(json.dumps(list(sys.modules)))"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -79,7 +81,7 @@ def test_only_the_torch_frontend_imports_torch() -> None:
 
 def test_the_import_check_sees_an_offender() -> None:
     """The control: a part that does import what it must not is found."""
-    imported = _imported_by(["penstock.ir.types"], extra_code="import onnx, penstock.passes.manager")
+    imported = _imported_by(("penstock.ir.types",), extra_code="import onnx, penstock.passes.manager")
     assert {"onnx", "penstock.passes.manager"} <= set(_offenders(imported, *FORBIDDEN["ir"]))
 
 

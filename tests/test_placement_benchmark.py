@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from benchmark_report import run_benchmark
 
 
+@pytest.mark.slow
 def test_graphs_have_the_ideals_they_should(tmp_path: Path) -> None:
     report, done = run_benchmark("placement", ["--only", "wide"], tmp_path)
     (row,) = report

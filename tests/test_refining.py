@@ -46,7 +46,7 @@ def every_plan(planner: Planner, schedule: str) -> list[Plan]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.slow)])
 def test_what_is_near_the_planners_plan_is_nearly_the_best(schedule: str) -> None:
     """Nearly always the best of all plans, by simulation, and never worse than the planner's own. The control: that one often is not, under 1f1b."""
     rng, own, near = Random(3), [], []
@@ -66,7 +66,7 @@ def test_what_is_near_the_planners_plan_is_nearly_the_best(schedule: str) -> Non
     assert max(own) > 1.13 if schedule == "1f1b" else max(own) < 1.0001
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "eager-2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("2bw", "eager-2bw"))])
 def test_where_replicas_are_allowed_the_plan_is_no_slower(schedule: str) -> None:
     """Formulas like unequal replicas better than they are: by these alone some plans with them are slower than the best without, under the schedules for
     which they are not exact. What the passes would refuse, reading weights before they are made, is never taken."""

@@ -40,23 +40,26 @@ def planned(stages: int, schedule: str, recompute: str) -> ps.Plan:
     return ps.plan(model(), cluster, training, schedule=schedule, recompute=recompute)
 
 
-def trained(plan: ps.Plan, folder: Path) -> tuple[list[float], dict[int, int]]:
+def trained(plan: ps.Plan, folder: Path, backend: str) -> tuple[list[float], dict[int, int]]:
     """The loss of every microbatch, and the most bytes of values that each rank's store held."""
     rng = np.random.default_rng(4)
     data = [
         {"input": rng.standard_normal((ROWS * MICROBATCHES, 24)).astype(np.float32), "labels": rng.integers(0, 5, ROWS * MICROBATCHES)}
         for _ in range(BATCHES)
     ]
-    with ps.open(ps.compile(plan, folder), timeout=TIMEOUT) as job:
+    with ps.open(ps.compile(plan, folder, backend=backend), timeout=TIMEOUT) as job:
         losses = [loss for step in job.steps(data) for loss in step.losses]
         return losses, {rank: audit.activation_bytes for rank, audit in enumerate(job.audit())}
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), pytest.param(4, "2bw", marks=pytest.mark.slow)])
-def test_losses_are_the_same_with_compiled_code(stages: int, schedule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stages", "schedule", "backend"),
+    [(2, "1f1b", "numpy"), *(pytest.param(*case, "tvm", marks=pytest.mark.slow) for case in ((2, "1f1b"), (4, "2bw")))],
+)
+def test_losses_are_the_same_in_processes(stages: int, schedule: str, backend: str, tmp_path: Path) -> None:
     whole, again = (planned(stages, schedule, mode) for mode in ("none", "all"))
-    expected, held = trained(whole, tmp_path / "whole")
-    found, less = trained(again, tmp_path / "again")
+    expected, held = trained(whole, tmp_path / "whole", backend)
+    found, less = trained(again, tmp_path / "again", backend)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert all(less[rank] < held[rank] for rank in less)
     before, after = (measure_memory(plan.module) for plan in (whole, again))

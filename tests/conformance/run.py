@@ -105,6 +105,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--through", choices=tuple(EXECUTE), default=INTERPRETER)
     parser.add_argument("--set", choices=tuple(COUNTS), help="which tests; all, or what is listed for tvm")
     parser.add_argument("--only", metavar="REGEX")
+    parser.add_argument("--every", metavar="N", type=int, default=1, help="the first of them, and every Nth after it")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, help="limit for each test")
     parser.add_argument("--update", action="store_true", help="write the list of what does not pass")
@@ -112,10 +113,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--by-operator", metavar="FILE")
     given = parser.parse_args(words)
     way = given.through
-    if given.update and (given.only or given.set):
-        parser.error("--update lists what a whole run says, without --only and --set")
+    if given.update and (given.only or given.set or given.every > 1):
+        parser.error("--update lists what a whole run says, without --only, --every and --set")
     wanted = given.set or (ALL if way == INTERPRETER else LISTED[way])
-    cases = [c for c in collect() if wanted in members(c) and re.search(given.only or "", c.name)]
+    cases = [c for c in collect() if wanted in members(c) and re.search(given.only or "", c.name)][:: given.every]
     began = time.monotonic()
     results = run_cases(cases, way, given.jobs, given.seconds)
     print(*summary(cases, results), f"{time.monotonic() - began:.0f} s", sep="\n")
@@ -128,7 +129,7 @@ def main(words: Sequence[str] | None = None) -> int:
         write_gaps(file_of(way), way, listed)
         return 0
     before = read_gaps(file_of(way))
-    here = {name: result for name, result in before.items() if name in listed or not (given.only or given.set)}
+    here = {name: result for name, result in before.items() if name in listed or not (given.only or given.set or given.every > 1)}
     differing = changes(here, listed)
     print("", *differing, f"{len(differing)} tests are not as listed in {file_of(way).name}", sep="\n")
     return 1 if differing else 0

@@ -87,7 +87,7 @@ def test_equal_shares_are_pipelines_side_by_side(d, ranks):
 
 
 @pytest.mark.parametrize("kind", TRAINING)
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shares=several_shares())
 def test_nobody_waits_for_ever_and_illegal_shares_are_refused(toy, kind, shares):
     source = toy(len(shares), devices=[len(share) for share in shares])

@@ -52,7 +52,14 @@ def test_portions_hold_every_sample_once_and_their_mean_is_that_of_all(samples, 
         assert Portion(0, size) not in cut or float(np.mean(list(filled.values()))) != pytest.approx(values.mean(), abs=1e-12)
 
 
-@pytest.mark.parametrize(("stages", "kind", "m"), [(2, "1f1b", 2), (3, "2bw", 2), (2, "2bw", 4), (3, "zb-1f1b", 4)])
+@pytest.mark.parametrize(
+    ("stages", "kind", "m"),
+    [
+        (3, "2bw", 2),
+        (3, "zb-1f1b", 4),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "1f1b", 2), (2, "2bw", 4))),
+    ],
+)
 def test_the_newest_weights_are_evaluated_and_training_stays_bit_for_bit(bundle_of, tmp_path, stages, kind, m):
     path = bundle_of(stages, kind, m).path
     data, _ = write(tmp_path / "train.npz", 50, 1)

@@ -262,7 +262,7 @@ def test_a_worker_that_hangs_alone(bundle_of):
     assert not is_running(pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_no_orphans_when_the_launcher_ends(bundle_of, tmp_path, number):
     script = (
         # Whoever started the tests in the background may have left the interrupt ignored, which children inherit.

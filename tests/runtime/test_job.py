@@ -76,7 +76,7 @@ def test_memory_and_sockets_carry_the_same(bundle_of, monkeypatch):
         assert losses_of(job, batches) == shared
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "2bw"])
+@pytest.mark.parametrize("kind", ["2bw", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_steps_one_by_one_and_from_a_stream_and_from_a_file_are_the_same(bundle_of, kind, tmp_path):
     bundle, batches = bundle_of(2, kind, 2), make_batches(5, 2)
     path = tmp_path / "data.npz"
