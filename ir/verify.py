@@ -407,7 +407,11 @@ def _check_kernels(graph: Graph) -> Iterator[Problem]:
         if "kernel" in op.attrs and not isinstance(unit, str):
             yield Problem(_op_place(graph, i), f"kernel must be a name, got {unit!r}", op_window(graph, i))
             return
-        needs[unit] |= {makers[v.name] for v in op.ins if v.name in makers} - {unit}
+        sources = needs[unit]
+        for v in op.ins:
+            source = makers.get(v.name, unit)
+            if source != unit:
+                sources.add(source)
     users: dict[object, list[object]] = {unit: [] for unit in needs}
     for unit, sources in needs.items():
         for source in sources:

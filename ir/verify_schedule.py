@@ -267,7 +267,8 @@ def _check_pins(module: Module, trained: set[str]) -> Iterator[Problem]:
 
 
 class _Sums(NamedTuple):
-    """Gradients of a stage: those that are added to, with how many buffers each has, and those that each kind of graph takes."""
+    """Gradients of a stage: those that are added to, with how many buffers each has, and those that each kind of graph takes. The first of those with as many
+    buffers that the same graphs take stands for all of them: what happens to one happens to all."""
 
     added: Mapping[str, int]
     taken: Mapping[str, set[str]]
@@ -276,7 +277,12 @@ class _Sums(NamedTuple):
 def _sums(module: Module, stage: int) -> _Sums:
     graphs = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
     added = {op.var: module.vars[op.var].versions for kind in "BW" if kind in graphs for op in graphs[kind].ops if op.kind == "accum"}
-    return _Sums(added, {kind: touched_vars(graph, "take") for kind, graph in graphs.items()})
+    taken = {kind: touched_vars(graph, "take") for kind, graph in graphs.items()}
+    first: dict[tuple[int, frozenset[str]], str] = {}
+    for name, buffers in added.items():
+        first.setdefault((buffers, frozenset(kind for kind, names in taken.items() if name in names)), name)
+    shown = {name: added[name] for name in first.values()}
+    return _Sums(shown, {kind: names & shown.keys() for kind, names in taken.items()})
 
 
 def _check_versions(module: Module, run: Run, stepped: Mapping[int, list[str]], sums: Mapping[int, _Sums]) -> Iterator[Problem]:
