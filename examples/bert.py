@@ -7,6 +7,8 @@ again.
 Prints both losses and how many sentences of a held-out set torch classifies correctly. Fails unless masked words
 are guessed better than by how frequent each word is, frozen embeddings are what they were bit for bit, torch's loss with these weights is Penstock's, and at
 least 90 % are right.
+
+Takes about a minute on two cores (README.md).
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ metrics and checkpoints, and the trained weights back in the ONNX file. 2bw take
 same training under 1f1b, without that delay, stands beside it.
 
 Prints the held-out loss of both as they train, in nats per byte. Fails unless both get below the entropy of single bytes, which is as far as a model
-comes that knows only how frequent each byte is, and unless 2bw ends within 10 % of 1f1b.
+comes that knows only how frequent each byte is, and unless 2bw ends within 15 % of 1f1b.
+
+Takes about two minutes on two cores (README.md).
 """
 
 from __future__ import annotations
@@ -104,10 +106,12 @@ def main() -> None:
     plain, late = (list(found.values())[-1] for found in losses.values())
     bound = entropy(text)
     print(f"entropy of single bytes: {bound:.3f}")
-    if max(plain, late) >= bound:
-        sys.exit("the model learned no more than how frequent each byte is: train for more --steps")
-    if late > 1.1 * plain:
-        sys.exit(f"2bw ended {late / plain - 1:.0%} above 1f1b: try a smaller --lr, or a longer warm-up")
+    problems = {
+        "the model learned no more than how frequent each byte is: train for more --steps": max(plain, late) >= bound,
+        f"2bw ended {late / plain - 1:.0%} above 1f1b: try a smaller --lr, or a longer warm-up": late > 1.15 * plain,
+    }
+    if any(problems.values()):
+        sys.exit("; ".join(problem for problem, found in problems.items() if found))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ Trains a small GPT on two stages, and keeps a checkpoint of every quarter. Then 
 
 Prints how far the losses of each are from those of the run that was not interrupted, relative to them. Fails unless the same plan gives them bit for bit,
 and the others within 1e-4: they add up in another order.
+
+Takes about a minute on two cores (README.md).
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ SMALL = {
     "bert": ["--steps", "100", "--lr", "0.01", "--layers", "1", "--width", "32", "--backend", "numpy"],
     "cpu_and_gpu": ["--steps", "20", "--layers", "1", "--width", "32", "--backend", "numpy"],
     "gpt": [
-        *["--steps", "120", "--lr", "0.004", "--layers", "1", "--width", "32", "--positions", "16", "--backend", "numpy", "--text"],
+        *["--steps", "160", "--lr", "0.003", "--layers", "1", "--width", "32", "--positions", "16", "--backend", "numpy", "--text"],
         str(ROOT / "docs" / "limits.md"),
     ],
     "hosts": ["--steps", "4", "--backend", "numpy"],
-    "hugging_face": ["--steps", "60", "--backend", "numpy"],
+    "hugging_face": ["--steps", "160", "--backend", "numpy"],
     "passes": ["--every", "9"],
     "resnet": ["--steps", "60", "--lr", "0.02", "--width", "8", "--backend", "numpy"],
     "resume": ["--steps", "8", "--width", "32", "--plans", "the same plan", "three stages", "--backend", "numpy"],
