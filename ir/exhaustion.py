@@ -1,5 +1,5 @@
-"""Whether an error says that the system gave no more memory. Python, torch, the C++ runtime of TVM, the loader of libraries and the starter of threads
-say it in different ways, and what they say may be wrapped in errors of others."""
+"""Whether an error says that the system gave no more memory. Python, torch, the C++ runtime of TVM, protobuf, the loader of libraries and the
+starter of threads say it in different ways, and what they say may be wrapped in errors of others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _says_so(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    return isinstance(error, RuntimeError | OSError | ImportError) and any(words in str(error) for words in _SAID)
+    if isinstance(error, RuntimeError | OSError | ImportError):
+        return any(words in str(error) for words in _SAID)
+    # protobuf's DecodeError, which is an Exception and no more.
+    return str(error).endswith("Arena alloc failed")
 
 
 def _behind(error: BaseException | None) -> Iterator[BaseException]:

@@ -47,6 +47,7 @@ def test_whatever_noticed_it() -> None:
     wrapped = ValueError("could not be read")
     wrapped.__cause__ = wanted.value
     assert is_out_of_memory(wrapped)
+    assert is_out_of_memory(Exception("Error parsing message with type 'onnx.ModelProto': Arena alloc failed"))
     # The controls.
     assert not any(map(is_out_of_memory, (OSError(28, "No space left on device"), RuntimeError("shapes differ"), KeyError("memory"))))
 

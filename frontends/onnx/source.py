@@ -23,6 +23,7 @@ from onnx import numpy_helper
 from onnx.helper import tensor_dtype_to_np_dtype
 
 from penstock.ir.errors import UsageError
+from penstock.ir.exhaustion import is_out_of_memory
 from penstock.ir.graph import Namer
 from penstock.ir.types import FLOATS, TensorType, dtype_of
 
@@ -227,6 +228,8 @@ def _parse(path: Path) -> onnx.ModelProto:
     try:
         model = onnx.load(str(path), format="protobuf", load_external_data=False)
     except DecodeError as error:
+        if is_out_of_memory(error):
+            raise
         raise UsageError(f"not a readable ONNX file: {error}", where=str(path), hint="is it truncated?") from error
     except OSError as error:
         raise UsageError(f"cannot be read: {error}", where=str(path)) from error

@@ -120,7 +120,8 @@ def test_control_what_is_left_is_counted(tmp_path):
         more.append(lambda: process.communicate(timeout=TIMEOUT) and None)
 
     def leak_file() -> None:
-        kept.append((tmp_path / "x").open("w"))
+        handle = os.open(tmp_path / "x", os.O_CREAT | os.O_WRONLY)
+        more.append(lambda: os.close(handle))
 
     def leak_pipe() -> None:
         ends = os.pipe()
