@@ -9,6 +9,8 @@
 #   make test-crowded   tests of the runtime, four at a time: waits and ports where processors are short
 #   make test-models  families of transformers' models and others, from torch and from ONNX, against torch (half an hour)
 #   make conformance  ONNX's backend tests through the interpreter and through compiled modules (minutes)
+#   make coverage     which lines of ir/ and passes/ no test comes by (minutes)
+#   make mutation     small faults in the verifier and the schedules, and whether tests notice
 #   make lint         formatting, lint and types             make format       put the files into the house format
 #   make bench        all benchmarks in small (minutes)      make bench-full   at full size (twenty minutes)
 #   make bench-kernels  all kernels against torch, row by row
@@ -33,7 +35,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # One thread per process unless a program asks for more: stages set their threads themselves, and tests run side by side with them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo examples test test-slow test-shuffled test-long test-devmode test-crowded test-models conformance lint format docs bench bench-full bench-kernels bench-models bench-schedules dist sbom clean environment
+.PHONY: demo examples test test-slow test-shuffled test-long test-devmode test-crowded test-models conformance coverage mutation lint format docs bench bench-full bench-kernels bench-models bench-schedules dist sbom clean environment
 .DEFAULT_GOAL := test
 
 environment: $(VENV)/ready
@@ -92,6 +94,19 @@ test-models: $(VENV)/ready
 conformance: $(VENV)/ready
 	$(BIN)/python tests/conformance/run.py
 	$(BIN)/python tests/conformance/run.py --through tvm
+
+# The tests of these parts, and those that take them through the command line.
+COVERING ?= tests/ir tests/passes tests/replay tests/test_planning.py tests/test_placement.py tests/test_simulating.py tests/test_refining.py \
+	tests/inspecting tests/runtime/test_simulate.py
+
+coverage: $(VENV)/ready
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(BIN)/python -m coverage run -m pytest -q -m "not slow" -n $(TEST_PROCESSES) --dist loadfile $(COVERING)
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report
+
+mutation: $(VENV)/ready
+	for part in graphs programs schedules; do $(BIN)/python tests/mutation/run.py $$part --jobs $(TEST_PROCESSES) || exit 1; done
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -1,0 +1,180 @@
+"""Change the verifier and the schedules in small ways, and see whether tests notice.
+
+    python tests/mutation/run.py graphs                     all mutants of a part: graphs, programs or schedules
+    python tests/mutation/run.py graphs --sample 100        so many of them, evenly drawn
+    python tests/mutation/run.py graphs --only '_check_owners'    those whose file and name match; prints who killed each
+
+The first form writes results.json anew for the files of the part.
+
+mutants.py says what is changed, trial.py how it is tried. A survivor is listed in equivalent.txt, with a reason, if no test could tell it from the
+original; every other one is something that tests do not notice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TVM_NUM_THREADS"):
+        os.environ[variable] = "1"
+    os.environ["PENSTOCK_CACHE"] = "off"
+
+from mutation.mutants import Mutant, mutants
+from mutation.trial import KILLED, Target, Verdict, preload, try_mutants
+
+_IR, _PASSES, _SCHEDULES = "ir/{}.py", "tests/passes/test_{}.py", "passes/schedules/{}.py"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files whose mutants are tried with the same tests: the quick ones of `tests`."""
+
+    targets: tuple[Target, ...]
+    tests: tuple[str, ...]
+
+
+def _files(pattern: str, *names: str) -> tuple[str, ...]:
+    return tuple(pattern.format(name) for name in names)
+
+
+PARTS = {
+    "graphs": Part(
+        tuple(map(Target, _files(_IR, "verify", "verify_agreement"))),
+        ("tests/ir/test_verify.py", "tests/ir/test_verify_moving.py"),
+    ),
+    "programs": Part(
+        tuple(map(Target, _files(_IR, "verify_schedule", "verify_messages", "verify_ranks"))),
+        ("tests/ir/test_verify_schedule.py", *_files(_PASSES, "communicate", "lifetimes", "weight_versions", "mutants", "replicas")),
+    ),
+    "schedules": Part(
+        tuple(
+            map(
+                Target,
+                (
+                    "ir/simulate.py",
+                    *_files(_SCHEDULES, "__init__", "dealing", "delayed_2bw", "eager_2bw", "flush_1f1b", "forward", "gpipe"),
+                    *_files(_SCHEDULES, "kind", "zero_bubble"),
+                ),
+            )
+        ),
+        _files(_PASSES, "schedules", "replicas"),
+    ),
+}
+RESULTS, EQUIVALENT = Path(__file__).with_name("results.json"), Path(__file__).with_name("equivalent.txt")
+
+
+def chosen(part: Part, only: str = "", sample: int = 0) -> dict[Target, list[Mutant]]:
+    """Mutants by file: all, those that match, or a sample that depends on their names alone."""
+    found = {target: list(mutants(Path(target.file).read_text(encoding="utf-8"))) for target in part.targets}
+    if only:
+        found = {target: [m for m in ms if re.search(only, f"{target.path} {m.name}")] for target, ms in found.items()}
+    if sample:
+        drawn = sorted(hashlib.sha256(f"{t.path} {m.name}".encode()).digest() for t, ms in found.items() for m in ms)[:sample]
+        least = drawn[-1]
+        found = {t: [m for m in ms if hashlib.sha256(f"{t.path} {m.name}".encode()).digest() <= least] for t, ms in found.items()}
+    return found
+
+
+def read_equivalent() -> dict[tuple[str, str], str]:
+    """The reason by file and name. A file's name stands alone on a line; below it each mutant, and below that, further in, the reason."""
+    found: dict[tuple[str, str], str] = {}
+    path = name = ""
+    for line in EQUIVALENT.read_text(encoding="utf-8").splitlines():
+        text = line.strip()
+        if not text or line.startswith("#"):
+            continue
+        match len(line) - len(line.lstrip()):
+            case 0:
+                path = text
+            case 4:
+                name = text
+            case _:
+                found[path, name] = f"{found.get((path, name), '')} {text}".strip()
+    return found
+
+
+def summary(verdicts: Iterable[Verdict], equivalent: Mapping[tuple[str, str], str]) -> dict[str, dict[str, object]]:
+    """By file: how many mutants there are, were killed, are equivalent, and which survived besides."""
+    by_target: dict[Target, list[Verdict]] = {}
+    for verdict in verdicts:
+        by_target.setdefault(verdict.target, []).append(verdict)
+    return {
+        target.path: {
+            "mutants": len(by_target[target]),
+            "killed": sum(v.ended == KILLED for v in by_target[target]),
+            "equivalent": sum(v.ended != KILLED and (target.path, v.mutant.name) in equivalent for v in by_target[target]),
+            "survived": sorted(
+                f"line {v.mutant.line} {v.mutant.name}" + ("" if v.ended == "survived" else f" ({v.ended})")
+                for v in by_target[target]
+                if v.ended != KILLED and (target.path, v.mutant.name) not in equivalent
+            ),
+        }
+        for target in by_target
+    }
+
+
+def table(results: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
+    """A table in Markdown."""
+    yield "| file | mutants | killed | equivalent | survived | killed of those that differ |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    rows = {path: [row["mutants"], row["killed"], row["equivalent"], len(row["survived"])] for path, row in results.items()}  # type: ignore[arg-type]
+    rows["all"] = [sum(column) for column in zip(*rows.values(), strict=True)]  # type: ignore[arg-type]
+    for path, (count, killed, same, survived) in rows.items():  # type: ignore[misc]
+        share = killed / (count - same) if count > same else 1.0  # type: ignore[operator]
+        yield f"| {path} | {count} | {killed} | {same} | {survived} | {share:.1%} |"
+
+
+def write_results(found: Mapping[str, Mapping[str, object]]) -> None:
+    """Rows of these files; those of others stay."""
+    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    order = [target.path for part in PARTS.values() for target in part.targets]
+    rows = {path: {**known, **found}[path] for path in order if path in known or path in found}
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--only", metavar="REGEX", default="")
+    parser.add_argument("--sample", metavar="N", type=int, default=0)
+    parser.add_argument("--budget", metavar="S", type=float, default=5.0, help="seconds of tests that a mutant is tried with (5)")
+    parser.add_argument("--jobs", metavar="N", type=int, default=1)
+    given = parser.parse_args(words)
+    preload()
+    part = PARTS[given.part]
+    began, equivalent = time.monotonic(), read_equivalent()
+    wanted = chosen(part, given.only, given.sample)
+    verdicts: list[Verdict] = []
+
+    def tell(verdict: Verdict) -> None:
+        verdicts.append(verdict)
+        if given.only or (verdict.ended != KILLED and (verdict.target.path, verdict.mutant.name) not in equivalent):
+            place = f"{verdict.target.path}:{verdict.mutant.line}"
+            print(f"{place} {verdict.mutant.name}: {verdict.ended}{f' by {verdict.by}' if verdict.by else ''}", flush=True)
+
+    try_mutants({t: ms for t, ms in wanted.items() if ms}, part.tests, given.budget, given.jobs, tell)
+    results = summary(verdicts, equivalent)
+    print(*table(results), sep="\n")
+    print(f"{len(verdicts)} mutants in {time.monotonic() - began:.0f} s with {given.jobs} at a time")
+    if given.only or given.sample:
+        return 0
+    names = {(t.path, m.name) for t, ms in wanted.items() for m in ms}
+    for path, name in equivalent.keys() - names:
+        if path in {t.path for t in part.targets}:
+            print(f"equivalent.txt: {path} has no mutant {name}")
+    write_results(results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
