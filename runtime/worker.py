@@ -295,7 +295,11 @@ def describe_failure(error: BaseException) -> Failed:
             "`penstock inspect --memory` says what was expected of tensors; "
             "a `memory` in the cluster file, or --recompute all, makes plans that need less"
         )
-        return Failed(DoesNotFit.__name__, f"the system gave no more memory, at {peak_bytes() / 2**20:.0f} MiB", hint=hint)
+        try:
+            reached = f", at {peak_bytes() / 2**20:.0f} MiB"
+        except MemoryError:  # not even for looking that up
+            reached = ""
+        return Failed(DoesNotFit.__name__, f"the system gave no more memory{reached}", hint=hint)
     if isinstance(error, RuntimeError | OSError) and "Too many open files" in str(error):
         return Failed(DoesNotFit.__name__, "the system let this process open no more files", hint="raise `ulimit -n`")
     return Failed("Internal", "".join(traceback.format_exception(error)).strip())
