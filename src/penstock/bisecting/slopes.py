@@ -3,7 +3,8 @@
 In: what `autodiff` made, whole, and a store of variables. Out: a derivative that is off. The derivative of the loss by a parameter is compared with what moving the
 parameter shows; inside the backward graph each derivative with what moving the value that it belongs to shows, first microbatch only.
 
-Where the loss has a kink nearby, differences to both sides differ; by that much the derivative may be off. A derivative that has several
+The loss may have kinks nearby, many of them where a layer of ReLUs is wide: what is off is tried again with smaller steps, between which there are fewer. One may
+be where nothing moves (a ReLU of exactly zero): then differences to both sides differ, and by that much the derivative may be off. A derivative that has several
 parts (a value with several readers) is judged by their sum alone.
 """
 
@@ -27,13 +28,14 @@ from penstock.ir.types import FLOATS
 if TYPE_CHECKING:
     from penstock.bisecting.trial import Trial
 
-# How far a value is moved for a difference, of its own size: the error of the difference goes with the square, that of rounding with the inverse.
-_MOVE = 1e-5
+# How far a value is moved for a difference, of its own size: the error of the difference goes with the square, that of rounding with the inverse. One that is
+# right is right at one of these.
+_MOVES = (1e-5, 1e-6, 1e-7)
 # Microbatches that are looked at: with two of them it shows whether they are added up.
 _MOST = 2
 ALLOWED = Allowed(
     1e-5,
-    f"central differences in float64 with steps of {_MOVE:g}: their square and rounding over the step are the error, one step is allowed",
+    f"central differences in float64 with steps of {_MOVES[0]:g}: their square and rounding over the step are the error, one step is allowed",
 )
 
 
@@ -74,12 +76,17 @@ class Slopes:
 
     def _error(self, what: str, gradient: Array, at: Array, loss: Callable[[Array], float]) -> float:
         direction: Array = np.asarray(np.random.default_rng([self.trial.seed, zlib.crc32(what.encode())]).standard_normal(at.shape))
-        move = _MOVE * max(1.0, float(np.abs(at).max(initial=0.0)))
-        left, middle, right = loss(-move * direction), loss(0.0 * direction), loss(move * direction)
-        slope, found = (right - left) / (2 * move), float(np.sum(gradient * direction))
-        kink = abs(right - 2 * middle + left) / move
-        size = max(abs(slope), float(np.linalg.norm(gradient)), 1e-8)
-        return max(0.0, abs(found - slope) - kink) / size
+        found, size, middle = float(np.sum(gradient * direction)), float(np.linalg.norm(gradient)), loss(0.0 * direction)
+        difference = kink = slope = float("nan")
+        for move in _MOVES:
+            move *= max(1.0, float(np.abs(at).max(initial=0.0)))
+            left, right = loss(-move * direction), loss(move * direction)
+            slope, kink = (right - left) / (2 * move), abs(right - 2 * middle + left) / (2 * move)
+            difference = abs(found - slope) / max(abs(slope), size, 1e-8)
+            if difference <= ALLOWED.error:
+                return difference
+        difference -= kink / max(abs(slope), size, 1e-8)
+        return 0.0 if difference <= 0 else difference
 
     def _loss_with(self, name: str, at: Array, added: Array) -> float:
         """What the first microbatches add to the mean over the first batch, something added to a variable."""
