@@ -62,7 +62,9 @@ def profile_chain(
     if len(alike) < len(parts):
         sizes = ", ".join(map(str, sorted(parts.keys() - alike.keys())))
         raise UsageError(
-            f"the model has other operations with microbatches of {sizes}", where="planner", hint="plan for one size at a time"
+            f"the model has other operations with microbatches of {sizes}",
+            where="planner",
+            hint="give the size of a microbatch, a divisor of the batch, by --dim beside --batch",
         )
     cuts = last.cuts(device, most)
     rows = {b: part.layers(cuts) for b, part in parts.items()}

@@ -136,6 +136,7 @@ BUGS = (
     Bug("labels of another sample", "gpt", "pass split", "%loss", in_pass("split", in_graph("s1.F", before("loss", 1, _ROTATED)))),
     Bug("a missing sum of tied gradients", "tied", "pass split", "%wte.next", in_pass("split", in_graph("s0.U", passed_by("wte.total"))), refused=True),
     Bug("the wrong version of a weight", "gpt", "pass weight-versions", "@h.", in_pass("weight-versions", in_graph("s0.B", latest)), refused=True),
+    Bug("a wrong epsilon where weight gradients are apart", "gpt", "pass weight-versions", "%h.0.ln_1", in_pass("weight-versions", in_graph("s0.F", changed("h.0.ln_1", eps=0.1))), more=("--schedule", "zb-1f1b")),
     Bug("sends in the wrong order", "gpt", "pass communicate", "SF", in_pass("communicate", in_schedule(exchanged("SF"))), refused=True),
     Bug("a drop one step early", "gpt", "pass lifetimes", "D", in_pass("lifetimes", in_schedule(sooner("D"))), refused=True),
     Bug(

@@ -92,6 +92,12 @@ def test_a_dump_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert bug.tensor in told
     compiled(model, tmp_path, "--backend", "numpy")
     assert bisected(tmp_path / "dumps", "--backend", "numpy") == 0, "the control"
+    assert "modules" in capsys.readouterr().out
+    edited = sorted((tmp_path / "dumps").glob("*.ir"))[2:]
+    for file in edited:
+        file.write_text(file.read_text(encoding="utf-8").replace("eps=1e-05", "eps=0.1"), encoding="utf-8")
+    assert bisected(tmp_path / "dumps", "--backend", "numpy") == 5
+    assert f"{edited[0].name} is not what " in capsys.readouterr().err, "a pass is not to blame for what somebody wrote"
     assert main(["compile", str(model), "-o", str(tmp_path / "other"), *ARGUMENTS["gpt"], "--backend", "numpy", "--dump-ir", str(tmp_path / "c"), "--dump-ir-changed"]) == 0  # fmt: skip
     assert bisected(tmp_path / "c") == 2
     assert "without --dump-ir-changed" in capsys.readouterr().err

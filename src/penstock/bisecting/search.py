@@ -7,7 +7,7 @@ modules are run. Of the pass found, and of the one before it, all values are com
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,13 +15,15 @@ from penstock.bisecting import reproducer
 from penstock.bisecting.kernels import Verdict, first_kernel
 from penstock.bisecting.original import OnnxOriginal, first_difference
 from penstock.bisecting.shrinking import Budget
-from penstock.bisecting.steps import WRITTEN, Original, Trail
+from penstock.bisecting.steps import WRITTEN, Original, Step, Trail
 from penstock.bisecting.trial import Off, Trial, can_run, is_whole
 from penstock.bisecting.values import Spot
 from penstock.ir.errors import PenstockError, VerifyError
 from penstock.ir.graph import Module
 from penstock.ir.numpy_ops import Array
 from penstock.ir.words import counted
+from penstock.passes.manager import parse_pipeline, run_passes
+from penstock.passes.pipelines import PASSES
 from penstock.terminal import say, table
 
 Problems = dict[int, Off | PenstockError | None]
@@ -99,7 +101,7 @@ class _Search:
         steps = self.trail.steps
         high, problems = self._halves(trial)
         print(table(["module", "verdict"], [[steps[i].name, _verdict(problem)] for i, problem in sorted(problems.items())]))
-        self.looked.append(counted(len(steps) - 1, "module"))
+        self.looked.append(f"{len(problems)} of {counted(len(steps), 'module')}")
         problem, culprit = problems[high], steps[high]
         if problem is None:
             return
@@ -112,10 +114,24 @@ class _Search:
         spots = trial.spots(culprit.module, before.module)
         _tell_graphs(spots)
         print("\n".join(spots[0].lines()) if spots else "no single value is off that had one of its name before")
+        if self._is_strange(before, culprit):
+            self._fail(
+                f"{culprit.name} is not what {culprit.call} makes of {before.name} here: it was edited, or another version wrote it", None
+            )
         self._fail(
             f"{culprit.call if culprit.call == WRITTEN else f'pass {culprit.call}'} changes what {steps[0].module.name} computes",
             lambda budget: self._of_pass(high, problem, spots, budget),
         )
+
+    def _is_strange(self, before: Step, step: Step) -> bool:
+        """Whether a pass does not make what stands in its dump: then nobody can say what the pass does."""
+        if step.call == WRITTEN:
+            return False
+        try:
+            made = run_passes(before.module, parse_pipeline(step.call, PASSES), PASSES)
+        except PenstockError:
+            return True
+        return replace(made, notes=()) != replace(step.module, notes=())
 
     def _halves(self, trial: Trial) -> tuple[int, Problems]:
         """The first module that is wrong (the last one, if none is), and what was found on the way."""

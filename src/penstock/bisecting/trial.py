@@ -257,7 +257,7 @@ class Trial:
         if is_whole(module):
             return run_recurrence(module, self.weights, self.batches, watch=watch)
         if module.schedule is None:
-            module = schedule(module, ScheduleOptions("1f1b" if updates(module) else "forward", self.microbatches))
+            module = schedule(module, ScheduleOptions(_plainest(module), self.microbatches))
         return run_schedule(module, self.weights, self.batches if updates(module) else self.batches[:1], watch=watch)
 
     def _run(self, module: Module, seen: Seen) -> None:
@@ -322,6 +322,13 @@ def can_run(module: Module) -> bool:
 def _results(run: Run) -> dict[Result, Array]:
     found: dict[Result, Array] = {("output", k, name): array for k, outputs in run.outputs.items() for name, array in outputs.items()}
     return found | {("variable", 0, name): array for name, array in run.variables.items()}
+
+
+def _plainest(module: Module) -> str:
+    """A schedule without delay that stages can be run by which have none yet."""
+    if not updates(module):
+        return "forward"
+    return "zb-1f1b" if any(module.stage_graph(stage.index, "W") for stage in module.stages) else "1f1b"
 
 
 def comparable(first: Module, module: Module) -> bool:
