@@ -27,7 +27,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
-START = "penstock"
+START, TORCH = "penstock", "torch"
 # Makes serial numbers of documents of this kind differ from those made of the same bytes by others.
 _SPACE = uuid.uuid5(uuid.NAMESPACE_OID, "penstock bill of materials")
 
@@ -70,13 +70,24 @@ def pins(text: str) -> dict[str, str]:
 
 
 def not_pinned(parts: Mapping[str, Part], pinned: Mapping[str, str]) -> list[str]:
-    """What of the parts has no pin, or another one; builds of a version (torch's +cpu) count as that version."""
-    wrong = []
+    """What of the parts has no pin, or another one; builds of a version (torch's +cpu) count as that version. What torch alone brings may go without: its
+    builds for GPUs need other packages than the one for CPUs, in versions that torch itself pins."""
+    wrong, others = [], _needed_without(TORCH, parts)
     for name, part in parts.items():
         version = Version(part.found.version).public
-        if name != START and pinned.get(name) != version:
+        if name != START and pinned.get(name) != version and (name in pinned or name in others):
             wrong.append(f"{name}: installed is {version}, constraints.txt has {pinned.get(name, 'no pin')}")
     return wrong
+
+
+def _needed_without(left_out: str, parts: Mapping[str, Part]) -> set[str]:
+    """What is needed, not counting what that one needs."""
+    found, waiting = {START, left_out}, [START]
+    while waiting:
+        more = {need for need in parts[waiting.pop()].needs if need in parts} - found
+        found |= more
+        waiting += more
+    return found
 
 
 def _licenses(found: Distribution) -> list[dict[str, Any]]:
