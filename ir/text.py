@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NoReturn
 
 from .cluster import Cluster, Device, Host, Link, LinkClass
+from .collecting import nothing_collected
 from .errors import ParseError
 from .graph import ROLES, Attr, Edge, Graph, Mesh, Module, Note, Op, Scalar, Stage, Value, Var
 from .literals import parse_literal, parse_scalar, print_literal, split_items
@@ -427,6 +428,11 @@ def _fullmatch(pattern: re.Pattern[str], line: str, expected: str) -> re.Match[s
 
 def parse_module(text: str, path: str = "<text>") -> Module:
     """The module that prints as `text`; ParseError names file and line, and shows the line."""
+    with nothing_collected():
+        return _parsed(text, path)
+
+
+def _parsed(text: str, path: str) -> Module:
     parser = _ModuleParser()
     lines = text.split("\n")
     strange = _CONTROL.search(text) is not None

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from penstock.ir.collecting import nothing_collected
 from penstock.ir.graph import Graph, Module, Op
 from penstock.ir.text import print_frame, print_head, print_op, print_schedule, print_var
 from penstock.ir.words import counted
@@ -94,7 +95,12 @@ def compare(a: Module, b: Module) -> Difference:
 
 def differences(a: Module, b: Module) -> Iterator[str]:
     """Lines that say how to get from one module to the other; none where they print alike."""
-    found = compare(a, b)
+    with nothing_collected():
+        lines = list(_listed(compare(a, b)))
+    yield from lines
+
+
+def _listed(found: Difference) -> Iterator[str]:
     yield from _told(found.head, str, "", "line")
     for graph in found.graphs:
         yield f"{graph.mark} graph @{graph.name}"

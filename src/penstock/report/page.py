@@ -7,16 +7,14 @@ styles are allowed by their hashes, and nothing else is: whatever were smuggled 
 from __future__ import annotations
 
 import base64
-import gc
 import hashlib
 import html
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import resources
 from typing import Any
 
+from penstock.ir.collecting import nothing_collected
 from penstock.report.facts import gather
 from penstock.report.material import Material
 
@@ -62,20 +60,8 @@ def render(facts: dict[str, Any]) -> str:
 
 def page_of(material: Material, *, plain: bool = False) -> str:
     """The page of a report. With `plain` what is predicted depends on the module alone, not on what was measured on this machine."""
-    with _nothing_collected():
+    with nothing_collected():
         return render(gather(material, plain))
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Facts are lists of lists without a cycle among them, and so many that looking for cycles would take a third of the time."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _part(name: str) -> str:
