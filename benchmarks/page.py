@@ -1,4 +1,4 @@
-"""The result of run.py as Markdown: what docs/results.md has in its generated parts, and the page that a run prints.
+"""The result of run.py as Markdown: the page that a run prints.
 
 In: the result. Out: Markdown by the names of PARTS. Tables are those of the scripts, with what they measured.
 """

@@ -1,7 +1,7 @@
 """All benchmarks in one run: every section is a script of this folder, with settings for its scale; one JSON and one page of Markdown come out.
 
     python benchmarks/run.py                                             short: a few minutes
-    python benchmarks/run.py --scale full --json benchmarks/results/full.json          twenty minutes on two cores: what docs/results.md shows
+    python benchmarks/run.py --scale full --json benchmarks/results/full.json          some twenty minutes on two cores
     python benchmarks/run.py --scale tiny --sections transport startup   only to see that it runs
     python benchmarks/run.py --read benchmarks/results/full.json         the page of a run that was written
 

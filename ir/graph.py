@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .types import TensorType
 from .words import visible
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .cluster import Cluster
     from .schedule import Schedule
 
+Found = TypeVar("Found")
 Scalar = bool | int | float | str
 Attr = Scalar | tuple[Scalar, ...]
 Attrs = Mapping[str, Attr]
@@ -108,6 +109,13 @@ class Graph:
         """What a compiled graph hands back: its outputs, then the saved values that are neither inputs nor outputs."""
         known = {*self.ins, *self.outs}
         return self.outs + tuple(v for v in self.saved if v not in known)
+
+    def keep(self, name: str, find: Callable[[Graph], Found]) -> Found:
+        """What `find` says of this graph, asked once: graphs do not change."""
+        if name not in self.kept:
+            self.kept[name] = find(self)
+        found: Found = self.kept[name]
+        return found
 
     def producers(self) -> dict[Value, Op]:
         return {v: op for op in self.ops for v in op.outs}

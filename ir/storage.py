@@ -27,9 +27,7 @@ class _Block:
 
 def planned_blocks(graph: Graph) -> list[int]:
     """Bytes of every block. Values go by their names, which are single in a graph. The verifier, the plan and reports all ask: a graph is planned once."""
-    if (known := graph.kept.get("blocks")) is None:
-        known = graph.kept["blocks"] = tuple(_planned(graph))
-    return list(known)
+    return list(graph.keep("blocks", _planned))
 
 
 def _planned(graph: Graph) -> list[int]:

@@ -236,10 +236,7 @@ class GraphCost:
     @classmethod
     def of(cls, graph: Graph) -> GraphCost:
         """That of a graph which is priced again and again, as those of stages are."""
-        if (known := graph.kept.get("cost")) is None:
-            known = graph.kept["cost"] = cls(graph)
-        found: GraphCost = known
-        return found
+        return graph.keep("cost", cls)
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:

@@ -83,12 +83,13 @@ def is_table(op: Op) -> bool:
 
 def kernels_of(graph: Graph) -> tuple[Kernel, ...]:
     """All kernels of a graph, in the order of their first operation."""
-    if (known := graph.kept.get("kernels")) is None:
-        division = divide(graph)
-        bodies = Bodies(graph, division)
-        known = graph.kept["kernels"] = tuple(Kernel(name, ops, bodies.body(name)) for name, ops in division.kernels.items())
-    found: tuple[Kernel, ...] = known
-    return found
+    return graph.keep("kernels", _kernels_of)
+
+
+def _kernels_of(graph: Graph) -> tuple[Kernel, ...]:
+    division = divide(graph)
+    bodies = Bodies(graph, division)
+    return tuple(Kernel(name, ops, bodies.body(name)) for name, ops in division.kernels.items())
 
 
 class Bodies:

@@ -208,10 +208,7 @@ class _Operations:
     @classmethod
     def of(cls, graph: Graph) -> _Operations:
         """What one pass made is what the next one is given."""
-        if (known := graph.kept.get("operations")) is None:
-            known = graph.kept["operations"] = cls(graph)
-        found: _Operations = known
-        return found
+        return graph.keep("operations", cls)
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
