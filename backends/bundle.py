@@ -205,10 +205,7 @@ def weights_name(stage: int) -> str:
 def open_bundle(path: str | os.PathLike[str], rank: int | None = None, *, unsigned: bool = False) -> Bundle:
     """Check a bundle and open it. With `rank`, only the common files and those of that rank need to be there. Where bundles must be signed,
     `unsigned` opens others, too."""
-    root = Path(os.path.abspath(path))
-    if not root.is_dir():
-        raise UsageError("is not a bundle directory", where=str(path), hint="`penstock compile MODEL -o BUNDLE` makes one")
-    manifest = _read_manifest(root, None if unsigned else key_in_use())
+    root, manifest = _find_manifest(path, unsigned)
     problems = _structure_problems(root, manifest)
     if not problems:
         wanted = _names_for(manifest, rank)
@@ -218,6 +215,11 @@ def open_bundle(path: str | os.PathLike[str], rank: int | None = None, *, unsign
             "the bundle is damaged:" + "".join(f"\n  - {p}" for p in problems), where=str(path), hint="compile it again, or copy it again"
         )
     return Bundle(root, manifest)
+
+
+def listed_ranks(path: str | os.PathLike[str]) -> tuple[RankEntry, ...]:
+    """The ranks that a bundle is for, as its manifest lists them; no other file is looked at."""
+    return _find_manifest(path)[1].ranks
 
 
 def hash_file(path: Path) -> str:
@@ -249,6 +251,13 @@ def contained(name: str) -> bool:
         and ".." not in parts
         and str(PurePosixPath(name)) == name
     )
+
+
+def _find_manifest(path: str | os.PathLike[str], unsigned: bool = False) -> tuple[Path, Manifest]:
+    root = Path(os.path.abspath(path))
+    if not root.is_dir():
+        raise UsageError("is not a bundle directory", where=str(path), hint="`penstock compile MODEL -o BUNDLE` makes one")
+    return root, _read_manifest(root, None if unsigned else key_in_use())
 
 
 def _read_manifest(root: Path, key: bytes | None) -> Manifest:

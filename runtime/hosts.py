@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..backends.bundle import Bundle
+from ..backends.bundle import Bundle, RankEntry
 from ..ir.errors import UsageError
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -214,16 +214,15 @@ def _is_loopback(address: str) -> bool:
 # ------------------------------------------------------------------------------------------------ the bundle's hosts
 
 
-def check_world(bundle: Bundle, place: Place, elastic: bool = False) -> None:
-    """Refuse another number of processes than the bundle has ranks; fewer are well where it may be planned anew."""
-    if bundle.world_size == place.world or (elastic and place.world < bundle.world_size):
+def check_world(path: str, ranks: Sequence[RankEntry], place: Place, elastic: bool = False) -> None:
+    """Refuse another number of processes than there are ranks in the bundle at `path`; fewer are well where it may be planned anew."""
+    if len(ranks) == place.world or (elastic and place.world < len(ranks)):
         return
-    ranks = bundle.manifest.ranks
     listed = "".join(f"\n  - rank {r.rank}: stage {r.stage} on {r.device} of host {r.host}" for r in ranks[:16])
     more = f"\n  - and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     raise UsageError(
         f"the bundle is for {len(ranks)} ranks, {place.world} were started by {place.launcher}:{listed}{more}",
-        where=str(bundle.path),
+        where=path,
         hint=f"start {len(ranks)} processes, one for each"
         + ("; or fewer with --elastic, which plans anew" if place.world < len(ranks) else ""),
     )

@@ -29,7 +29,7 @@ from types import FrameType
 
 import msgspec
 
-from ..backends.bundle import Bundle, open_bundle
+from ..backends.bundle import Bundle, listed_ranks, open_bundle
 from ..ir.errors import PeerLost, PenstockError, UsageError, VerifyError
 from ..ir.graph import Module
 from .control import Alive, Channel, Done, Failed, Gathered, Message, Planned
@@ -56,14 +56,16 @@ _CONNECT_SECONDS = 0.75
 def become_rank(options: RunOptions) -> None:
     """Be the keeper of a rank of the group until it ends; does not return."""
     seat = place_of()
-    bundle = open_bundle(options.bundle, seat.rank if seat.rank < seat.world else None)
     try:
-        check_world(bundle, seat, options.elastic)
+        # Before any rank looks for its files, which a rank too many would not find.
+        check_world(options.bundle, listed_ranks(options.bundle), seat, options.elastic)
     except UsageError as error:
-        # All ranks find the same: one of each host says it.
+        # All ranks find the same: one of each host says it, and torchrun, which may end that one before, hears it from whichever ends first.
+        _tell_torchrun(str(error))
         if seat.local_rank == 0:
             raise
         sys.exit(error.exit_code)
+    bundle = open_bundle(options.bundle, seat.rank)
     interface = choose_interface(seat, _planned_interface(bundle, seat))
     keeper = Keeper(options, bundle, seat, interface)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -381,7 +383,8 @@ def _tell_torchrun(text: str) -> None:
     """torchrun shows what it finds in this file in its own summary."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        told = {"message": {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}}
+        # With a stack, even an empty one, that would be shown in place of the message.
+        told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
         try:
             with open(path, "w", encoding="utf-8") as file:
                 json.dump(told, file)

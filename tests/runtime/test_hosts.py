@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from namespaces import Hosts, available
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from penstock.backends.bundle import open_bundle
 from penstock.ir.errors import UsageError
 from penstock.runtime.hosts import (
     Place,
@@ -164,8 +166,8 @@ def test_another_number_of_ranks():
     with pytest.raises(
         UsageError, match=r"for 2 ranks, 3 were started by srun:\n  - rank 0: stage 0 on cpu:0 of host a\n  - rank 1: stage 1"
     ):
-        check_world(planned("a", "b"), place)
-    check_world(planned("a", "b", "c"), place)
+        check_world("bundle", planned("a", "b").manifest.ranks, place)
+    check_world("bundle", planned("a", "b", "c").manifest.ranks, place)
 
 
 def test_who_is_where():
@@ -249,16 +251,26 @@ def test_torchrun_on_two_hosts(bundle_of, tmp_path, kind):
     assert [json.loads(line)["loss"] for line in (tmp_path / "m.jsonl").read_text().splitlines()] == expected.losses
 
 
-def test_one_host_says_that_the_world_does_not_match(bundle_of):
-    """All ranks find it; the first of each host says it."""
+def test_one_host_says_that_the_world_does_not_match(bundle_of, tmp_path):
+    """All ranks find it, one that the bundle lacks as well; the first of each host says it, and each tells torchrun, which shows what the first
+    to end has told."""
     path = str(bundle_of(2, "1f1b", 2).path)
-    said = []
-    for local in ("0", "1"):
+    said, told = [], []
+    for local in ("0", "1", "2"):
         group = {"RANK": local, "WORLD_SIZE": "3", "LOCAL_RANK": local, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        group["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / local)
         done = subprocess.run(
             [sys.executable, "-m", "penstock", "run", path], env=os.environ | group, capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 2
         said.append(done.stderr)
-    assert "the bundle is for 2 ranks, 3 were started by the environment" in said[0]
-    assert said[1] == ""
+        failure = ProcessFailure(int(local), 1, 2, str(tmp_path / local))
+        told.append(str(ChildFailedError("run", {int(local): failure})))
+    why = "the bundle is for 2 ranks, 3 were started by the environment"
+    assert why in said[0]
+    assert said[1:] == ["", ""]
+    assert all(why in text for text in told)
+    # Control: a rank too many that looks for its files before that says something else, which is no help.
+    with pytest.raises(UsageError, match="there is no rank 2") as caught:
+        open_bundle(path, 2)
+    assert why not in str(caught.value)
