@@ -118,6 +118,9 @@ class Backend(Protocol):
     def check_host(self, module: Module, stage: int) -> None:
         """UsageError where this host lacks the device of a stage, which `load_stage` would say, too: for those who compile first."""
 
+    def prepare(self) -> None:
+        """Import what loading a stage takes, and touch no device: for a process that others are forked from."""
+
     def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None) -> StageProgram:
         """The code of a stage, for one of its devices: the first if none is named."""
 

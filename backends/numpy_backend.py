@@ -35,6 +35,9 @@ class NumpyBackend:
     def check_host(self, module: Module, stage: int) -> None:
         """Everything is interpreted here, whatever device it is for."""
 
+    def prepare(self) -> None:
+        """Importing this module was all."""
+
     def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None) -> StageProgram:
         return NumpyProgram(stage_graphs(module, stage))
 

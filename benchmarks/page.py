@@ -30,11 +30,12 @@ def committed_part(name: str) -> str:
 def _machine(result: dict[str, Any]) -> str:
     rows = [[name, fact] for name, fact in result["machine"].items()]
     sections = [
-        [name, f"`{section['command']}`", f"{section['seconds']:.0f}", section["load before"].split()[0], section["load after"].split()[0]]
+        [name, f"{section['seconds']:.0f}", section["load before"].split()[0], section["load after"].split()[0]]
         for name, section in result["sections"].items()
     ]
-    heads = ["section", "command", "seconds", "load before", "after"]
-    return f"{markdown(['of', 'is'], rows)}\n\n{markdown(heads, sections)}\n"
+    commands = "\n".join(section["command"] for section in result["sections"].values())
+    heads = ["section", "seconds", "load before", "after"]
+    return f"{markdown(['of', 'is'], rows)}\n\n{markdown(heads, sections)}\n\n```sh\n{commands}\n```\n"
 
 
 def _goals(result: dict[str, Any]) -> str:
@@ -64,17 +65,20 @@ def _training(found: dict[str, Any]) -> str:
     from training import far_apart, rows_of
 
     facts = [f"* {name}: {found['facts'][name]}" for name in ("model", "data", "turns", "peak", "work")]
+    apart = far_apart(found)
     tried = [
-        [name, form, f"{row['seconds']:.2f}", " + ".join(f"{peak / MIB:.0f}" for peak in row["peak_bytes"].values())]
+        [name, form, f"{row['seconds']:.2f}", " + ".join(f"{peak / MIB:.0f}" for peak in row["peak_bytes"].values()), f"{apart[form]:.0e}"]
         if "seconds" in row
-        else [name, form, f"failed: {row['error']}", ""]
+        else [name, form, f"failed: {row['error']}", "", ""]
         for name, forms in found["tried"].items()
         for form, row in forms.items()
     ]
     text = "\n".join(facts) + "\n\n" + markdown(*rows_of(found)) + "\n"
     if tried:
-        text += "\nForms, each tried alone:\n\n" + markdown(["contender", "form", "s per step", "peak MiB per process"], tried) + "\n"
-    text += f"\nLosses of all but penstock-2bw agree to {far_apart(found):.1e}."
+        heads = ["contender", "form", "s per step", "peak MiB per process", "losses differ by"]
+        text += "\nForms, each tried alone:\n\n" + markdown(heads, tried) + "\n"
+    told = ", ".join(f"{name} {apart[name]:.0e}" for name in found["contenders"] if name in apart)
+    text += f"\nThe largest relative difference of losses from {next(reversed(found['contenders']))}'s: {told}."
     return text + "".join(f" {name} did not take part: {reason}." for name, reason in found["absent"].items()) + "\n"
 
 
@@ -154,9 +158,9 @@ def _report(found: dict[str, Any]) -> str:
 
 @_of("startup")
 def _startup(found: dict[str, Any]) -> str:
-    from startup import table_of
+    from startup import table_of, table_of_jobs
 
-    return markdown(*table_of(found["rows"])) + "\n"
+    return f"{markdown(*table_of(found['rows']))}\n\n{markdown(*table_of_jobs(found['jobs']))}\n"
 
 
 PARTS: dict[str, Callable[[dict[str, Any]], str]] = {

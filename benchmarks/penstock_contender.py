@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from processes import descendants
 from training_shape import MOMENTUM, Shape, batches
 from turns import serve
 
@@ -48,8 +47,7 @@ def main() -> None:
             return [float(loss) for loss in job.run(islice(data, steps))]
 
         about["losses"] = run(warmup)
-        workers = {f"rank {command[command.index('--rank') + 1]}": pid for pid, command in descendants() if "--rank" in command}
-        serve(dict(sorted(workers.items())), about, run)
+        serve({f"rank {rank}": pid for rank, pid in enumerate(job.workers.process_ids())}, about, run)
 
 
 if __name__ == "__main__":

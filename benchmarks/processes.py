@@ -63,18 +63,6 @@ def cpu_seconds(pid: int) -> float:
     return (int(after_name[11]) + int(after_name[12])) / TICKS
 
 
-def descendants() -> list[tuple[int, list[str]]]:
-    """Process id and command line of every process below this one."""
-    found: list[tuple[int, list[str]]] = []
-    waiting = [os.getpid()]
-    while waiting:
-        for task in Path(f"/proc/{waiting.pop()}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found.append((child, Path(f"/proc/{child}/cmdline").read_text().split("\0")))
-                waiting.append(child)
-    return found
-
-
 @dataclass
 class Contender:
     """Processes that train together and take their turns together. `cores[i]` is where the i-th training process may run."""

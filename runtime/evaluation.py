@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,10 @@ from ..ir.ops import OPS
 from ..ir.schedule import Action
 from .control import DataSpec
 from .data import FileSamples, check_data
-from .executor import Executor
 from .program import loss_stage
+
+if TYPE_CHECKING:
+    from .executor import Executor
 
 
 class Portion(NamedTuple):

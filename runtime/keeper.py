@@ -267,9 +267,9 @@ class Keeper:
             self._own("died", PeerLost.__name__, ending(code), hint=hint)
         beat = self._board.last_beat(0)
         limit = START_SECONDS + self.options.timeout
-        if code is None and beat is None and time.monotonic() - self._started > limit:
+        if code is None and not beat and time.monotonic() - self._started > limit:
             self._own("silent", PeerLost.__name__, f"gave no sign of life within {limit:g} s")
-        if code is None and beat is not None and self._patience.over(beat):
+        if code is None and beat and self._patience.over(beat):
             state = "is stopped" if is_stopped(self._process.pid) else "hangs"
             seconds = time.monotonic() - beat
             self._own("silent", PeerLost.__name__, f"{state}: no sign of life for {seconds:.0f} s")

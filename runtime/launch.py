@@ -16,8 +16,6 @@ import queue
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,11 +28,12 @@ import numpy as np
 from ..backends.bundle import Bundle
 from ..ir.errors import PeerLost, PenstockError, VerifyError
 from .control import Arrays, Channel, Failed, Hosting, Join, Message, Ready, Record, Setup, Wake
+from .forkserver import Process, Rank, fork_rank
 from .logs import Follower, tail
 from .status import Patience, StatusBoard, await_saves, describe_line, is_stopped
 from .trouble import ending, error_of, named, others, place, reached, waits_for
 
-# Importing and loading, beside the timeout for the group to meet.
+# Loading, beside the timeout for the group to meet.
 START_SECONDS = 120.0
 # How long to look for the cause after the first sign of trouble; a broken connection is noticed faster than a dead process.
 _CAUSE_SECONDS = 1.5
@@ -59,7 +58,7 @@ class Workers:
         self.count = bundle.world_size
         self._board = StatusBoard(self.count)
         self._messages: queue.SimpleQueue[tuple[int, Message | None, Arrays]] = queue.SimpleQueue()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Process] = []
         self._channels: list[Channel] = []
         self._logs: list[IO[bytes]] = []
         self._stages = [entry.stage for entry in bundle.manifest.ranks]
@@ -69,8 +68,6 @@ class Workers:
         # Longer than any wait of a rank for another one, which has the better message.
         self._patience = 2 * setup.timeout + 10
         self._silence = Patience(heartbeat)
-        # Since when ranks stand still that have no heartbeat yet.
-        self._stopped: dict[int, float] = {}
         # The directory of checkpoints, when there is one, for messages.
         self.checkpoints: str | None = None
         try:
@@ -88,35 +85,14 @@ class Workers:
         entry = self.bundle.rank(rank)
         ours, theirs = socket.socketpair()
         log = tempfile.TemporaryFile(prefix="penstock-worker-")  # noqa: SIM115 closed by end()
-        flags = {
-            "rank": rank,
-            "world": self.count,
-            "control": theirs.fileno(),
-            "status": self._board.descriptor,
-            "parent": os.getpid(),
-            "threads": entry.threads,
-        }
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "penstock.runtime.worker",
-            *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
-        ]
-        environment = os.environ | thread_environment(entry.threads) | {"GLOO_SOCKET_IFNAME": loopback_name()}
-        with theirs:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                pass_fds=(theirs.fileno(), self._board.descriptor),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self._processes.append(process)
         self._channels.append(Channel(ours))
         self._logs.append(log)
+        environment = os.environ | thread_environment(entry.threads) | {"GLOO_SOCKET_IFNAME": loopback_name()}
+        told = Rank(rank, self.count, entry.threads, theirs.fileno(), self._board.descriptor, log.fileno())
+        with theirs:
+            self._processes.append(fork_rank(told, self.bundle.manifest.backend, environment))
+        # From here on it is silent where it says nothing.
+        self._board.beat(rank)
         threading.Thread(target=self._read, args=(rank, self._channels[-1]), name=f"rank {rank}", daemon=True).start()
 
     def _meet(self, setup: Setup) -> None:
@@ -186,16 +162,7 @@ class Workers:
         return rank, message, arrays
 
     def _is_silent(self, rank: int) -> bool:
-        """Before the first heartbeat a process imports libraries, which may hold up all of its threads: then one that was stopped counts."""
-        process, heard = self._processes[rank], self._board.last_beat(rank)
-        if process.poll() is not None:
-            return False
-        if heard is None:
-            if not is_stopped(process.pid):
-                self._stopped.pop(rank, None)
-                return False
-            heard = self._stopped.setdefault(rank, time.monotonic())
-        return self._silence.over(heard)
+        return self._processes[rank].poll() is None and self._silence.over(self._board.last_beat(rank))
 
     def wake(self) -> None:
         """Let whoever waits for a message look up: another thread has something for it."""
@@ -222,8 +189,7 @@ class Workers:
         """End workers that were told to stop, and wait for them."""
         deadline = time.monotonic() + 10
         for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+            process.wait(max(0.0, deadline - time.monotonic()))
         self.end()
 
     def end(self) -> None:
@@ -234,12 +200,9 @@ class Workers:
         for kind, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, 10.0)):
             deadline = time.monotonic() + seconds
             for process in self._processes:
-                if process.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, kind)
+                process.signal_group(kind)
             for process in self._processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
+                process.wait(max(0.0, deadline - time.monotonic()))
         for channel in self._channels:
             channel.close()
         if self._follower is not None:
@@ -304,7 +267,7 @@ class Workers:
         silent = stopped or [r for r in range(self.count) if codes[r] is None and self._is_silent(r)]
         self.await_saves(silent)
         note = reached(self._board.last_step(), self.checkpoints)
-        heard = {r: self._board.last_beat(r) or self._stopped.get(r) for r in silent}
+        heard = {r: self._board.last_beat(r) for r in silent}
         self.end()
         # One that has ended well did so because it was told to, in the course of the others' end.
         dead = sorted((r for r in range(self.count) if codes[r] is not None and r not in reports), key=lambda r: codes[r] == 0)
@@ -332,8 +295,8 @@ class Workers:
         said = "; ".join([what, note, *others(doing, rank)]) + (f"\n{tail}" if tail else "")
         return PeerLost(said, where=self._place(rank, doing[rank]), hint=hint)
 
-    def _stillness(self, rank: int, heard: float | None, stopped: bool, doing: dict[int, str], note: str) -> PeerLost:
-        seconds = 0.0 if heard is None else time.monotonic() - heard
+    def _stillness(self, rank: int, heard: float, stopped: bool, doing: dict[int, str], note: str) -> PeerLost:
+        seconds = time.monotonic() - heard
         state = "is stopped" if stopped else "hangs"
         what = f"{self._named(rank)} {state}: no sign of life for {seconds:.0f} s during {describe_line(doing[rank])}"
         return PeerLost("; ".join([what, note, *others(doing, rank)]), where=self._place(rank, doing[rank]))

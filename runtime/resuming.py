@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from ..backends.bundle import Bundle
@@ -32,8 +32,12 @@ from .checkpoint import Index, check_file, files_for, is_kept, random_seed, read
 from .choosing import Chosen
 from .control import DataSpec
 from .program import microbatch_size
-from .store import Store
 from .tables import tables_for_run
+
+if TYPE_CHECKING:
+    import torch
+
+    from .store import Store
 
 # State that belongs to no parameter; what f16 alone has may be missing.
 _SCALE = ("loss.scale", "loss.scale.good")

@@ -125,9 +125,13 @@ class StatusBoard:
     def read(self, rank: int) -> str:
         return self._memory[rank * _SLOT : rank * _SLOT + _LINE].strip(b" \0").decode("ascii", "replace")
 
-    def last_beat(self, rank: int) -> float | None:
-        """When a rank gave its last sign of life; None before the first."""
-        return self._numbers[rank * _SLOT // 8 + _BEAT] or None
+    def last_beat(self, rank: int) -> float:
+        """When a rank gave its last sign of life; 0 before the first."""
+        return self._numbers[rank * _SLOT // 8 + _BEAT]
+
+    def beat(self, rank: int) -> None:
+        """For a rank that has just been started."""
+        self._numbers[rank * _SLOT // 8 + _BEAT] = time.monotonic()
 
     def busy(self, rank: int) -> float:
         """The seconds that a rank has computed."""

@@ -1,22 +1,18 @@
 """One rank of a run. In: a bundle, a rank, commands. Out: reports; the work itself is the loop of executor.Executor.
 
-    python -m penstock.runtime.worker --rank R --world N --control FD --status FD --parent PID --threads N
-
-is started by launch.py with one end of a socket pair. The first command is Setup; rank 0 answers where the group meets, the others are told.
+The process of a local run is forked by forkserver.py, with one end of a socket pair. The first command is Setup; rank 0 answers where the group meets, the others are told.
 Then the hash of module.ir is compared over the group, the stage and its variables are loaded, and commands are obeyed until Stop. The end of
 the control connection, or of the parent, ends the worker at once, whatever it is doing: no worker outlives its launcher.
 
-Threads are set by the launcher's environment before anything is imported, and again here for torch.
+Threads are set by the environment before anything is imported, and again here for torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -60,6 +56,7 @@ from .data import FileSamples, Samples, open_data
 from .evaluation import evaluate
 from .executor import Executor
 from .feeds import DataFeed, NoSamples, Prefetch
+from .forkserver import Rank
 from .group import Group, host_store, join_store
 from .message_feeds import BatchFeed, Receive, RequestFeed
 from .program import fed_inputs, microbatch_size, share_of
@@ -305,18 +302,14 @@ def describe_failure(error: BaseException) -> Failed:
     return Failed("Internal", "".join(traceback.format_exception(error)).strip())
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="penstock.runtime.worker", description="One rank of a local run; started by penstock run.")
-    for name in ("rank", "world", "control", "status", "parent", "threads"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    arguments = parser.parse_args(argv)
-    torch.set_num_threads(arguments.threads)
-    rank, world = arguments.rank, arguments.world
-    channel = Channel(socket.socket(fileno=arguments.control))
-    status = Status(arguments.status, rank)
+def serve_rank(rank: Rank, parent: int) -> int:
+    """Be this rank until Stop; what the process ends with. `parent` is the process that it must not outlive."""
+    torch.set_num_threads(rank.threads)
+    channel = Channel(socket.socket(fileno=rank.control))
+    status = Status(rank.status, rank.rank)
     status.show("starting")
     status.start_heart()
-    commands = Commands(channel, arguments.parent)
+    commands = Commands(channel, parent)
 
     def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
         channel.send(message, arrays)
@@ -330,35 +323,30 @@ def main(argv: list[str] | None = None) -> None:
         assert first is not None
         setup = first[0]
         assert isinstance(setup, Setup)
-        bundle = open_bundle(setup.bundle, rank)
-        if rank == 0:
-            store = host_store(world, setup.timeout)
+        bundle = open_bundle(setup.bundle, rank.rank)
+        if rank.rank == 0:
+            store = host_store(rank.world, setup.timeout)
             reply(Hosting(store.port), {})
         else:
             told = receive(True)
             assert told is not None
             assert isinstance(told[0], Join)
-            store = join_store(told[0].port, world, setup.timeout)
+            store = join_store(told[0].port, rank.world, setup.timeout)
         met = SealedStore(store, setup.secret.encode()) if setup.secret else store
-        worker = Worker(bundle, rank, Group(met, rank, world, setup.timeout, reports=False), setup, reply, receive, status)
+        group = Group(met, rank.rank, rank.world, setup.timeout, reports=False)
+        worker = Worker(bundle, rank.rank, group, setup, reply, receive, status)
         reply(Ready(), {})
         while (command := receive(True)) is not None and worker.obey(command[0]):
             pass
     except BaseException as error:
         failure = describe_failure(error)
         if isinstance(error, PeerLost) and not error.where:
-            failure = describe_failure(PeerLost(error.what, where=f"rank {rank}, {status.text}", hint=error.hint))
-        try:
-            if worker is not None:
-                worker.saver.settle()
-            reply(failure, {})
-        finally:
-            # Threads may be stuck in gloo: do not wait for them.
-            os._exit(error.exit_code if isinstance(error, PenstockError) else 1)
+            failure = describe_failure(PeerLost(error.what, where=f"rank {rank.rank}, {status.text}", hint=error.hint))
+        if worker is not None:
+            worker.saver.settle()
+        reply(failure, {})
+        return error.exit_code if isinstance(error, PenstockError) else 1
+    return 0
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
-
-
-__all__ = ["DataSpec", "Worker", "describe_failure", "main", "peak_bytes"]
+__all__ = ["DataSpec", "Worker", "describe_failure", "peak_bytes", "serve_rank"]

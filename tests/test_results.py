@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmark_report import FOLDER
 
@@ -50,3 +52,37 @@ def test_a_section_that_fails_is_shown(tmp_path: Path) -> None:
     assert (sections["planner"]["exit"], sections["startup"]["exit"]) == (2, 0)
     assert "Failed with exit code 2" in done.stdout
     assert "no_such_script.py" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------ the committed run
+
+
+def unexplained(result: dict[str, Any], text: str) -> list[str]:
+    """What the page of results lacks: a cause for every goal that was missed, `* **NAME**: ...`, and no cause for one that was reached."""
+    sys.path.append(str(FOLDER))
+    from goals import goals
+
+    causes = re.findall(r"^\* \*\*(.+?)\*\*: \S", text, re.MULTILINE)
+    missed = [goal.name for goal in goals(result) if not goal.reached]
+    return sorted(set(missed) ^ set(causes))
+
+
+def test_the_committed_run_is_whole_and_its_misses_are_explained() -> None:
+    result = json.loads((FOLDER / "results" / "full.json").read_text())
+    text = (FOLDER.parent / "docs" / "results.md").read_text()
+    sys.path.append(str(FOLDER))
+    from page import PARTS
+
+    assert result["scale"] == "full"
+    assert {*result["sections"], "machine", "goals"} == set(PARTS)
+    assert not [name for name, section in result["sections"].items() if section["exit"]]
+    assert unexplained(result, text) == []
+
+
+def test_control_a_missing_cause_is_seen() -> None:
+    result = json.loads((FOLDER / "results" / "full.json").read_text())
+    text = (FOLDER.parent / "docs" / "results.md").read_text()
+    del result["sections"]["startup"]
+    assert unexplained(result, text) == ["start-up"]
+    assert unexplained(result, text + "\n* **start-up**: it was not measured\n") == []
+    assert unexplained(result, text + "\n* **start-up**: it was not measured\n* **nothing**: a cause\n") == ["nothing"]

@@ -38,3 +38,16 @@ def test_what_a_command_needs_is_seen() -> None:
     found = loaded_by(["plan", "no-such-model.onnx", "--devices", "2"])
     assert "onnx" in found
     assert not {"torch", "tvm", "onnxruntime"} & found
+
+
+def test_launchers_load_neither_torch_nor_tvm_and_ranks_load_torch_alone() -> None:
+    """What opens a job starts at once, and what forks its ranks does not wait for TVM's Python. The control: compiling takes TVM."""
+
+    def after(code: str) -> set[str]:
+        words = [sys.executable, "-c", f"import json, sys\n{code}\nprint(json.dumps([n for n in {HEAVY!r} if n in sys.modules]))"]
+        return set(json.loads(subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout))
+
+    assert after("import penstock.runtime.job, penstock.runtime.running") == {"numpy"}
+    ranks = "import penstock.runtime.worker\nfrom penstock.backends.interface import backend_of\nbackend_of('tvm').prepare()"
+    assert after(ranks) == {"numpy", "torch"}
+    assert "tvm" in after("import penstock.backends.tvm.lower")

@@ -52,6 +52,12 @@ class TvmBackend:
     def check_host(self, module: Module, stage: int) -> None:
         _gpu_of(module, stage)
 
+    def prepare(self) -> None:
+        from . import load  # noqa: F401
+        from .machine import load_runtime
+
+        load_runtime()
+
     def load_stage(self, module: Module, stage: int, files: Sequence[Path], threads: int = 1, device: str | None = None) -> StageProgram:
         (library,) = files
         gpu = _gpu_of(module, stage, device)

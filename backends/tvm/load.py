@@ -22,6 +22,7 @@ from penstock.ir.graph import Graph, Signature, Slot, signature
 
 from ..interface import Temporary
 from .group import PACKED
+from .machine import Machine
 from .tiles import allow_tiles
 from .watch import watched
 
@@ -83,8 +84,8 @@ class TvmProgram:
 
         self.device = device or torch.device("cpu")
         set_threads(threads)
-        self._machine: Any = self._open(library)
-        # Only now: it loads TVM's runtime.
+        # TVM reads the number of threads when it is loaded.
+        self._machine = self._open(library)
         from tvm_ffi import get_global_func
 
         self._entries = {g.name: self._entry(g) for g in graphs}
@@ -99,18 +100,14 @@ class TvmProgram:
         careful = bool(sig.slots) or self.boundary > 1
         return _Entry(self._machine[function_name(graph.name)], len(sig.ins) + len(sig.slots), len(sig.results), careful, sig)
 
-    def _open(self, library: Path) -> Any:
-        # Only now: TVM reads the number of threads when it is loaded.
-        import tvm
-        from tvm.runtime.vm import VirtualMachine
-
+    def _open(self, library: Path) -> Machine:
         if not allow_tiles() and "+amx" in library.name:
             raise UsageError(
                 "the stage was compiled for tile registers (AMX), which this machine does not have or does not give to this process",
                 where=library.name,
                 hint="compile the bundle on this machine, or with `--target skylake-avx512`",
             )
-        return VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
+        return Machine(library)
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run one graph; slots among the arguments are updated in place."""

@@ -15,6 +15,8 @@ from ..interface import Temporary
 if TYPE_CHECKING:
     import torch
 
+    from .machine import Machine
+
 _ALLOCATE, _PLACE, _BUILTIN = "vm.builtin.alloc_storage", "vm.builtin.alloc_tensor", "vm."
 
 
@@ -28,7 +30,7 @@ class Watch:
         self._at: dict[int, int] = {}
 
     def __call__(self, function: Any, name: str, before: bool, result: Any, *args: Any) -> int:
-        """As VirtualMachine.set_instrument wants it; 0: go on."""
+        """As `Machine.instrument` wants it; 0: go on."""
         if name == _ALLOCATE and not before:
             self._sizes.append(int(args[1][0]))
         elif name == _PLACE and not before:
@@ -53,12 +55,12 @@ class Watch:
         ]
 
 
-def watched(machine: Any, call: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], list[Temporary]]:
+def watched(machine: Machine, call: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], list[Temporary]]:
     """Results of a call, and its temporaries."""
     watch = Watch()
-    machine.set_instrument(watch)
+    machine.instrument(watch)
     try:
         results = call()
     finally:
-        machine._set_instrument(None)
+        machine.instrument(None)
     return results, watch.blocks(results)

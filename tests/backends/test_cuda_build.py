@@ -17,7 +17,7 @@ from penstock.backends.interface import CompileOptions, backend_of
 from penstock.backends.tvm.build import BuildError
 from penstock.backends.tvm.cuda import build as cuda_build
 from penstock.backends.tvm.cuda.compiler import DRIVER_SYMBOLS
-from penstock.backends.tvm.cuda.load import load_cuda_runtime
+from penstock.backends.tvm.machine import load_cuda_runtime
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph, Module, Stage

@@ -34,13 +34,16 @@ from namespaces import kill
 # A device that is lost once a first checkpoint is there, and every time after that: its worker kills itself.
 LOST = """
 import os, signal, sys, threading, time
-argv = sys.orig_argv
-if "penstock.runtime.worker" in argv and argv[argv.index("--rank") + 1] == "1" and argv[argv.index("--world") + 1] == "3":
-    def watch():
-        while not os.path.exists(os.environ["LOST_AFTER"]):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-    threading.Thread(target=watch, daemon=True).start()
+def is_lost():
+    parent = os.getppid()
+    ranks = open(f"/proc/{parent}/task/{parent}/children").read().split()
+    return os.path.exists(os.environ["LOST_AFTER"]) and open("/proc/self/comm").read() == "penstock:1\\n" and len(ranks) == 3
+def watch():
+    while not is_lost():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+if "penstock.runtime.forkserver" in sys.orig_argv:
+    os.register_at_fork(after_in_child=lambda: threading.Thread(target=watch, daemon=True).start())
 """
 
 

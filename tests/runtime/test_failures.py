@@ -104,16 +104,16 @@ def test_a_worker_that_is_stopped(bundle_of):
     assert error.where.startswith("rank 1, stage 1, action 1")
 
 
-def test_a_worker_that_is_stopped_before_its_first_heartbeat(bundle_of, monkeypatch):
-    start, started = launch.subprocess.Popen, []
+def test_a_worker_that_is_stopped_as_it_starts(bundle_of, monkeypatch):
+    fork, started = launch.fork_rank, []
 
-    def stopped(command, **options):
-        started.append(start(command, **options))
+    def stopped(*told):
+        started.append(fork(*told))
         if len(started) == 2:
             os.kill(started[-1].pid, signal.SIGSTOP)
         return started[-1]
 
-    monkeypatch.setattr(launch.subprocess, "Popen", stopped)
+    monkeypatch.setattr(launch, "fork_rank", stopped)
     begin = time.monotonic()
     with pytest.raises(PeerLost, match=r"rank 1 \(stage 1, process \d+ on .*\) is stopped: no sign of life for [2-9] s"):
         Job(bundle_of(2, "2bw", 3), timeout=600, heartbeat=2)

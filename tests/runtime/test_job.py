@@ -65,13 +65,12 @@ def test_memory_and_sockets_carry_the_same(bundle_of, monkeypatch):
     with Job(bundle, timeout=TIMEOUT) as job:
         assert losses_of(job, batches) == shared
     # The last of the three goes its own way.
-    start = launch.subprocess.Popen
+    fork = launch.fork_rank
 
-    def started(command, **options):
-        own = options["env"] | {"PENSTOCK_SHARED_MEMORY": str(int("--rank 2" not in " ".join(map(str, command))))}
-        return start(command, **options | {"env": own})
+    def started(rank, backend, environment):
+        return fork(rank, backend, environment | {"PENSTOCK_SHARED_MEMORY": str(int(rank.rank != 2))})
 
-    monkeypatch.setattr(launch.subprocess, "Popen", started)
+    monkeypatch.setattr(launch, "fork_rank", started)
     with Job(bundle, timeout=TIMEOUT) as job:
         assert losses_of(job, batches) == shared
 

@@ -8,17 +8,17 @@ Torch has to be imported before TVM's CUDA runtime is loaded: it brings the CUDA
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Graph
 
 from ...interface import ALIGNMENT
 from ..load import TvmProgram
+from ..machine import CUDA, Machine, load_cuda_runtime
 from . import torch_calls
 
 if TYPE_CHECKING:
@@ -55,25 +55,6 @@ def find_device(architecture: str, number: int, stage: int) -> torch.device:
     return torch.device("cuda", number)
 
 
-def load_cuda_runtime() -> None:
-    """Make TVM able to start kernels. A process that has only TVM's runtime does not load its CUDA part by itself."""
-    import tvm
-    from tvm.base import _LOADED_LIBS
-
-    if "tvm_runtime_cuda" in _LOADED_LIBS:
-        return
-    folder = Path(_LOADED_LIBS["tvm_runtime"]._name).resolve().parent
-    try:
-        _LOADED_LIBS["tvm_runtime_cuda"] = ctypes.CDLL(str(folder / "libtvm_runtime_cuda.so"))
-    except OSError as error:
-        raise UsageError(
-            f"TVM's CUDA runtime cannot be loaded: {error}",
-            where=str(folder),
-            hint="it needs the NVIDIA driver and CUDA 13's libcudart.so.13, which comes with torch for CUDA 13 or with the wheel nvidia-cuda-runtime",
-        ) from error
-    assert tvm.get_global_func("device_api.cuda", allow_missing=True) is not None
-
-
 class CudaProgram(TvmProgram):
     """The functions of one stage's library, on one GPU."""
 
@@ -82,13 +63,10 @@ class CudaProgram(TvmProgram):
     def __init__(self, library: Path, graphs: Sequence[Graph], device: torch.device, threads: int = 1) -> None:
         super().__init__(library, graphs, threads, device)
 
-    def _open(self, library: Path) -> Any:
-        import tvm
-        from tvm.runtime.vm import VirtualMachine
-
+    def _open(self, library: Path) -> Machine:
         load_cuda_runtime()
         torch_calls.register()
-        return VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cuda(self.device.index))
+        return Machine(library, CUDA, self.device.index)
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         import torch
@@ -101,4 +79,4 @@ class CudaProgram(TvmProgram):
             return super().call(graph, args)
 
 
-__all__ = ["CudaProgram", "find_device", "load_cuda_runtime"]
+__all__ = ["CudaProgram", "find_device"]
