@@ -108,6 +108,14 @@ def conformance() -> str:
     return "".join(lines)
 
 
+def mutants() -> str:
+    """What the last runs of the mutation tool found."""
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    from mutation.results import read_results, table
+
+    return "".join(f"{line}\n" for line in table(read_results()))
+
+
 def onnx_support() -> str:
     """What ONNX's node tests say of each operator, and whether what it becomes can be trained and has kernels."""
     import json
@@ -221,6 +229,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "torch-operations": torch_operations,
     "conformance": conformance,
     "families": families,
+    "mutants": mutants,
     "passes": passes,
     "training-pipeline": pipeline(True),
     "inference-pipeline": pipeline(False),

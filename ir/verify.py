@@ -194,7 +194,7 @@ def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem
                 yield Problem(_op_place(graph, i), f"{op.kind} is not allowed here, only {', '.join(allowed[kind])}", op_window(graph, i))
             elif role not in roles:
                 yield Problem(_op_place(graph, i), f"@{op.var} is a {role}, expected {' or '.join(roles)}", op_window(graph, i))
-            elif op.kind in ("read", "write", "take") and op.var in done:
+            elif op.var in done:
                 yield Problem(_op_place(graph, i), f"@{op.var} was already changed by {done[op.var]} above", op_window(graph, i))
             elif kind != "F" and op.var in moving:
                 what = f"{op.kind}s @{op.var}, which forward changes with every microbatch; expected forward alone to touch it"
@@ -294,7 +294,7 @@ def _check_annotations(graph: Graph, stages: int) -> Iterator[Problem]:
             continue
         for name, place in sources.items():
             stays = graph.name in ("N", "U")
-            if (not stays and (place < stage if down else place > stage)) or (stays and place != stage):
+            if place != stage if stays else place < stage if down else place > stage:
                 way = "down in a backward graph" if down else "nowhere in an update graph" if stays else "up in a forward graph"
                 what = f"is on stage {stage}, but takes %{name} from stage {place}; values move {way}"
                 yield Problem(_op_place(graph, i), what, op_window(graph, i))
@@ -420,15 +420,13 @@ def _check_kernels(graph: Graph) -> Iterator[Problem]:
             users[source].append(unit)
     waiting = {unit: len(sources) for unit, sources in needs.items()}
     ready = [unit for unit, count in waiting.items() if not count]
-    done = 0
     while ready:
-        done += 1
         for user in users[ready.pop()]:
             waiting[user] -= 1
             if not waiting[user]:
                 ready.append(user)
-    if done < len(needs):
-        stuck = sorted(u for u, count in waiting.items() if count and isinstance(u, str))
+    stuck = sorted(unit for unit, count in waiting.items() if count and isinstance(unit, str))
+    if stuck:
         at = next(i for i, unit in enumerate(units) if unit in stuck)
         what = f"kernels {', '.join(stuck)} need each other's results, so none of them can run as one"
         yield Problem(_op_place(graph, at), what, op_window(graph, at))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from .graph import ANNOTATIONS, GRAD, PARAM, STATE, Graph, Module, Op, Value, Var, stepped_vars, touched_vars
+from .graph import ANNOTATIONS, GRAD, STATE, Graph, Module, Op, Value, stepped_vars, touched_vars
 from .problems import Problem, op_window
 
 
@@ -42,7 +42,7 @@ def _check_names(module: Module, updates: Mapping[int, Graph]) -> Iterator[Probl
     made: dict[str, tuple[Graph, tuple[object, ...]]] = {}
     handed_out = {v.name for s in module.stages if (graph := module.stage_graph(s.index, "N")) for v in graph.outs}
     for graph in updates.values():
-        alike = _behind(graph, (op.ins[0] for op in graph.ops if op.kind == "write" and _is_copied(module.vars[op.var])))
+        alike = _behind(graph, (op.ins[0] for op in graph.ops if op.kind == "write" and module.vars[op.var].stage is None))
         decided = set(handed_out)
         settled = set(handed_out)  # what is decided, and what depends on nothing else
         for i, op in enumerate(graph.ops):
@@ -58,11 +58,6 @@ def _check_names(module: Module, updates: Mapping[int, Graph]) -> Iterator[Probl
                     yield Problem(f"@{graph.name} op {i} ({op.kind})", what, op_window(graph, i))
 
 
-def _is_copied(var: Var) -> bool:
-    """Whether every stage that uses it has a copy of its own."""
-    return var.role in (PARAM, STATE) and var.stage is None
-
-
 def _check_writes(module: Module, updates: Mapping[int, Graph]) -> Iterator[Problem]:
     written: dict[str, dict[int, str]] = {}
     for stage, graph in updates.items():
@@ -71,8 +66,6 @@ def _check_writes(module: Module, updates: Mapping[int, Graph]) -> Iterator[Prob
                 written.setdefault(op.var, {})[stage] = op.ins[0].name
     readers = {s.index: _read_by(module, s.index) for s in module.stages}
     for name, by_stage in written.items():
-        if not _is_copied(module.vars[name]):
-            continue
         for stage, read in readers.items():
             if stage not in by_stage and name in read:
                 yield Problem(f"@s{stage}.U", f"does not write @{name}, a copy of what stages {sorted(by_stage)} write")
@@ -99,7 +92,7 @@ def _check_sums(module: Module, updates: Mapping[int, Graph]) -> Iterator[Proble
             writers.setdefault(name, []).append(stage)
     for name in module.vars:
         stages = writers.get(name, [])
-        if module.vars[name].role != PARAM or len(stages) < 2:
+        if len(stages) < 2:
             continue
         for stage in stages:
             needed = _behind(updates[stage], (op.ins[0] for op in updates[stage].ops if op.kind == "write" and op.var == name))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from .graph import Module, Value
 from .problems import Problem
-from .schedule import COMPUTE, PHASES, RECEIVES, SENDS, TAKERS, Action
+from .schedule import COMPUTE, RECEIVES, SENDS, TAKERS, Action
 from .simulate import message_rules
 from .verify_schedule import Run, check_progress, over_runs, sources, taking
 
@@ -92,7 +92,7 @@ def _check_ends(
             other = homes.get(a.peer) if a.peer is not None else None
             known = other in out.get((a.stage, phase), ()) if a.kind in SENDS else (a.stage, phase, other) in arriving
             if not known:
-                there = f"the stage of rank {a.peer}" if other is None or other != a.peer else str(other)
+                there = f"the stage of rank {a.peer}" if other != a.peer else str(other)
                 yield from problem("edge", step, f"there is no {phase} edge between stages {a.stage} and {there} in that direction")
             if a.kind in SENDS and (phase, a.stage, a.mb, None) not in done:
                 yield from problem("early", step, f"sends what {a.stage}{phase}{a.mb} has not computed yet")
@@ -107,7 +107,7 @@ def _check_ends(
         done.setdefault(key, step)
     for (kind, stage, mb, _), step in done.items():
         # What is handed out once per batch is sent by one of the ranks of a stage; the receiver says whether it is missing.
-        each = kind in ("F", "B") or (kind in PHASES and len(members[stage]) == 1)
+        each = kind in ("F", "B") or len(members[stage]) == 1
         for target in out.get((stage, kind), ()) if each else ():
             peers = members[target]
             if not any((f"S{kind}", stage, mb, peer) in done for peer in peers):

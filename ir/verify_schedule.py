@@ -166,15 +166,13 @@ def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, 
             yield from problem("twice", step, f"was already done at step {earlier}")
         if a.kind in PER_BATCH:
             expected, found = [a.mb * m + k for k in share], summed.get((a.stage, a.mb), [])
-            if kinds[a.stage] & {"B", "W"} and sorted(found) != expected:
+            if "B" in kinds[a.stage] and sorted(found) != expected:
                 what = f"uses the gradients of microbatches {_spans(found)}, expected {_spans(expected)}"
                 yield from problem("update", step, what)
             for kind in ORDER[: ORDER.index(a.kind)]:
                 there = a.stage in summing if kind == "AR" else kind in kinds[a.stage]
                 if there and (kind, a.stage, a.mb) not in done:
                     yield from problem("update", step, f"comes before {a.stage}{kind}{a.mb}, whose results it may use")
-        elif a.mb not in run.microbatches:
-            yield from problem("outside", step, f"the run has microbatches {_spans(list(run.microbatches))}")
         elif a.mb % m not in share:
             yield from problem("share", step, f"runs forward on another rank of stage {a.stage}")
         elif a.kind in ("B", "W"):
@@ -267,22 +265,24 @@ def _check_pins(module: Module, trained: set[str]) -> Iterator[Problem]:
 
 
 class _Sums(NamedTuple):
-    """Gradients of a stage: those that are added to, with how many buffers each has, and those that each kind of graph takes. The first of those with as many
-    buffers that the same graphs take stands for all of them: what happens to one happens to all."""
+    """Gradients of a stage: the kind of graph that adds to them, those that are added to, with how many buffers each has, and those that each kind of graph
+    takes. The first of those with as many buffers that the same graphs take stands for all of them: what happens to one happens to all."""
 
+    adder: str
     added: Mapping[str, int]
     taken: Mapping[str, set[str]]
 
 
 def _sums(module: Module, stage: int) -> _Sums:
     graphs = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
-    added = {op.var: module.vars[op.var].versions for kind in "BW" if kind in graphs for op in graphs[kind].ops if op.kind == "accum"}
+    adder = "W" if "W" in graphs else "B"
+    added = {name: module.vars[name].versions for name in summed_vars(module, stage)}
     taken = {kind: touched_vars(graph, "take") for kind, graph in graphs.items()}
     first: dict[tuple[int, frozenset[str]], str] = {}
     for name, buffers in added.items():
         first.setdefault((buffers, frozenset(kind for kind, names in taken.items() if name in names)), name)
     shown = {name: added[name] for name in first.values()}
-    return _Sums(shown, {kind: names & shown.keys() for kind, names in taken.items()})
+    return _Sums(adder, shown, {kind: names & shown.keys() for kind, names in taken.items()})
 
 
 def _check_versions(module: Module, run: Run, stepped: Mapping[int, list[str]], sums: Mapping[int, _Sums]) -> Iterator[Problem]:
@@ -305,7 +305,7 @@ def _check_gradients(run: Run, rank: int, actions: list[Action], sums: Mapping[i
     """The sum of a batch's gradients is taken before its buffer gets gradients of a later batch."""
     waiting: dict[tuple[int, str, int], int] = {}
     for step, a in enumerate(actions):
-        if a.kind in ("B", "W"):
+        if a.kind == sums[a.stage].adder:
             batch = a.batch(run.schedule.microbatches)
             for name, buffers in sums[a.stage].added.items():
                 other = waiting.setdefault((a.stage, name, batch % buffers), batch)
@@ -316,7 +316,7 @@ def _check_gradients(run: Run, rank: int, actions: list[Action], sums: Mapping[i
         elif a.kind in ORDER:
             # AR works in the buffer, and leaves the sum there.
             for name in sums[a.stage].taken.get(a.kind, ()):
-                waiting.pop((a.stage, name, a.mb % sums[a.stage].added.get(name, 1)), None)
+                waiting.pop((a.stage, name, a.mb % sums[a.stage].added[name]), None)
 
 
 def _check_rank_versions(
@@ -329,7 +329,7 @@ def _check_rank_versions(
     for step, a in enumerate(actions):
         if a.kind == "U":
             makers[a.stage, a.version] = step
-        elif a.kind in VERSIONED and a.version is not None:
+        elif a.version is not None:
             last_use[a.stage, a.version] = step
     latest = dict.fromkeys(slots, run.first)
 
@@ -356,35 +356,39 @@ def _check_rank_versions(
                 yield from problem("update", step, f"makes version {a.version}, expected {latest[a.stage] + 1}")
             latest[a.stage] = a.version
             old = a.version - count
-            reader = last_use.get((a.stage, old), -1)
+            reader = last_use.get((a.stage, old), step)
             if reader > step:
                 what = f"makes version {a.version} of @{name} in the slot of version {old}, which {run.place(rank, reader)} still reads"
                 what += f"; {count} version{'s are' if count > 1 else ' is'} kept"
-                yield from problem("overwritten", step, what, _legal(run.schedule, rank, a.stage, f"keep {count + 1} versions"))
+                yield from problem("overwritten", step, what, _legal(run.schedule, f"keep {count + 1} versions"))
         elif a.version > latest[a.stage]:
             made = makers.get((a.stage, a.version))
             when = f"made only later by {run.place(rank, made)}" if made is not None else "never made"
             what = f"reads version {a.version} of @{name}, which is {when}; the newest then is {latest[a.stage]}"
-            yield from problem("unmade", step, what + _live(run.schedule, rank, a.stage), _legal(run.schedule, rank, a.stage, ""))
+            yield from problem("unmade", step, what + _live(run.schedule, rank), _legal(run.schedule))
         elif a.version <= latest[a.stage] - count and "overwritten" not in reported:
             what = f"reads version {a.version} of @{name}, which version {a.version + count} has overwritten; {count} kept"
-            yield from problem("gone", step, what, _legal(run.schedule, rank, a.stage, f"keep {count + 1} versions"))
+            yield from problem("gone", step, what, _legal(run.schedule, f"keep {count + 1} versions"))
 
 
-def _lead(schedule: Schedule, rank: int, stage: int) -> tuple[int, int | None]:
-    """How many forwards this stage runs ahead of its backwards, and the delay in batches that the versions of the schedule follow."""
-    program, ahead, delay = schedule.ranks[rank], 0, None
+def _lead(schedule: Schedule, rank: int) -> tuple[int, int]:
+    """How many forwards this rank runs ahead of its backwards, none if it has none, and the delay in batches that its versions follow."""
+    ahead, delay = -1, 0
+    program = schedule.ranks[rank]
     for a in (*program.start, *program.batch):
-        if a.stage == stage and a.kind == "F" and delay is None and a.version is not None:
-            delay = a.mb // schedule.microbatches - a.version
-        if a.stage == stage and a.kind == "B":
+        if a.kind == "B":
             break
-        ahead += a.kind == "F" and a.stage == stage
-    return ahead - 1, delay
+        if a.kind == "F":
+            ahead += 1
+            if a.version is not None:
+                delay = a.mb // schedule.microbatches - a.version
+    else:
+        ahead = 0
+    return ahead, delay
 
 
-def _live(schedule: Schedule, rank: int, stage: int) -> str:
-    ahead, delay = _lead(schedule, rank, stage)
+def _live(schedule: Schedule, rank: int) -> str:
+    ahead, delay = _lead(schedule, rank)
     if not delay:
         return ""
     m = schedule.microbatches
@@ -392,15 +396,10 @@ def _live(schedule: Schedule, rank: int, stage: int) -> str:
     return f" ({ahead} forwards run ahead, a delay of {delay} at {counted(m, 'microbatch')} allows {delay * m}; this would need {needed} live versions)"
 
 
-def _legal(schedule: Schedule, rank: int, stage: int, other: str) -> str:
+def _legal(schedule: Schedule, other: str = "") -> str:
     """What would make the schedule legal: w forwards ahead are legal under delay n iff w <= n * microbatches."""
-    most = 0
-    delays: set[int | None] = set()
-    for r, program in schedule.ranks.items():
-        for s in {a.stage for a in (*program.start, *program.batch)}:
-            ahead, delay = _lead(schedule, r, s)
-            most, delays = max(most, ahead), delays | {delay}
-    delay = min((d for d in delays if d), default=0)
+    leads = [_lead(schedule, rank) for rank in schedule.ranks]
+    most, delay = max(ahead for ahead, _ in leads), max(delay for _, delay in leads)
     ways = [f"microbatches >= {-(-most // delay)}"] if delay and most > delay * schedule.microbatches else []
     ways += [other] if other else []
     ways += ["schedule 1f1b"] if schedule.name != "1f1b" else []

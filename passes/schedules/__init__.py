@@ -73,7 +73,7 @@ def _own_part(program: Program, own: Set[int], microbatches: int) -> Program:
         return [a for a in actions if a.kind not in PER_BATCH and a.mb % microbatches in own]
 
     batch = kept(program.batch)
-    done = max((i for i, a in enumerate(batch) if a.kind != "F"), default=len(batch) - 1) + 1
+    done = max((i for i, a in enumerate(batch, 1) if a.kind != "F"), default=0)
     updates = [a for a in program.batch if a.kind in PER_BATCH]
     return Program(tuple(kept(program.start)), (*batch[:done], *updates, *batch[done:]))
 
@@ -92,7 +92,7 @@ def schedule(module: Module, options: ScheduleOptions) -> Module:
             hint="run autodiff and split first, or use kind=forward",
         )
     parted = any(module.stage_graph(s.index, "W") for s in module.stages)
-    if trainable and parted and not SCHEDULES[options.kind].splits:
+    if parted and not SCHEDULES[options.kind].splits:
         raise UsageError(
             f"schedule {options.kind} runs whole backwards, but the module has weight gradients apart",
             where="schedule",

@@ -41,7 +41,7 @@ def equal_shares(ranks: int, microbatches: int) -> tuple[int, ...]:
 
 def fair_shares(rates: Sequence[float], microbatches: int) -> tuple[int, ...]:
     """Shares with which devices of these rates are done at about the same time: each microbatch goes to who would be done with it first."""
-    found = list(equal_shares(len(rates), len(rates)) if len(rates) <= microbatches else equal_shares(len(rates), microbatches))
+    found = list(equal_shares(len(rates), min(len(rates), microbatches)))
     for _ in range(microbatches - len(rates)):
         first = min(range(len(rates)), key=lambda j: ((found[j] + 1) / rates[j], j))
         found[first] += 1
@@ -94,7 +94,7 @@ def _along(dealt: Dealt, rounded: Callable[[Fraction, Sequence[int], int], int])
     """From the first stage on: for how long a microbatch of a rank is with the stages before it, in times of one microbatch. That is the time of the
     rank that has it there and what was found for that one, for the slowest it shares microbatches with."""
     found: list[list[int]] = []
-    total = sum(map(len, dealt[0])) if dealt else 0
+    total = sum(map(len, dealt[0]))
     before: list[tuple[set[int], Fraction]] = []
     for ranks in dealt:
         own = [set(numbers) for numbers in ranks]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.ir.cluster import Cluster
+from penstock.ir.cluster import Cluster, Device
 from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Graph, Mesh, Module, Op, Value
 from penstock.ir.ops import infer_op
@@ -143,6 +143,16 @@ def test_variables_and_graphs_lie_under_their_names(whole):
     assert "the graph stored under this name is called @F" in message(whole.but(graphs={**whole.graphs, "G": whole.graphs["F"]}))
     strange = {**whole.vars, "w": replace(whole.vars["w"], versions=0)}
     assert "@w: role param, 0 versions; expected one of param" in message(whole.but(vars=strange))
+    strange = {**whole.vars, "w": replace(whole.vars["w"], role="weight")}
+    assert "@w: role weight, 1 versions; expected one of param" in message(whole.but(vars=strange))
+
+
+def test_a_variable_begins_with_as_many_elements_as_it_has(whole):
+    def beginning_with(elements):
+        return whole.but(vars={**whole.vars, "w.m": replace(whole.vars["w.m"], init=(0.5,) * elements)})
+
+    verify(beginning_with(12))
+    assert "@w.m: is f32[3,4] and begins with 11 elements" in message(beginning_with(11))
 
 
 def test_one_error_lists_all_problems_up_to_a_bound(whole):
@@ -171,7 +181,12 @@ def test_backward_takes_exactly_what_forward_saves(whole):
     forward = whole.graphs["F"]
     text = message(whole.with_graph(replace(forward, saved=forward.saved[::-1])))
     assert "@B: takes %x, %h, expected what @F saves, in order: %h, %x" in text
-    assert "no backward graph, expected B or s0.B, ...; there is @F" in message(whole.but(graphs={"F": forward}))
+    assert "@m graphs: no backward graph, expected B or s0.B, ...; there is @F" in message(whole.but(graphs={"F": forward}))
+    nothing = replace(whole.graphs["B"], ins=(), ops=())
+    assert message(whole.with_graph(nothing), "differentiated").splitlines()[1:] == [
+        "1. @B: takes nothing, expected what @F saves, in order: %x, %h",
+        "2. @U: gradient @w.grad is taken here and never accumulated by @B",
+    ]
 
 
 def test_a_stage_saves_nothing_in_vain(toy):
@@ -180,6 +195,38 @@ def test_a_stage_saves_nothing_in_vain(toy):
     assert "@s1.F: saves %h1, which @s1.B never takes" in message(
         module.with_graph(replace(forward, saved=(*forward.saved, *forward.outs)))
     )
+
+
+def test_a_stage_may_have_nothing_to_train(toy):
+    """But one that adds to gradients has an update."""
+    module = toy(2)
+    first, last = (replace(module.graphs[name], saved=saved, outs=outs) for name, saved, outs in (
+        ("s0.F", (), module.graphs["s0.F"].outs), ("s1.B", (), ())))  # fmt: skip
+    kept = {name: graph for name, graph in module.graphs.items() if name not in ("s0.B", "s0.U")}
+    frozen = module.but(graphs={**kept, "s0.F": first, "s1.B": last}, vars={n: v for n, v in module.vars.items() if n != "w0.grad"})
+    verify(frozen)
+    useless = {name: graph for name, graph in module.graphs.items() if name != "s1.U"}
+    said = "@s1.B: gradient @w1.grad is accumulated here and never taken by the update graph, which is missing,"
+    assert said in message(module.but(graphs=useless))
+
+
+NORM = """  var @squares : f32[3,4] grad init zeros
+  var @scale : f32[3,4] buffer
+  var @scale.grad : f32[3,4] grad init zeros
+"""
+
+
+def test_the_norm_reads_gradients_and_adds_to_a_sum_that_the_update_takes():
+    """And no gradient but that of a parameter has to lead to a new value."""
+    text = WHOLE.replace("  graph @F", NORM + "  graph @F").replace("    save", "    %s : f32[3,4] = read(@scale)\n    save")
+    text = text.replace("    accum", "    accum(%w.grad, @scale.grad)\n    accum")
+    text = text.replace("    %lr", "    %q : f32[3,4] = take(@squares)\n    %r : f32[3,4] = take(@scale.grad)\n    %lr")
+    norm = "  graph @N() {\n    %sum : f32[3,4] = read(@w.grad)\n    accum(%sum, @squares)\n    return\n  }\n"
+    whole = text.replace("  graph @U", norm + "  graph @U")
+    verify(parse_module(whole))
+    assert "@U: gradient @squares is taken here and never accumulated by @B" in message(parse_module(text))
+    taken = whole.replace("%sum : f32[3,4] = read(@w.grad)", "%sum : f32[3,4] = take(@w.grad)")
+    assert "@N op 0 (take): take is not allowed here, only read, accum" in message(parse_module(taken))
 
 
 EFFECTS = [
@@ -204,6 +251,12 @@ EFFECTS = [
         6,
         Op("accum", (Value("m1", parse_type("f32[3,4]")),), (), {"var": "w.grad"}),
         "accum is not allowed here, only read, take, write",
+    ),
+    (
+        "U",
+        6,
+        Op("take", (), (Value("g2", parse_type("f32[3,4]")),), {"var": "w.grad"}),
+        "@w.grad was already changed by take above",
     ),
     ("U", 6, Op("read", (), (Value("w2", parse_type("f32[3,4]")),), {"var": "w"}), "@w was already changed by write above"),
 ]
@@ -250,6 +303,7 @@ def test_a_dropped_layer_is_an_error(toy):
     assert "%h1: is an output of the module, but no stage returns it; was a layer dropped?" in message(
         module.with_graph(replace(last, outs=()))
     )
+    verify(module.but(outputs=(*module.outputs, "x")))
     lost = {**module.vars, "w9": replace(module.vars["w0"], name="w9")}
     assert "@w9: param f32[4] is used by no stage; was a layer dropped?" in message(module.but(vars=lost))
 
@@ -269,7 +323,8 @@ def test_stages_and_their_graphs(toy):
     module = toy(2)
     assert "stages: found stages [1], expected 0, 1, 2, ..." in message(module.but(stages=module.stages[1:]))
     assert "@main: is on no stage; expected only s<stage>.F, .B, .W, .P, .N and .U" in message(module.with_graph(Graph("main", (), (), ())))
-    assert "@s5.F: there is no stage 5, only 0 .. 1" in message(module.with_graph(Graph("s5.F", (), (), ())))
+    assert "@m stages: found stages [], expected 0, 1, 2, ..." in message(Module("m", facts=("staged",)))
+    assert "@s2.F: there is no stage 2, only 0 .. 1" in message(module.with_graph(Graph("s2.F", (), (), ())))
     graphs = {n: g for n, g in module.graphs.items() if n != "s1.F"}
     assert "stage 1: has no forward graph @s1.F" in message(module.but(graphs=graphs))
     assert "stage 1: is on cpu:1, which is no device or mesh; there are cpu:0" in message(module.but(cluster=Cluster.local(1)))
@@ -286,6 +341,20 @@ def test_a_name_is_one_place(toy):
     assert "mesh @both: has the name of another mesh" in text
 
 
+def test_a_mesh_is_made_of_devices_that_can_run_the_same_code(toy):
+    module = toy(2).but(cluster=Cluster((Device("cpu:0"), Device("cpu:1"), Device("gpu:0", kind="cuda"), Device("cpu:2", target="armv8"))))
+
+    def said(*devices):
+        return message(module.but(meshes=(Mesh("both", (("dp", 2),), devices),)), "staged")
+
+    check(module.but(meshes=(Mesh("both", (("dp", 2),), ("cpu:0", "cpu:1")),)), ["staged"])
+    assert "mesh @both: has cpu:7, cpu:8, which is no device; there are cpu:0, cpu:1, gpu:0, cpu:2" in said("cpu:7", "cpu:8")
+    assert "mesh @both: has axes of 2 and devices cpu:0, expected as many different ones" in said("cpu:0")
+    assert "mesh @both: has axes of 2 and devices cpu:0, cpu:0, expected as many different ones" in said("cpu:0", "cpu:0")
+    assert "mesh @both: mixes devices that need different code: cpu native, cuda native" in said("cpu:0", "gpu:0")
+    assert "mesh @both: mixes devices that need different code: cpu armv8, cpu native" in said("cpu:0", "cpu:2")
+
+
 ANNOTATED = """module @m {
   stage 0 on cpu:0
   stage 1 on cpu:1
@@ -294,12 +363,19 @@ ANNOTATED = """module @m {
     %c : f32[4] = const(value=1.0, shape=[4], dtype=f32)
     %a : f32[4] = add(%x, %c, stage=0)
     %b : f32[4] = neg(%a, stage=1)
+    %e : f32[4] = neg(%b, stage=1)
     save %b
     return %b
   }
   graph @B(%b : f32[4]) {
     %p : f32[4] = neg(%b, stage=1)
     %q : f32[4] = neg(%p, stage=0)
+    %r : f32[4] = neg(%q, stage=0)
+    return
+  }
+  graph @N() {
+    %s : f32[4] = const(value=1.0, shape=[4], dtype=f32, stage=0)
+    %n : f32[4] = neg(%s, stage=0)
     return
   }
   graph @U() {
@@ -316,12 +392,15 @@ ANNOTATED = """module @m {
     [
         ("%b : f32[4] = neg(%a, stage=1)", "%b : f32[4] = neg(%a)", "@F op 2 (neg): is on no stage, but takes %a from stage 0"),
         ("%b : f32[4] = neg(%a, stage=1)", "%b : f32[4] = neg(%a, stage=2)", "@F op 2 (neg): is on stage 2, expected 0 .. 1"),
+        ("%b : f32[4] = neg(%a, stage=1)", "%b : f32[4] = neg(%a, stage=-1)", "@m @F op 2 (neg): is on stage -1, expected 0 .. 1"),
+        ("%b : f32[4] = neg(%a, stage=1)", "%b : f32[4] = neg(%a, stage=one)", "@F op 2 (neg): is on stage one, expected 0 .. 1"),
         ("add(%x, %c, stage=0)", "add(%x, %c, stage=1)", ""),
         ("%b : f32[4] = neg(%a, stage=1)", "%d : f32[4] = neg(%a, stage=1)\n    %b : f32[4] = neg(%d, stage=0)",
          "is on stage 0, but takes %d from stage 1; values move up in a forward graph"),
         ("%p : f32[4] = neg(%b, stage=1)\n    %q : f32[4] = neg(%p, stage=0)", "%p : f32[4] = neg(%b, stage=0)\n    %q : f32[4] = neg(%p, stage=1)",
          "is on stage 1, but takes %p from stage 0; values move down in a backward graph"),
-        ("%t : f32[4] = neg(%s, stage=0)", "%t : f32[4] = neg(%s, stage=1)", "values move nowhere in an update graph"),
+        ("%t : f32[4] = neg(%s, stage=0)", "%t : f32[4] = neg(%s, stage=1)", "@U op 1 (neg): is on stage 1, but takes %s from stage 0; values move nowhere"),
+        ("%n : f32[4] = neg(%s, stage=0)", "%n : f32[4] = neg(%s, stage=1)", "@N op 1 (neg): is on stage 1, but takes %s from stage 0; values move nowhere"),
     ],
 )  # fmt: skip
 def test_annotations_before_the_split(old, new, said):
@@ -345,13 +424,16 @@ def test_kernels_must_have_an_order():
     %b : f32[4] = neg(%a, kernel=k1)
     %c : f32[4] = add(%a, %b, kernel=k0)
     %d : f32[4] = neg(%c)
+    %e : f32[4] = neg(%x, kernel=k2)
     return %d
   }
 }
 """
     said = message(parse_module(text))
     assert "@main op 0 (neg): kernels k0, k1 need each other's results, so none of them can run as one" in said
-    verify(parse_module(text.replace("%b : f32[4] = neg(%a, kernel=k1)", "%b : f32[4] = neg(%a, kernel=k0)")))
+    ordered = text.replace("%b : f32[4] = neg(%a, kernel=k1)", "%b : f32[4] = neg(%a, kernel=k0)")
+    ordered = ordered.replace("neg(%c)", "neg(%c, kernel=k1)").replace("neg(%x, kernel=k2)", "neg(%d, kernel=k2)")
+    verify(parse_module(ordered))
     assert "kernel must be a name, got 3" in message(parse_module(text.replace("%x, kernel=k0", "%x, kernel=3")))
 
 

@@ -104,3 +104,5 @@ def test_microbatches_run_forward_in_order(toy):
             verify(done)
         else:
             assert "(0F0@0): comes after microbatch 1; @s, which every forward changes, needs them in order" in message(done)
+            other = with_ops(done, "s0.F", Op("write", (NEW,), (), {"var": "a"}))
+            assert "@a, which every" in message(other.but(vars={**other.vars, "a": Var("a", VECTOR, "buffer", 0)}))

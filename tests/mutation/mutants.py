@@ -6,13 +6,13 @@ In: source text. Out: mutants, in the order of the file. What is changed:
     logic       `and` for `or` and back; `not`, or one side of an `and` or `or`, is left out
     condition   the condition of an if, a while or a filter is negated
     arithmetic  + for -, * for //, % for //, | for &, & for |, - for | of sets; a sign is left out
-    constant    a number is one more, True is False, a name in quotes is another
+    constant    a number is one more, True is False, a name in quotes is another; capitals in quotes, which may be a list of them, lose the last
     call        min for max, any for all, and back
     statement   a call, yield, assignment to a part of something, continue, break, raise or del is left out
     return      a function returns at once, without a value
 
-Messages are left alone: a string with blanks, and f-strings. So are docstrings, annotations, decorators, names of types, `assert`s, which are for
-our own bugs, and lists of exported names.
+Messages are left alone: a string with blanks, and f-strings. So are docstrings, annotations, decorators, names of types, `assert`s and
+`strict` of `zip`, which are for our own bugs, and lists of exported names.
 """
 
 from __future__ import annotations
@@ -133,6 +133,8 @@ def _left_alone(parent: ast.AST, field: str, index: int | None, child: ast.AST) 
         return True
     if isinstance(child, ast.Import | ast.ImportFrom | ast.Assert | ast.JoinedStr):
         return True
+    if isinstance(parent, ast.keyword) and parent.arg == "strict":
+        return True
     if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
         return True  # a docstring
     if isinstance(child, ast.Assign) and isinstance(child.targets[0], ast.Name) and child.targets[0].id == "__all__":
@@ -176,7 +178,8 @@ def _changes(node: ast.AST, context: str) -> Iterator[tuple[str, ast.AST]]:
         case ast.Constant(value=int() | float()):
             yield "constant", ast.Constant(node.value + 1)
         case ast.Constant(value=str()) if node.value and not any(c.isspace() for c in node.value):
-            yield "constant", ast.Constant(node.value + "x")
+            several = len(node.value) > 1 and node.value.isupper()
+            yield "constant", ast.Constant(node.value[:-1] if several else node.value + "x")
         case ast.Call(func=ast.Name(id=name)) if name in _CALLS:
             yield "call", ast.Call(ast.Name(_CALLS[name], ast.Load()), node.args, node.keywords)
     if context in ("test", "ifs") and not isinstance(node, ast.Compare | ast.UnaryOp | ast.Constant):

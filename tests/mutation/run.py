@@ -3,23 +3,23 @@
     python tests/mutation/run.py graphs                     all mutants of a part: graphs, programs or schedules
     python tests/mutation/run.py graphs --sample 100        so many of them, evenly drawn
     python tests/mutation/run.py graphs --only '_check_owners'    those whose file and name match; prints who killed each
+    python tests/mutation/run.py graphs --seconds 240       so far in that time; the same command goes on where this one ended
 
-The first form writes results.json anew for the files of the part.
+Verdicts are kept in build/mutation/ (kept.py); once every mutant of a part has one, results.json is written anew for its files.
 
 mutants.py says what is changed, trial.py how it is tried. A survivor is listed in equivalent.txt, with a reason, if no test could tell it from the
-original; every other one is something that tests do not notice.
+original, and only tried if --only names it; every other one is something that tests do not notice.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +29,10 @@ if __name__ == "__main__":
         os.environ[variable] = "1"
     os.environ["PENSTOCK_CACHE"] = "off"
 
+from mutation.kept import Kept
 from mutation.mutants import Mutant, mutants
-from mutation.trial import KILLED, Target, Verdict, preload, try_mutants
+from mutation.results import table, write_results
+from mutation.trial import KILLED, ROOT, SURVIVED, Target, Verdict, preload, try_mutants
 
 _IR, _PASSES, _SCHEDULES = "ir/{}.py", "tests/passes/test_{}.py", "passes/schedules/{}.py"
 
@@ -50,11 +52,15 @@ def _files(pattern: str, *names: str) -> tuple[str, ...]:
 PARTS = {
     "graphs": Part(
         tuple(map(Target, _files(_IR, "verify", "verify_agreement"))),
-        ("tests/ir/test_verify.py", "tests/ir/test_verify_moving.py"),
+        ("tests/ir/test_verify.py", "tests/ir/test_verify_agreement.py", "tests/ir/test_verify_moving.py"),
     ),
     "programs": Part(
         tuple(map(Target, _files(_IR, "verify_schedule", "verify_messages", "verify_ranks"))),
-        ("tests/ir/test_verify_schedule.py", *_files(_PASSES, "communicate", "lifetimes", "weight_versions", "mutants", "replicas")),
+        (
+            "tests/ir/test_verify_schedule.py",
+            "tests/ir/test_verify_moving.py",
+            *_files(_PASSES, "communicate", "lifetimes", "weight_versions", "mutants", "replicas"),
+        ),
     ),
     "schedules": Part(
         tuple(
@@ -67,10 +73,10 @@ PARTS = {
                 ),
             )
         ),
-        _files(_PASSES, "schedules", "replicas"),
+        ("tests/ir/test_playing.py", *_files(_PASSES, "schedules", "replicas")),
     ),
 }
-RESULTS, EQUIVALENT = Path(__file__).with_name("results.json"), Path(__file__).with_name("equivalent.txt")
+EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 
 
 def chosen(part: Part, only: str = "", sample: int = 0) -> dict[Target, list[Mutant]]:
@@ -123,56 +129,55 @@ def summary(verdicts: Iterable[Verdict], equivalent: Mapping[tuple[str, str], st
     }
 
 
-def table(results: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
-    """A table in Markdown."""
-    yield "| file | mutants | killed | equivalent | survived | killed of those that differ |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
-    rows = {path: [row["mutants"], row["killed"], row["equivalent"], len(row["survived"])] for path, row in results.items()}  # type: ignore[arg-type]
-    rows["all"] = [sum(column) for column in zip(*rows.values(), strict=True)]  # type: ignore[arg-type]
-    for path, (count, killed, same, survived) in rows.items():  # type: ignore[misc]
-        share = killed / (count - same) if count > same else 1.0  # type: ignore[operator]
-        yield f"| {path} | {count} | {killed} | {same} | {survived} | {share:.1%} |"
-
-
-def write_results(found: Mapping[str, Mapping[str, object]]) -> None:
-    """Rows of these files; those of others stay."""
-    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    order = [target.path for part in PARTS.values() for target in part.targets]
-    rows = {path: {**known, **found}[path] for path in order if path in known or path in found}
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-
-
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--only", metavar="REGEX", default="")
     parser.add_argument("--sample", metavar="N", type=int, default=0)
-    parser.add_argument("--budget", metavar="S", type=float, default=5.0, help="seconds of tests that a mutant is tried with (5)")
+    parser.add_argument("--budget", metavar="S", type=float, default=12.0, help="seconds of tests that a mutant is tried with (12)")
     parser.add_argument("--jobs", metavar="N", type=int, default=1)
+    parser.add_argument("--seconds", metavar="S", type=float, default=float("inf"), help="begin with no mutant later than this")
     given = parser.parse_args(words)
-    preload()
     part = PARTS[given.part]
     began, equivalent = time.monotonic(), read_equivalent()
     wanted = chosen(part, given.only, given.sample)
+    kept = Kept(ROOT / "build" / "mutation" / f"{given.part}.jsonl", part.tests, given.budget)
     verdicts: list[Verdict] = []
+    left: dict[Target, list[Mutant]] = {}
+    for target, found in wanted.items():
+        for mutant in found:
+            known = None if given.only else kept.find(target, mutant)
+            if not given.only and (target.path, mutant.name) in equivalent:
+                known = Verdict(target, mutant, SURVIVED)
+            if known is not None:
+                verdicts.append(known)
+            else:
+                left.setdefault(target, []).append(mutant)
+    earlier = len(verdicts)
 
     def tell(verdict: Verdict) -> None:
         verdicts.append(verdict)
+        kept.add(verdict)
         if given.only or (verdict.ended != KILLED and (verdict.target.path, verdict.mutant.name) not in equivalent):
             place = f"{verdict.target.path}:{verdict.mutant.line}"
             print(f"{place} {verdict.mutant.name}: {verdict.ended}{f' by {verdict.by}' if verdict.by else ''}", flush=True)
 
-    try_mutants({t: ms for t, ms in wanted.items() if ms}, part.tests, given.budget, given.jobs, tell)
-    results = summary(verdicts, equivalent)
-    print(*table(results), sep="\n")
-    print(f"{len(verdicts)} mutants in {time.monotonic() - began:.0f} s with {given.jobs} at a time")
+    if left:
+        preload()
+        try_mutants(left, part.tests, given.budget, given.jobs, tell, lambda: time.monotonic() - began > given.seconds)
+    print(*table(summary(verdicts, equivalent)), sep="\n")
+    print(f"{len(verdicts) - earlier} mutants in {time.monotonic() - began:.0f} s with {given.jobs} at a time, {earlier} earlier")
     if given.only or given.sample:
+        return 0
+    unknown = sum(map(len, wanted.values())) - len(verdicts)
+    if unknown:
+        print(f"{unknown} to go: the same command goes on with them")
         return 0
     names = {(t.path, m.name) for t, ms in wanted.items() for m in ms}
     for path, name in equivalent.keys() - names:
         if path in {t.path for t in part.targets}:
             print(f"equivalent.txt: {path} has no mutant {name}")
-    write_results(results)
+    write_results(summary(verdicts, equivalent), [target.path for part in PARTS.values() for target in part.targets])
     return 0
 
 

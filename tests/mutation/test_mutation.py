@@ -20,13 +20,13 @@ LIMIT: int = 3
 
 def check(names, most=2):
     """Another."""
-    for i, name in enumerate(names):
+    for i, name in zip("FB", names, strict=True):
         if name == "F" and not i > most:
             continue
         yield f"{name} is wrong", "a message of several words", i - 1
 '''
 FOUND = {
-    "module: 3 -> 4", "check: check returns at once", "check: 2 -> 3", "check: name == 'F' and (not i > most) -> name == 'F' or not i > most",
+    "module: 3 -> 4", "check: check returns at once", "check: 2 -> 3", "check: 'FB' -> 'F'", "check: name == 'F' and (not i > most) -> name == 'F' or not i > most",
     "check: name == 'F' and (not i > most) -> not i > most", "check: name == 'F' and (not i > most) -> name == 'F'",
     "check: name == 'F' and (not i > most) -> not (name == 'F' and (not i > most))", "check: name == 'F' -> name != 'F'", "check: 'F' -> 'Fx'",
     "check: not i > most -> i > most", "check: i > most -> i <= most", "check: i > most -> i >= most", "check: continue -> pass",

@@ -2,7 +2,7 @@
 
 Tests are imported once. Each mutant then has a forked process, in which the code of one function is replaced, and which runs the tests that come by
 the line of the change, the quickest first, until one fails, but no more than take `budget` seconds as they are. What runs only when the module is
-imported is tried otherwise: the process imports the mutated module, and everything that depends on it, before it runs all tests.
+imported is tried otherwise: the process imports the mutated module, and everything that depends on it, before it runs all tests, file by file.
 
 A mutant is killed if a test fails, or if the process crashes or takes longer than the limit. It survives if every test passes that it is tried with.
 Limit: fork copies one thread, so that nothing that starts threads may be imported before.
@@ -64,19 +64,26 @@ class Verdict:
 
 
 def try_mutants(
-    chosen: Mapping[Target, Sequence[Mutant]], tests: Sequence[str], budget: float, jobs: int, tell: Callable[[Verdict], None]
+    chosen: Mapping[Target, Sequence[Mutant]],
+    tests: Sequence[str],
+    budget: float,
+    jobs: int,
+    tell: Callable[[Verdict], None],
+    enough: Callable[[], bool] = lambda: False,
 ) -> None:
-    """`tell` gets each verdict as it comes. Raises RuntimeError if a test fails without any mutant."""
+    """`tell` gets each verdict as it comes, until it is `enough`. Raises RuntimeError if a test fails without any mutant."""
     every = [(target, mutant) for target, found in chosen.items() for mutant in found]
     # These first: nothing of Penstock's is imported yet.
     importing = [pair for pair in every if pair[1].during_import]
     if importing:
-        same = [(target, unchanged(target)) for target in {target: None for target, _ in importing}]
+        same = [(importing[0][0], unchanged(importing[0][0]))]
         wrong = [v for v in _verdicts(same, lambda pair: _run_imported(*pair, tests), SECONDS_IMPORTED, jobs) if v.ended != SURVIVED]
         if wrong:
             raise RuntimeError(f"tests fail without any mutant: {', '.join(f'{v.target.path} {v.by}' for v in wrong)}")
     for verdict in _verdicts(importing, lambda pair: _run_imported(*pair, tests), SECONDS_IMPORTED, jobs):
         tell(verdict)
+        if enough():
+            return
     called = [pair for pair in every if not pair[1].during_import]
     if not called:
         return
@@ -84,6 +91,8 @@ def try_mutants(
     def drive(session: pytest.Session) -> None:
         for verdict in _try_called(session, called, budget, jobs):
             tell(verdict)
+            if enough():
+                return
 
     loop = _Loop(drive)
     _prepare_hypothesis()
@@ -162,9 +171,11 @@ class _Finder(MetaPathFinder, Loader):
 def _run_imported(target: Target, mutant: Mutant, tests: Sequence[str]) -> str:
     sys.meta_path.insert(0, _Finder(target, mutant.source))
     _prepare_hypothesis()
-    loop = _Loop(None)
-    code = pytest.main([*_WORDS, "-x", *_paths(tests)], plugins=[loop])
-    return f"{SURVIVED} by " if code == pytest.ExitCode.OK else f"{KILLED} by {''.join(loop.failed[:1]) or 'what imports it'}"
+    for path in _paths(tests):
+        loop = _Loop(None)
+        if pytest.main([*_WORDS, "-x", path], plugins=[loop]) != pytest.ExitCode.OK:
+            return f"{KILLED} by {''.join(loop.failed[:1]) or 'what imports it'}"
+    return f"{SURVIVED} by "
 
 
 # ---------------------------------------------------------------------------------------- what runs when it is called

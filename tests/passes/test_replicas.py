@@ -24,7 +24,7 @@ from penstock.passes.communicate import communicate
 from penstock.passes.late_updates import sum_late
 from penstock.passes.lifetimes import lifetimes
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, build_schedule, schedule
-from penstock.passes.schedules.dealing import deal, equal_shares, forwards_ahead
+from penstock.passes.schedules.dealing import deal, equal_shares, fair_shares, forwards_ahead, weights_behind
 from penstock.passes.split_backward import split_backward
 from penstock.passes.weight_versions import weight_versions
 from penstock.runtime.simulate import simulate as play
@@ -72,6 +72,25 @@ def test_dealing_gives_everybody_his_share_spread_over_the_batch(share):
     for own, n in zip(dealt, share, strict=True):
         for k in range(sum(share) + 1):
             assert abs(sum(i < k for i in own) - n * k / sum(share)) < len(share)
+
+
+def test_shares_by_hand():
+    assert [equal_shares(3, m) for m in (3, 7, 8)] == [(1, 1, 1), (3, 2, 2), (3, 3, 2)]
+    assert fair_shares((2.0, 1.0), 6) == (4, 2)
+    assert fair_shares((3.0, 1.0), 5) == (4, 1)
+    assert fair_shares((1.0, 1.0), 3) == (2, 1)
+    assert fair_shares((1.0, 5.0), 2) == (1, 1)
+    with pytest.raises(UsageError, match="2 microbatches per batch cannot be shared out among 3 devices"):
+        fair_shares((1.0, 1.0, 1.0), 2)
+
+
+def test_dealing_by_hand():
+    """Of three microbatches two and one: rank 0 has them one and a half times as long as they take alone, rank 1 three times."""
+    assert (deal((2, 1)), deal((3, 2)), deal((1, 1))) == ([[0, 2], [1]], [[0, 2, 4], [1, 3]], [[0], [1]])
+    uneven = [deal(share) for share in ((3,), (2, 1), (2, 1))]
+    assert forwards_ahead(uneven) == [[6], [2, 3], [0, 0]]
+    assert weights_behind(uneven) == [[0], [1, 1], [3, 4]]
+    assert forwards_ahead([deal(share) for share in ((4,), (2, 2))]) == [[2], [0, 0]]
 
 
 @pytest.mark.parametrize("d", range(1, 6))

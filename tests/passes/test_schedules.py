@@ -173,7 +173,7 @@ def test_zb_1f1b_leaves_a_third_of_the_bubble_of_1f1b_at_equal_times():
 
 
 def test_a_module_whose_backwards_are_split_wants_a_schedule_that_runs_their_rest(toy):
-    with pytest.raises(UsageError, match="schedule 1f1b runs whole backwards, but the module has weight gradients apart"):
+    with pytest.raises(UsageError, match="schedule: schedule 1f1b runs whole backwards, but the module has weight gradients apart"):
         schedule(split_backward(toy(3)), ScheduleOptions("1f1b", 2))
 
 
@@ -182,6 +182,36 @@ def test_2bw_warms_up_once_and_never_drains_between_batches():
     assert " ".join(map(str, found.expand(0, 2))) == "0F0 0F1 0F2 0B0 0F3 0B1 0U0 0B2 0B3 0U1"
     assert " ".join(map(str, found.expand(0, 1, first=5))) == "0F10 0F11 0B10 0B11 0U5"
     assert " ".join(map(str, build_schedule("1f1b", 3, 2).expand(0, 2))) == "0F0 0F1 0B0 0B1 0U0 0F2 0F3 0B2 0B3 0U1"
+
+
+LISTS = {
+    "1f1b": ["F3 F4 F5 B3 B4 B5 U1", "F3 F4 B3 F5 B4 B5 U1", "F3 B3 F4 B4 F5 B5 U1"],
+    "gpipe": ["F3 F4 F5 B3 B4 B5 U1"] * 3,
+    "2bw": ["F3 F4 | F5 B3 F6 B4 F7 B5 U1", "F3 | F4 B3 F5 B4 F6 B5 U1", "F3 B3 F4 B4 F5 B5 U1"],
+    "eager-2bw": ["F3 F4 F5 F6 | F7 B3 F8 B4 F9 B5 U1", "F3 F4 | F5 B3 F6 B4 F7 B5 U1", "F3 B3 F4 B4 F5 B5 U1"],
+    "zb-1f1b": ["F3 F4 F5 B3 W3 B4 W4 B5 W5 U1", "F3 F4 B3 F5 B4 W3 B5 W4 W5 U1", "F3 B3 F4 B4 F5 B5 W3 W4 W5 U1"],
+    "forward": ["F3 F4 F5"] * 3,
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_lists_of_three_stages_and_microbatches(kind):
+    """From the papers, by hand: what is done once, a bar, what is done in every batch."""
+    for stage, program in build_schedule(kind, 3, 3).ranks.items():
+        parts = [" ".join(f"{a.kind}{a.mb}" for a in part) for part in (program.start, program.batch)]
+        assert " | ".join(filter(None, parts)) == LISTS[kind][stage]
+        assert {(a.stage, a.version, a.peer) for a in (*program.start, *program.batch)} == {(stage, None, None)}
+
+
+def test_delays_and_what_schedules_are_for():
+    assert {kind: row.delay for kind, row in SCHEDULES.items() if row.delay} == {"2bw": 1, "eager-2bw": 1}
+    assert [kind for kind, row in SCHEDULES.items() if row.splits] == ["zb-1f1b"]
+    assert ScheduleOptions() == ScheduleOptions("1f1b", 1, ())
+
+
+def test_fewer_microbatches_than_stages():
+    assert [" ".join(f"{a.kind}{a.mb}" for a in p.batch) for p in build_schedule("zb-1f1b", 3, 1).ranks.values()] == ["F1 B1 W1 U1"] * 3
+    assert [" ".join(f"{a.kind}{a.mb}" for a in p.batch) for p in build_schedule("1f1b", 3, 1).ranks.values()] == ["F1 B1 U1"] * 3
 
 
 def test_a_stage_with_nothing_to_train_only_runs_forward(toy):
@@ -198,14 +228,23 @@ def test_a_stage_with_nothing_to_train_only_runs_forward(toy):
 
 
 def test_options_that_make_no_sense_are_refused(toy):
-    with pytest.raises(UsageError, match="unknown schedule '3bw', expected one of 1f1b, gpipe, 2bw, eager-2bw, zb-1f1b, forward"):
+    with pytest.raises(UsageError, match="schedule: unknown schedule '3bw', expected one of 1f1b, gpipe, 2bw, eager-2bw, zb-1f1b, forward"):
         schedule(toy(2), ScheduleOptions("3bw", 2))
     with pytest.raises(UsageError, match="at least one stage and one microbatch, got 2 and 0"):
         schedule(toy(2), ScheduleOptions("1f1b", 0))
-    with pytest.raises(UsageError, match="trains, but no stage has a backward graph"):
+    with pytest.raises(UsageError, match="schedule: schedule 2bw trains, but no stage has a backward graph"):
         schedule(toy(2, trains=False), ScheduleOptions("2bw", 2))
-    with pytest.raises(UsageError, match="never runs a backward"):
+    with pytest.raises(UsageError, match="schedule: schedule forward never runs a backward"):
         schedule(toy(2), ScheduleOptions("forward", 2))
+
+
+def test_sizes_have_bounds(monkeypatch):
+    monkeypatch.setattr("penstock.passes.schedules.MOST_MICROBATCHES", 4)
+    assert len(build_schedule("forward", 1, 4).ranks[0].batch) == 4
+    with pytest.raises(UsageError, match="schedule: a batch has at most 4 microbatches, got 5"):
+        build_schedule("forward", 1, 5)
+    with pytest.raises(UsageError, match="schedule: needs at least one stage and one microbatch, got 0 and 1"):
+        build_schedule("1f1b", 0, 1)
 
 
 def test_the_simulation_says_who_waits():
