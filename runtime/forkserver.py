@@ -242,14 +242,19 @@ class _Children:
         return bool(self._running or self._ended)
 
     def start(self, said: Mapping[str, Any], descriptors: list[int]) -> None:
+        began, begins = os.pipe()
         parent, pid = os.getpid(), os.fork()
         if not pid:
+            # A group of its own before anybody knows of it: signals go to groups.
+            os.setsid()
             self._connection.close()
-            for other in self._running:
+            for other in (began, begins, *self._running):
                 os.close(other)
             _become(Rank(said["rank"], said["world"], said["threads"], *descriptors), parent)
-        for descriptor in descriptors:
+        for descriptor in (begins, *descriptors):
             os.close(descriptor)
+        os.read(began, 1)
+        os.close(began)
         watch = os.pidfd_open(pid)
         self._running[watch] = (said["start"], pid)
         self.poll.register(watch, select.POLLIN)
@@ -322,10 +327,9 @@ def _serve(connection: socket.socket, parent: int) -> None:
 
 
 def _become(rank: Rank, parent: int) -> NoReturn:
-    """This process, just forked, is a rank from now on, with a session of its own."""
+    """This process, just forked, is a rank from now on."""
     code = 1
     try:
-        os.setsid()
         said = os.pread(1, os.fstat(1).st_size, 0)
         for output in (1, 2):
             os.dup2(rank.log, output)

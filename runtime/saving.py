@@ -69,13 +69,15 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass
 class _Writing:
-    """A save under way on one rank. `written` counts tensors' bytes."""
+    """A save under way on one rank. `written` counts tensors' bytes; its part is `told` when written, and the checkpoint is `whole` when rank 0 has put it
+    in its place."""
 
     step: int
     directory: Path
     total: int
     written: int = 0
     told: bool = False
+    whole: bool = False
     thread: threading.Thread | None = None
     failure: BaseException | None = None
     work: Path | None = field(default=None)
@@ -164,7 +166,9 @@ class Saver:
             await_saves(lambda: [float(writing.written + 1)] if self._is_needed(writing) else [])
 
     def _is_needed(self, writing: _Writing) -> bool:
-        return writing.thread is not None and writing.thread.is_alive() and (self._rank == 0 or not writing.told)
+        if writing.thread is None or not writing.thread.is_alive():
+            return False
+        return not writing.whole if self._rank == 0 else not writing.told
 
     # -------------------------------------------------------------------------------------------- parts of a save
 
@@ -212,9 +216,15 @@ class Saver:
                 for rank in range(1, self._group.world):
                     files |= msgspec.json.decode(self._await(f"{key}/part/{rank}"), type=dict[str, SavedFile])
                 finish_save(writing.work, writing.directory, describe_save(self._bundle, self._setup, writing.step, files), keep_last)
+                writing.whole = True
+                self._status.end_save()
                 self._exchange.set(f"{key}/done", "")
+                # What they exchange lives in this process, which may end when this thread has.
+                for rank in range(1, self._group.world):
+                    self._await(f"{key}/heard/{rank}")
             else:
                 self._await(f"{key}/done")
+                self._exchange.set(f"{key}/heard/{self._rank}", "")
         except RuntimeError as error:  # of the group's store
             first = str(error).partition("\n")[0]
             writing.failure = PeerLost(f"the other ranks are gone while the checkpoint of step {writing.step} is written: {first}")

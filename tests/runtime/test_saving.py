@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,6 +53,38 @@ def names(directory):
 
 
 # ------------------------------------------------------------------------------------------------ files and directories
+
+
+class Board(dict):
+    """What ranks exchange, without a connection."""
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_rank_0_waits_until_all_have_heard(bundle_of, tmp_path, monkeypatch, heard):
+    """The store may live in its process. The control: a rank that says nothing keeps its thread, but nobody who asks whether the checkpoint is whole."""
+    bundle, board = bundle_of(2, "1f1b", 2), Board()
+    status = Status(None, 0)
+    group = SimpleNamespace(world=2, store=None)
+    saver = saving.Saver(bundle, 0, group, Setup(str(bundle.path), TIMEOUT), SimpleNamespace(variables={}, older=dict), status)
+    monkeypatch.setattr(saving.Saver, "_exchange", board)
+    writing = saving._Writing(3, tmp_path, 0, work=saving.start_save(tmp_path, 3))
+    board |= {"s/part/1": b"{}", **({"s/heard/1": b""} if heard else {})}
+    writing.thread = threading.Thread(target=saver._write, args=(writing, "s", [], None), daemon=True)
+    writing.thread.start()
+    writing.thread.join(5 if heard else 0.5)
+    assert names(tmp_path) == ["latest", "step-000003"]
+    assert writing.failure is None
+    assert writing.thread.is_alive() is not heard
+    assert not saver._is_needed(writing)
+    board.set("s/heard/1", "")
+    writing.thread.join(5)
+    assert not writing.thread.is_alive()
 
 
 def test_only_the_newest_are_kept(tmp_path):
