@@ -97,7 +97,7 @@ def test_a_broken_link_is_noticed() -> None:
 def test_commands_are_understood(page: Path) -> None:
     for words in _commands(page.read_text(encoding="utf-8")):
         if words[-1] == "--help":
-            with pytest.raises(SystemExit, match="^0$"):
+            with pytest.raises(SystemExit, match=r"^0$"):
                 _parser().parse_args(words)
         else:
             _parser().parse_args(words)
