@@ -8,8 +8,10 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import penstock
 import penstock as ps
 from penstock.cli import _parser, main
 from penstock.dumping import Dump
@@ -19,6 +21,7 @@ from penstock.ir.text import parse_module, print_module
 from penstock.models import write_mlp
 from penstock.passes.manager import parse_pipeline, run_passes
 from penstock.passes.pipelines import PASSES, PIPELINES, calls_of, pipeline_text, training_pipeline
+from penstock.passes.vjp import VJP
 from penstock.reference.completion import commands_of
 from penstock.reference.coverage import coverage
 
@@ -111,6 +114,19 @@ def test_an_operation_is_explained_as_the_matrix_says(capsys: pytest.CaptureFixt
         starts = {"yes": "yes", "zero": ("zero", "none: gradients end"), "decomposed": "that of what", "-": "none"}
         assert facts["gradient"].startswith(starts[gradient])
         assert facts["kernels for CPUs"].startswith({"yes": "yes", "decomposed": "that of", "-": "no"}[kernel])
+
+
+def test_a_rule_is_named_by_where_it_says_something(capsys: pytest.CaptureFixture[str]) -> None:
+    """Many rules are made by a helper, which is the same place for all of them: the control."""
+    made = [VJP[name] for name in ("neg", "exp", "log", "rsqrt")]
+    assert len({rule.__code__.co_firstlineno for rule in made}) == 1
+    for name in ("neg", "exp", "log", "rsqrt", "mul"):
+        facts = dict(line.partition(": ")[::2] for line in told(capsys, "ops", name).splitlines() if ": " in line)
+        path, _, number = facts["gradient"].removeprefix("yes, ").partition(":")
+        line = Path(penstock.__path__[0], path).read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()
+        assert line.startswith((f'"{name}": ', f"def _{name}("))
+        function = facts["interpreter"].removeprefix("yes, numpy.")
+        assert name == "rsqrt" or callable(getattr(np, function))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import inspect
 from argparse import Namespace
 from collections.abc import Iterator
 
+import numpy as np
+
 from penstock.ir.literals import print_literal
 from penstock.ir.numpy_ops import NUMPY
 from penstock.ir.ops import ANY, OPS, Needs, OpDef
@@ -97,11 +99,20 @@ def _kernel(row: OpDef, kinds: frozenset[str]) -> str:
     return "that of what it is taken apart into" if row.name in DECOMPOSE else "no"
 
 
+def _functions_within(rule: object) -> list[object]:
+    """Functions that a helper made a rule with."""
+    values = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
+    return [value for value in values if callable(value)]
+
+
 def _place(rule: object) -> str:
-    """Where a rule stands."""
+    """Where a rule stands; of one that a helper made of a function, where that function does."""
     target = inspect.unwrap(rule) if callable(rule) else rule
+    while len(made_of := _functions_within(target)) == 1:
+        target = made_of[0]
     code = getattr(target, "__code__", None)
     if code is None:
-        return "yes"
+        name = getattr(target, "__name__", "")
+        return f"yes, numpy.{name}" if name and getattr(np, name, None) is target else "yes"
     path = code.co_filename.replace("\\", "/").rpartition("/penstock/")[2] or code.co_filename
     return f"yes, {path}:{code.co_firstlineno}"
