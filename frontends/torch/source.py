@@ -9,7 +9,9 @@ Where the source computes without gradients (`torch.no_grad` inside forward), th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 
@@ -48,12 +50,21 @@ def exported(source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     except TypeError as error:
         raise UsageError(f"the example arguments do not fit forward: {error}", where=where) from error
     try:
-        with cumulative_averages(source):
+        with cumulative_averages(source), _quiet_about_leaves():
             program = torch.export.export(source, tuple(args), dict(kwargs or {}), strict=False)
     except Exception as error:  # torch.export raises what it meets: errors of its own, of the model's code, and of tensors
         hint = _HINT if _depends_on_data(error) else ""
         raise UnsupportedModel(f"torch.export cannot export it: {_reason(error)}", where=where, hint=hint) from error
     return _decomposed(program, where)
+
+
+@contextmanager
+def _quiet_about_leaves() -> Iterator[None]:
+    """Without the warning that torch has of a class of its own, LeafSpec, each time it makes one of them: whoever gives a module can do nothing about it.
+    All other warnings, those of the module's code above all, are as they were."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+        yield
 
 
 _HINT = "code that depends on the elements of tensors cannot be exported; a wrapper module may choose another way or other outputs"
@@ -78,7 +89,8 @@ def _decomposed(program: ExportedProgram, where: str) -> ExportedProgram:
             table.pop(target)
     stops = _mark_stops(program)
     try:
-        decomposed: ExportedProgram = program.run_decompositions(table)
+        with _quiet_about_leaves():
+            decomposed: ExportedProgram = program.run_decompositions(table)
         return decomposed
     except Exception as error:  # as above
         if isinstance(error, AssertionError) and (shared := _one_tensor(program)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -182,3 +183,28 @@ def test_buffers_that_are_one_tensor_and_change() -> None:
         import_torch(Twice(False), (torch.ones(4),))
     assert "clone" in error.value.hint
     assert written_vars(import_torch(Twice(True), (torch.ones(4),)).module.graphs["main"]) == {"a"}
+
+
+class Warns(nn.Module):
+    """Code of a user, which warns of the same kind as torch does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("mine", FutureWarning, stacklevel=1)
+        return torch.relu(x)
+
+
+def test_a_warning_that_torch_has_of_itself_is_not_passed_on() -> None:
+    """The control is torch's own export, which warns; what the module's code warns of is heard in both."""
+    said = []
+    for export in (lambda *given: torch.export.export(*given, strict=False).run_decompositions(), import_torch):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            before = list(warnings.filters)
+            export(Warns(), (torch.randn(2, 3),))
+            assert list(warnings.filters) == before
+        said.append([str(warning.message) for warning in heard if warning.category is FutureWarning])
+    control, found = said
+    assert "mine" in found
+    assert "mine" in control
+    assert any("LeafSpec" in text for text in control)
+    assert not any("LeafSpec" in text for text in found)
