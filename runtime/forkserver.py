@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..ir.errors import PeerLost
+from ..ir.errors import DoesNotFit, PeerLost
 from .logs import tail
 from .trouble import ending
 
@@ -65,6 +65,7 @@ class Process:
 
     def __init__(self) -> None:
         self.pid = 0
+        self.refusal = ""
         self._code: int | None = None
         self._began, self._ended = threading.Event(), threading.Event()
         self._lock = threading.Lock()
@@ -89,6 +90,10 @@ class Process:
 
     def begin(self, pid: int) -> None:
         self.pid = pid
+        self._began.set()
+
+    def refuse(self, why: str) -> None:
+        self.refusal = why
         self._began.set()
 
     def end(self, code: int) -> None:
@@ -126,7 +131,7 @@ class Server:
         return self._server.pid
 
     def fork(self, rank: Rank) -> Process | None:
-        """The process of a rank; None if the server has ended."""
+        """The process of a rank; None if the server has ended, and `failure` says how."""
         process = Process()
         with self._lock:
             if self.lost:
@@ -143,6 +148,8 @@ class Server:
             self._give_up(f"imports took longer than {_IMPORT_SECONDS:g} s")
         if not process.has_begun(_FORK_SECONDS):
             self._give_up(f"no process for rank {rank.rank} within {_FORK_SECONDS:g} s")
+        if process.refusal:
+            raise DoesNotFit(f"the system starts no process for rank {rank.rank}: {process.refusal}", where="launch")
         return process if process.pid else None
 
     def end(self) -> None:
@@ -161,6 +168,9 @@ class Server:
                 case {"started": number, "pid": pid}:
                     with self._lock:
                         self._processes[number].begin(pid)
+                case {"refused": number, "why": why}:
+                    with self._lock:
+                        self._processes.pop(number).refuse(why)
                 case {"ended": number, "code": code}:
                     with self._lock:
                         self._processes.pop(number).end(code)
@@ -169,8 +179,7 @@ class Server:
         code = self._server.wait()
         with self._lock:
             self.lost = True
-            if not self._ready.is_set():
-                self.failure = f"the process that imports what ranks need {ending(code)}\n{tail(self._log)}".rstrip()
+            self.failure = f"the process that ranks are forked from {ending(code)}\n{tail(self._log)}".rstrip()
             for process in self._processes.values():
                 process.end(code)
             self._processes.clear()
@@ -197,12 +206,12 @@ def fork_rank(rank: Rank, backend: str, environment: Mapping[str, str]) -> Proce
         with _servers_lock:
             for other in [other for other, server in _servers.items() if server.lost]:
                 del _servers[other]
-            server = _servers.get(key) or Server(backend, environment)
-            _servers[key] = server
+            known = _servers.get(key)
+            server = _servers[key] = known or Server(backend, environment)
         if (process := server.fork(rank)) is not None:
             return process
-        # It ended for want of work before it had read of this rank; one that could not even import will not do so the next time.
-        if server.failure:
+        # One that was there already may have ended for want of work before it read of this rank.
+        if known is None:
             raise PeerLost(server.failure, where="launch")
 
 
@@ -243,7 +252,13 @@ class _Children:
 
     def start(self, said: Mapping[str, Any], descriptors: list[int]) -> None:
         began, begins = os.pipe()
-        parent, pid = os.getpid(), os.fork()
+        try:
+            parent, pid = os.getpid(), os.fork()
+        except OSError as error:
+            for descriptor in (began, begins, *descriptors):
+                os.close(descriptor)
+            self._say({"refused": said["start"], "why": error.strerror})
+            return
         if not pid:
             # A group of its own before anybody knows of it: signals go to groups.
             os.setsid()
@@ -292,6 +307,7 @@ def main() -> None:
     from . import worker  # noqa: F401 what the processes need
 
     backend_of(arguments.backend).prepare()
+    _name("forks")
     # Pages with objects that are never looked through for garbage stay shared.
     gc.collect()
     gc.freeze()
@@ -326,6 +342,11 @@ def _serve(connection: socket.socket, parent: int) -> None:
             return
 
 
+def _name(role: str) -> None:
+    """What `ps` and `top` show of this process."""
+    Path("/proc/self/comm").write_text(f"penstock:{role}", encoding="ascii")
+
+
 def _become(rank: Rank, parent: int) -> NoReturn:
     """This process, just forked, is a rank from now on."""
     code = 1
@@ -337,8 +358,7 @@ def _become(rank: Rank, parent: int) -> NoReturn:
         os.write(1, said)
         for descriptor in (rank.control, rank.status):
             os.set_inheritable(descriptor, False)
-        # What `ps` and `top` show of it.
-        Path("/proc/self/comm").write_text(f"penstock:{rank.rank}", encoding="ascii")
+        _name(str(rank.rank))
         from .worker import serve_rank
 
         code = serve_rank(rank, parent)

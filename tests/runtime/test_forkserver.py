@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.ir.errors import PeerLost
+from penstock.ir.errors import PeerLost, PenstockError
 from penstock.runtime import forkserver
 from penstock.runtime.forkserver import Rank, Server, fork_rank
 from penstock.runtime.job import Job
@@ -123,8 +123,32 @@ def test_imports_that_fail(bundle_of, tmp_path, monkeypatch):
     with pytest.raises(PeerLost) as caught:
         Job(bundle_of(2, "1f1b", 2), timeout=30)
     assert caught.value.where == "launch"
-    assert caught.value.what.startswith("the process that imports what ranks need ended with exit code 1\n")
+    assert caught.value.what.startswith("the process that ranks are forked from ended with exit code 1\n")
     assert "ImportError: no such torch" in caught.value.what
+
+
+NO_FORK = """
+import errno, os, sys
+def fork():
+    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+if "penstock.runtime.forkserver" in sys.orig_argv:
+    os.fork = fork
+"""
+
+
+@pytest.mark.parametrize("code", [NO_FORK, NO_FORK.replace("raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))", "os._exit(7)")])
+def test_a_system_that_starts_no_process(bundle_of, tmp_path, monkeypatch, code):
+    """The server says so, or ends at it: one error, and no endless tries."""
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    expected = (
+        "the process that ranks are forked from ended with exit code 7"
+        if code != NO_FORK
+        else "starts no process for rank 0: Resource temp"
+    )
+    with pytest.raises(PenstockError, match=expected) as caught:
+        Job(bundle_of(2, "1f1b", 2), timeout=30)
+    assert caught.value.where == "launch"
 
 
 def test_codes_and_late_signals():
