@@ -29,7 +29,6 @@ from turns import in_turn, take_turns
 LIMIT_S = 0.4
 NOTHING = "python -c pass"
 COMMANDS = (("--help",), ("compile", "--help"), ("run", "--help"), ("passes",))
-RANKS = (1, 2, 4)
 TIMES = ("first", "next")
 _MAKE = """
 import sys
@@ -76,6 +75,7 @@ print(json.dumps(found))
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11, metavar="N", help="processes of each command (default: 11)")
+    parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2, 4], metavar="N", help="jobs of so many ranks (default: 1 2 4)")
     parser.add_argument("--json", metavar="FILE", help="write every time")
     arguments = parser.parse_args()
     names = {f"penstock {' '.join(words)}": words for words in COMMANDS}
@@ -85,7 +85,7 @@ def main() -> int:
     }
     times = take_turns(runs, arguments.rounds)
     rows: list[dict[str, Any]] = [{"command": name, "seconds": found, "loaded": loaded.get(name, [])} for name, found in times.items()]
-    jobs = open_jobs(arguments.rounds)
+    jobs = open_jobs(arguments.ranks, arguments.rounds)
     print(f"{markdown(*table_of(rows))}\n\n{markdown(*table_of_jobs(jobs))}")
     write_json(arguments.json, {"limit_s": LIMIT_S, "heavy": HEAVY, "rows": rows, "jobs": jobs})
     helps = [row for row in rows if row["command"].endswith("--help")]
@@ -96,12 +96,12 @@ def start(*words: str) -> None:
     subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL, timeout=60, check=True)
 
 
-def open_jobs(rounds: int) -> list[dict[str, Any]]:
-    """Jobs of few and more ranks, in turns."""
+def open_jobs(numbers: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Jobs of so many ranks, in turns."""
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
-        for ranks in RANKS:
+        for ranks in numbers:
             start("-c", _MAKE, folder, str(ranks))
-        found: dict[str, list[Any]] = {str(ranks): [] for ranks in RANKS}
+        found: dict[str, list[Any]] = {str(ranks): [] for ranks in numbers}
         for _, ranks in in_turn(list(found), rounds):
             command = [sys.executable, "-c", _OPEN, str(Path(folder) / ranks)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 def in_turn(contenders: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
     """Every contender once a round, the first one changing; with the number of the round."""
     for number in range(rounds):
-        shift = number % len(contenders)
+        shift = number % max(1, len(contenders))
         for contender in (*contenders[shift:], *contenders[:shift]):
             yield number, contender
 
