@@ -26,6 +26,10 @@ HANDED_OUT = {
 }
 
 
+# Of what is only handed over it is said how it is made.
+HANDED_OVER = ("Dump",)
+
+
 def commands() -> str:
     """Every command with all arguments."""
     from penstock.cli import _parser
@@ -95,6 +99,12 @@ def python() -> str:
     classes = [name for name in homes if name not in functions]
     parts = ["## Functions\n", *(_function(name, homes[name][1], f"penstock.{name}", 3) for name in functions)]
     parts += ["## Classes\n", *(_class(name, homes[name][1], "") for name in classes)]
+    parts += ["## Models to try things with\n", "Written by `penstock.models` as ONNX files; weights are drawn at random.\n"]
+    parts += [
+        _function(name, what, f"penstock.models.{name}", 3)
+        for name, what in vars(_imported("penstock.models")).items()
+        if name.startswith("write_")
+    ]
     parts += ["## What these hand out\n"]
     for name, (module, why) in HANDED_OUT.items():
         parts.append(_class(name, getattr(_imported(module), name), f"`{module}.{name}`: {why}."))
@@ -109,14 +119,14 @@ def _imported(name: str) -> ModuleType:
 
 def _class(name: str, what: type, home: str) -> str:
     parts = [f"### {name}\n"]
-    if issubclass(what, (Exception, tuple)) or dataclasses.is_dataclass(what) or hasattr(what, "__struct_fields__"):
+    if name in HANDED_OVER or issubclass(what, (Exception, tuple)) or dataclasses.is_dataclass(what) or hasattr(what, "__struct_fields__"):
         parts.append(_code(_signature(name, inspect.signature(what), method=False)))
     if home:
         parts.append(f"{home}\n")
     doc = inspect.cleandoc(what.__doc__ or "")
     if not doc.startswith(f"{name}("):
         parts.append(f"{_described(doc)}\n")
-    for member, value in _members(what):
+    for member, value in _members(what) if name not in HANDED_OVER else ():
         if isinstance(value, property):
             parts.append(
                 f"#### {name}.{member}\n\n{_code(f'{member}: {_returned(value.fget)}')}\n{_described(inspect.getdoc(value) or '')}\n"

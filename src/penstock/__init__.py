@@ -25,11 +25,13 @@ _HOMES = {
     "from_onnx": "penstock.api",
     "from_torch": "penstock.api",
     "plan": "penstock.api",
+    "plan_best": "penstock.planning",
     "compile": "penstock.api",
     "export": "penstock.exporting",
     "load_trace": "penstock.inspecting.traces",
     "Model": "penstock.api",
     "Plan": "penstock.api",
+    "Dump": "penstock.dumping",
     "open": "penstock.runtime.job",
     "run_bundle": "penstock.runtime.running",
     "Cluster": "penstock.ir.cluster",
@@ -41,6 +43,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from penstock.api import Model, Plan, compile, from_onnx, from_torch, plan
+    from penstock.dumping import Dump
     from penstock.exporting import export
     from penstock.frontends.training import Training
     from penstock.inspecting.traces import load_trace
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from penstock.ir.errors import PenstockError
     from penstock.ir.optimizers import SGD, Adagrad, Adam, AdamW, Group, Lion, Momentum, Muon
     from penstock.ir.rates import Constant, Cosine, Linear, Steps
+    from penstock.planning import plan_best
     from penstock.runtime.job import open
     from penstock.runtime.running import run_bundle
 
@@ -59,6 +63,7 @@ __all__ = [
     "Cluster",
     "Constant",
     "Cosine",
+    "Dump",
     "Group",
     "Linear",
     "Lion",
@@ -76,6 +81,7 @@ __all__ = [
     "load_trace",
     "open",
     "plan",
+    "plan_best",
     "run_bundle",
 ]
 

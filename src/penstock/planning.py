@@ -18,7 +18,6 @@ from penstock import api
 from penstock.grading import best_prices
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import DoesNotFit, UsageError, VerifyError
-from penstock.passes.cost import Prices
 from penstock.passes.planner.argue import Change, Result, counterfactuals, plan_chain
 from penstock.passes.planner.plan import SCHEDULES, Wanted
 from penstock.passes.planner.planner import Outcome, Planner
@@ -95,12 +94,12 @@ def plan_best(
     recompute: str = "auto",
     replicas: int = 0,
     precision: str | None = None,
-    prices: Prices | None = None,
     progress: api.ProgressHook | None = None,
     **options: Any,
 ) -> api.Plan:
-    """The best plan for batches of so many samples. `sizes` are samples per microbatch to choose from, None for that of the model; `replicas` is the most
-    devices of a stage, 0 for any number; further options are those of `ps.plan`."""
+    """The best plan for batches of so many samples: what `--batch` asks for. `load` gives the model with so many samples per microbatch, for each of the
+    `sizes` to choose from, or as it is for None. The fastest of `schedules` is taken, by default of those that compute what plain training does; `replicas`
+    is the most devices of a stage, 0 for any number; `recompute` is auto, none or all; further options are those of `penstock.plan`."""
     from penstock.runtime.program import microbatch_size
 
     library = {"cuda_libraries": options.get("cuda_libraries", "torch")}
@@ -123,7 +122,7 @@ def plan_best(
         return profile_chain(
             modules,
             max(cluster.devices, key=lambda device: device.flops),
-            prices or best_prices(),
+            best_prices(),
             wire=options.get("wire", "f32"),
             shared=cluster.is_shared,
         )

@@ -36,8 +36,9 @@ _HEADER = "number\tpass\tms\tops_before\tops_after\tchanged\trest\n"
 
 
 class Dump:
-    """A watcher of passes (penstock.passes.manager) and of back ends (penstock.backends.interface)."""
+    """A folder that `penstock.plan` and `penstock.compile` write what every pass and step made into, as `--dump-ir` does; without one, changes are printed."""
 
+    # A watcher of passes (penstock.passes.manager) and of back ends (penstock.backends.interface).
     def __init__(self, folder: str | Path | None, *, only: str | None = None, changed: bool = False) -> None:
         """`only` is a pattern of lines FILE @GRAPH OPERATION; `changed` asks for what passes changed in place of modules."""
         self.folder = None if folder is None else Path(folder)
