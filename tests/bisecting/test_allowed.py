@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
 
+from penstock.backends.interface import StageProgram
 from penstock.bisecting.allowed import as_typed, in_float64, terms_of
+from penstock.bisecting.kernels import Call, compare
+from penstock.bisecting.values import Errors, Spot
 from penstock.checks import relative_error
 from penstock.ir.graph import Graph
 from penstock.ir.interp import run_graph
@@ -72,3 +78,32 @@ def test_terms_are_those_of_the_longest_sum() -> None:
 """
     )
     assert [terms_of(op) for op in module.graphs["main"].ops] == [5, 1, 7, 21]
+
+
+class Logarithm:
+    """A compiled graph: torch's, of another base where it is to be wrong."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, log: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._log = log
+
+    def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [self._log(args[0])]
+
+
+def test_values_that_the_interpreter_has_not_finite_are_not_judged() -> None:
+    lines = ["module @m {", "  graph @main(%x : f32[2]) {", "    %y : f32[2] = log(%x)", "    return %y", "  }", "}"]
+    graph = parse_module("\n".join(lines)).graphs["main"]
+
+    def judged(program: Logarithm, *elements: float) -> tuple[Errors, Spot | None]:
+        return compare(cast(StageProgram, program), Call(graph, {"x": np.array(elements, np.float32)}, {}), None)
+
+    errors, first = judged(Logarithm(torch.log), 0.0, 0.0)
+    assert (errors, first) == (Errors(0.0, 1), None)
+    assert errors.verdict == "ok; 1 value not judged: not finite in the interpreter"
+    # The controls: one that is finite is judged.
+    errors, first = judged(Logarithm(torch.log), 0.0, 2.0)
+    assert (errors.verdict, errors.unjudged, first) == ("ok", 0, None)
+    assert 0 < errors.largest < 1e-6
+    assert judged(Logarithm(torch.log2), 0.0, 2.0)[1] is not None

@@ -24,7 +24,7 @@ from penstock.backends.interface import StageProgram, backend_of, stage_graphs
 from penstock.backends.numpy_backend import SlotStore, array_of, tensor_of
 from penstock.bisecting.allowed import as_typed, asked
 from penstock.bisecting.steps import Program
-from penstock.bisecting.values import Spot
+from penstock.bisecting.values import Errors, Spot
 from penstock.checks import relative_error
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import MICROBATCH, Graph, Module, Op, Slot, signature, slot_of
@@ -49,11 +49,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a stage's graphs were found to be: how many were called, the largest error, and the first value that is off."""
+    """What a stage's graphs were found to be: how many were called, the errors of their results, and the first that is off."""
 
     stage: int
     graphs: int
-    worst: float
+    errors: Errors
     first: Spot | None
     # Whether it is a kernel that differs when it is compiled by itself; then the graph with its operands that shows it.
     alone: Call | None = None
@@ -70,7 +70,7 @@ def first_kernel(
         try:
             loaded = program.load(stage.index)
         except UsageError as error:
-            found.append(Verdict(stage.index, 0, 0.0, None, passed_over=error.what))
+            found.append(Verdict(stage.index, 0, Errors(), None, passed_over=error.what))
             continue
         verdict = _judge_stage(module, stage.index, loaded, program.backend, calls, tolerance)
         found.append(verdict)
@@ -82,16 +82,16 @@ def first_kernel(
 def _judge_stage(
     module: Module, stage: int, program: StageProgram, backend: str, calls: Mapping[str, Call], tolerance: float | None
 ) -> Verdict:
-    worst = 0.0
+    errors = Errors()
     own = [calls[graph.name] for graph in stage_graphs(module, stage) if graph.name in calls]
     for count, call in enumerate(own, 1):
-        error, spot = compare(program, call, tolerance)
-        worst = max(worst, error)
+        found, spot = compare(program, call, tolerance)
+        errors += found
         if spot is not None:
             say(f"stage {stage}: {spot.tensor} of @{call.graph.name} is off; comparing its kernels one by one")
             alone = first_alone(module, stage, call, backend, tolerance)
-            return Verdict(stage, count, worst, spot if alone is None else alone[0], None if alone is None else alone[1])
-    return Verdict(stage, len(own), worst, None)
+            return Verdict(stage, count, errors, spot if alone is None else alone[0], None if alone is None else alone[1])
+    return Verdict(stage, len(own), errors, None)
 
 
 # ------------------------------------------------------------------------------------------------ what graphs are called with
@@ -147,22 +147,22 @@ def _typed(array: Array, kind: TensorType) -> Array:
 # ------------------------------------------------------------------------------------------------ one call
 
 
-def compare(program: StageProgram, call: Call, tolerance: float | None) -> tuple[float, Spot | None]:
-    """Call a graph, and give the largest error and the first result that is off."""
+def compare(program: StageProgram, call: Call, tolerance: float | None) -> tuple[Errors, Spot | None]:
+    """Call a graph, and give the errors of its results and the first of these that is off."""
     graph, sig = call.graph, signature(call.graph)
     wide, own = _interpreted(call, F64), _interpreted(call, TYPED)
     found = _called(program, call)
     makers = graph.producers()
     named: list[tuple[str | Slot, str, Op | None]] = [(v.name, f"%{v.name}", makers.get(v)) for v in sig.results]
     named += [(slot, f"@{slot.var}", next(op for op in graph.ops if slot_of(op) == slot)) for slot in _changed(graph)]
-    worst, first = 0.0, None
+    errors, first = Errors(), None
     for key, tensor, op in named:
         error = relative_error(found[key], wide[key])
         allowed = asked(tolerance) if tolerance is not None else as_typed(graph, op, relative_error(own[key], wide[key]))
-        worst = max(worst, error)
+        errors += Errors.of(error, allowed)
         if first is None and not error <= allowed.error:
             first = Spot(graph.name, op, tensor, "", error, allowed)
-    return worst, first
+    return errors, first
 
 
 def _changed(graph: Graph) -> list[Slot]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.bisecting.allowed import as_typed, asked
 from penstock.bisecting.steps import Original
-from penstock.bisecting.values import Spot
+from penstock.bisecting.values import Errors, Spot
 from penstock.checks import relative_error
 from penstock.frontends.names import legal
 from penstock.ir.graph import Graph, Module, Op
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """How many values had a counterpart, the largest error among them, and the first that is off."""
+    """How many values had a counterpart, their errors, and the first that is off."""
 
     count: int
-    worst: float
+    errors: Errors
     first: Spot | None
 
 
@@ -49,16 +49,16 @@ def first_difference(
     rounded, exact = (_values(module, graph, weights, inputs, precision) for precision in (TYPED, F64))
     makers = graph.producers()
     ops = {v.name: op for v, op in makers.items()}
-    count, worst = 0, 0.0
+    count, errors = 0, Errors()
     for name, array in original.values(inputs):
         if name not in rounded or array.shape != rounded[name].shape:
             continue
         error, own = relative_error(rounded[name], array), relative_error(rounded[name], exact[name])
         allowed = asked(tolerance) if tolerance is not None else as_typed(graph, ops.get(name), own)
-        count, worst = count + 1, max(worst, error)
+        count, errors = count + 1, errors + Errors.of(error, allowed)
         if not error <= allowed.error:
-            return Compared(count, worst, Spot(graph.name, ops.get(name), f"%{name}", original.source_of(name), error, allowed))
-    return Compared(count, worst, None)
+            return Compared(count, errors, Spot(graph.name, ops.get(name), f"%{name}", original.source_of(name), error, allowed))
+    return Compared(count, errors, None)
 
 
 def _values(module: Module, graph: Graph, weights: Mapping[str, Array], inputs: Mapping[str, Array], precision: str) -> dict[str, Array]:

@@ -17,7 +17,7 @@ from penstock.bisecting.original import OnnxOriginal, first_difference
 from penstock.bisecting.shrinking import Budget
 from penstock.bisecting.steps import WRITTEN, Original, Step, Trail
 from penstock.bisecting.trial import Off, Trial, can_run, is_whole
-from penstock.bisecting.values import Spot
+from penstock.bisecting.values import Errors, Spot
 from penstock.ir.errors import PenstockError, VerifyError
 from penstock.ir.graph import Module
 from penstock.ir.numpy_ops import Array
@@ -71,8 +71,7 @@ class _Search:
         found = first_difference(
             original, first.module, self.own.weights, {**part, **{n: self.trial.parts[0][n] for n in names}}, self.options.tolerance
         )
-        verdict = "ok" if found.first is None else f"{found.first.tensor} is off by {found.first.error:.2g}"
-        rows = [[original.name, first.name, found.count, f"{found.worst:.1e}", verdict]]
+        rows = [[original.name, first.name, found.count, f"{found.errors.largest:.1e}", _judged(found.errors, found.first)]]
         print(table(["original", "import", "values", "largest error", "verdict"], rows))
         self.looked.append(f"{counted(found.count, 'value')} as in {original.name}")
         spot = found.first
@@ -236,9 +235,12 @@ def _tell_graphs(spots: list[Spot]) -> None:
 
 
 def _row(verdict: Verdict) -> list[object]:
-    spot = verdict.first
-    told = verdict.passed_over or ("ok" if spot is None else f"{spot.tensor} is off by {spot.error:.2g}")
-    return [verdict.stage, verdict.graphs, f"{verdict.worst:.1e}", told]
+    told = verdict.passed_over or _judged(verdict.errors, verdict.first)
+    return [verdict.stage, verdict.graphs, f"{verdict.errors.largest:.1e}", told]
+
+
+def _judged(errors: Errors, first: Spot | None) -> str:
+    return errors.verdict if first is None else f"{first.tensor} is off by {first.error:.2g}"
 
 
 def _verdict(problem: Off | PenstockError | None) -> str:

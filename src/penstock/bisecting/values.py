@@ -15,6 +15,7 @@ from penstock.ir.graph import Op
 from penstock.ir.numpy_ops import Array
 from penstock.ir.schedule import PER_BATCH
 from penstock.ir.text import print_op
+from penstock.ir.words import counted
 
 # The kind of a graph, a microbatch (of an update: a batch), and the name of a value.
 Key = tuple[str, int, str]
@@ -50,6 +51,27 @@ class Spot:
             ("allowed", str(self.allowed)),
         ]
         return [f"  {name:8} {text}" for name, text in rows if text]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """What values are off by. Of `unjudged` ones nothing is asked: where the interpreter, rounding as the types say, has other elements finite than in float64,
+    or none, its own error is infinite."""
+
+    largest: float = 0.0
+    unjudged: int = 0
+
+    @classmethod
+    def of(cls, error: float, allowed: Allowed) -> Errors:
+        return cls(error) if np.isfinite(allowed.error) else cls(unjudged=1)
+
+    def __add__(self, other: Errors) -> Errors:
+        return Errors(max(self.largest, other.largest), self.unjudged + other.unjudged)
+
+    @property
+    def verdict(self) -> str:
+        """Where none is off."""
+        return "ok" if not self.unjudged else f"ok; {counted(self.unjudged, 'value')} not judged: not finite in the interpreter"
 
 
 def told(error: float) -> str:
