@@ -8,7 +8,7 @@
     first    the libraries are in it, but nobody has asked for sources yet
 
 Wall seconds from the start of the interpreter to its end, and processor seconds of all its processes, which other work on the machine changes little;
-medians of the rounds. With and without take turns, and who begins changes. The exit code is 1 where a dump adds more than `--most` to the processor
+medians of the rounds. With and without take turns, and who begins changes. Bytecode of modules is kept, as Python does it unless told otherwise. The exit code is 1 where a dump adds more than `--most` to the processor
 seconds of a cold or a warm compile. The first dump of what was compiled without one makes the texts of all kernels, once. Without `--dump-ir` nothing
 of a dump is even imported (tests/test_dumping.py).
 """
@@ -36,7 +36,7 @@ COMPILE = ["--devices", "2", "--loss", "cross_entropy", "--optimizer", "adamw", 
 def compile_once(model: Path, folder: Path, cache: Path, dump: Path | None) -> tuple[float, float]:
     """Wall and processor seconds of one compile; what it printed is shown where it fails."""
     words = [sys.executable, "-m", "penstock", "compile", str(model), "-o", str(folder / "bundle"), *COMPILE]
-    environment = {key: value for key, value in os.environ.items() if key != "PENSTOCK_DUMP"}
+    environment = {key: value for key, value in os.environ.items() if key not in ("PENSTOCK_DUMP", "PYTHONDONTWRITEBYTECODE")}
     begin, spent = time.perf_counter(), processor_seconds()
     done = subprocess.run(
         [*words, *(["--dump-ir", str(dump)] if dump else [])],
@@ -101,6 +101,11 @@ def report(result: dict[str, Any]) -> None:
         off, on, more = middle(result, state, "off"), middle(result, state, "on"), added(result, state)
         row = f"{state:6}  {off[0]:8.2f}  {on[0]:8.2f}  {more[0]:7.1%}  {off[1]:11.2f}  {on[1]:8.2f}  {more[1]:7.1%}"
         print(f"{row}  {len(result['states'][state]['on'])}")
+    for state in STATES:
+        ways = {way: sorted(spent for _, spent in result["states"][state][way]) for way in ("off", "on")}
+        told = ", ".join(f"{way} {times[0]:.2f} to {times[-1]:.2f}" for way, times in ways.items())
+        means = {way: statistics.mean(times) for way, times in ways.items()}
+        print(f"{state:6}  processor seconds of rounds: {told}; a dump adds {means['on'] / means['off'] - 1:.1%} to their mean")
     print(f"the folder: {result['files']} files, {result['bytes'] / 2**20:.1f} MiB")
 
 

@@ -17,12 +17,12 @@ _ITEM = re.compile(r'\s*((?:[^,\["]|"(?:[^"\\]|\\.)*"|\[(?:[^\]"]|"(?:[^"\\]|\\.
 
 def print_literal(value: Attr) -> str:
     """An attribute value as text; `parse_literal` is the inverse."""
-    if isinstance(value, tuple):
-        return "[" + ",".join(print_literal(v) for v in value) + "]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
     if isinstance(value, str):
         return _print_word(value)
+    if isinstance(value, tuple):
+        return "[" + ",".join(map(print_literal, value)) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     return repr(value)
 
 

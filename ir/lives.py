@@ -21,8 +21,7 @@ BEFORE = -1
 PURPOSES = ("weights", "gradients", "state", "buffers", "activations", "boundary")
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
+class Life(NamedTuple):
     """One stay in a block of memory. `owner` is the microbatch, -1 - t for batch t, None for a variable, of which it is buffer number `copy`. `given` is None
     for what is there at the end. `uses` are the actions that make, write or read what is in it; `block` is its address, where measured."""
 

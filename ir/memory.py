@@ -22,7 +22,7 @@ it loads its variables. `planned_account` is exact, block by block and action by
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .accesses import Accesses
 from .graph import GRAD, PARAM, STATE, Module, Var, stage_vars, stepped_vars
@@ -100,16 +100,35 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What a rank holds over a run beside variables and data. `held` are, after each action, bytes of values that are saved, of those that pass through, and
+    of blocks that nobody uses then; `lives` are the blocks of values as they come and go."""
+
+    actions: tuple[Action, ...]
+    held: tuple[tuple[int, int, int], ...]
+    lives: tuple[Life, ...]
+
+
+def memory_course(module: Module, rank: int, batches: int) -> Course:
+    """A run of a rank from an empty pipeline to an empty one."""
+    assert module.schedule is not None, "memory needs a schedule"
+    walk = Walk(module, module.rank_stages()[rank], posts=not _on_gpu(module, rank), lives=True)
+    actions, held = [], []
+    for action in walk.follow(actions_of(module.schedule, rank, batches)):
+        saved, passing = walk.now[True], walk.now[False] + walk.coming
+        actions.append(action)
+        held.append((saved, passing, sum(pool.bytes for pool in walk.pools) - saved - passing))
+    return Course(tuple(actions), tuple(held), tuple(walk.finish()))
+
+
 def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Action, int, int]]:
     """After each action of a run: bytes that live then, and bytes that the process holds (freed blocks of results and messages are kept for the next).
     With variables and data, as `measure_memory` counts them; temporaries of a graph are held from its first call on, and live during it."""
-    assert module.schedule is not None, "memory needs a schedule"
-    stage = module.rank_stages()[rank]
-    row = measure_memory(module)[rank]
-    walk = Walk(module, stage, posts=not _on_gpu(module, rank))
-    for action in walk.follow(actions_of(module.schedule, rank, batches)):
-        values = sum(walk.now.values()) + walk.coming
-        yield action, row.fixed + row.data + values, row.fixed + row.data + sum(pool.bytes for pool in walk.pools)
+    row, course = measure_memory(module)[rank], memory_course(module, rank, batches)
+    always = row.fixed + row.data
+    for action, (saved, passing, free) in zip(course.actions, course.held, strict=True):
+        yield action, always + saved + passing, always + saved + passing + free
 
 
 def planned_account(module: Module, rank: int, runs: Sequence[tuple[int, int]]) -> Account:
@@ -143,7 +162,7 @@ def with_uses(module: Module, stage: int, newest: int, actions: Sequence[Action]
             else [s for n in life.names for s in values.get((life.owner, n), ())]
         )
         end = len(actions) if life.given is None else life.given
-        found.append(replace(life, uses=tuple(sorted({s for s in touched if life.taken <= s <= end}))))
+        found.append(life._replace(uses=tuple(sorted({s for s in touched if life.taken <= s <= end}))))
     return sorted(found, key=lambda life: (life.taken, life.names, life.copy, life.owner or 0))
 
 

@@ -45,9 +45,9 @@ class Pool:
 
     def change(self, size: int, sign: int) -> None:
         """Take a block (1), or give it back (-1)."""
-        self.used[size] += sign
-        if self.used[size] > self.most[size]:
-            self.most[size] += 1
+        self.used[size] = used = self.used[size] + sign
+        if sign > 0 and used > self.most[size]:
+            self.most[size] = used
             self.bytes += size
 
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from .cluster import Cluster, Device, Host, Link, LinkClass
 from .collecting import nothing_collected
@@ -42,6 +42,7 @@ from .types import parse_type
 from .words import visible
 
 NAME = r"[\w./:\-]+"
+T = TypeVar("T")
 
 # ------------------------------------------------------------------------------------------------ printing
 
@@ -56,23 +57,23 @@ def print_op(op: Op) -> str:
 
 def _line(op: Op) -> str:
     args = ["%" + v.name for v in op.ins]
-    args += ["@" + str(v) if k == "var" else f"{k}={print_literal(v)}" for k, v in op.attrs.items()]
-    outs = f"{', '.join([f'%{v.name} : {v.type}' for v in op.outs])} = " if op.outs else ""
-    return f"{outs}{op.kind}({', '.join(args)}){f' ; {op.loc}' if op.loc else ''}"
+    for name, value in op.attrs.items():
+        args.append(f"@{value}" if name == "var" else f"{name}={print_literal(value)}")
+    call = f"{op.kind}({', '.join(args)}) ; {op.loc}" if op.loc else f"{op.kind}({', '.join(args)})"
+    if len(op.outs) == 1:
+        return f"%{op.outs[0].name} : {op.outs[0].type} = {call}"
+    return f"{', '.join(map(repr, op.outs))} = {call}" if op.outs else call
 
 
 def _names(values: Iterable[Value]) -> str:
     return ", ".join("%" + v.name for v in values)
 
 
-def print_graph(graph: Graph) -> Iterator[str]:
+def print_graph(graph: Graph) -> str:
     """The lines of one graph, indented as inside a module."""
     first, *last = print_frame(graph)
-    yield first
-    for op in graph.ops:
-        yield "    " + print_op(op)
-    yield from last
-    yield "  }"
+    ops = "\n    ".join([first, *[op.line or print_op(op) for op in graph.ops]])
+    return "\n".join([ops, *last, "  }"])
 
 
 def print_frame(graph: Graph) -> Iterator[str]:
@@ -109,8 +110,8 @@ def _print_fields(fields: Mapping[str, Scalar]) -> str:
     return "".join(f" {k}={print_literal(v)}" for k, v in fields.items())
 
 
-def print_head(module: Module, line_of: Callable[[Var], str] | None = None) -> Iterator[str]:
-    """The lines above the graphs; those of variables where somebody says how."""
+def print_head(module: Module, variables: Iterable[str] = ()) -> Iterator[str]:
+    """The lines above the graphs, with those of variables as they are given."""
     facts = f" facts({', '.join(module.facts)})" if module.facts else ""
     yield f"module @{module.name}{facts} {{"
     if module.cluster is not None:
@@ -131,8 +132,7 @@ def print_head(module: Module, line_of: Callable[[Var], str] | None = None) -> I
         yield f"  input {value!r}"
     for name in module.outputs:
         yield f"  output %{name}"
-    if line_of is not None:
-        yield from (f"  {line_of(var)}" for var in module.vars.values())
+    yield from variables
     for edge in module.edges:
         yield f"  edge {edge.src}>{edge.dst} {edge.phase} : {', '.join(map(repr, edge.values))}"
 
@@ -142,23 +142,22 @@ class Printer:
 
     def __init__(self) -> None:
         # What was printed is kept with its text, so that nothing else has its address.
-        self._known: dict[int, tuple[Graph | Var, str]] = {}
+        self._known: dict[int, tuple[object, str]] = {}
 
     def print(self, module: Module) -> str:
-        lines = [*print_head(module, self._var), *map(self._graph, module.graphs.values())]
+        variables = [self._once(module.vars, self._variables)] if module.vars else []
+        lines = [*print_head(module, variables), *[self._once(graph, print_graph) for graph in module.graphs.values()]]
         if module.schedule is not None:
             lines += print_schedule(module.schedule)
         lines += [f"  note {note.origin}: {note.text}" for note in module.notes]
         return "\n".join([*lines, "}"]) + "\n"
 
-    def _var(self, var: Var) -> str:
-        if (known := self._known.get(id(var))) is None:
-            known = self._known[id(var)] = var, print_var(var)
-        return known[1]
+    def _variables(self, variables: Mapping[str, Var]) -> str:
+        return "\n".join([f"  {self._once(var, print_var)}" for var in variables.values()])
 
-    def _graph(self, graph: Graph) -> str:
-        if (known := self._known.get(id(graph))) is None:
-            known = self._known[id(graph)] = graph, "\n".join(print_graph(graph))
+    def _once(self, what: T, text_of: Callable[[T], str]) -> str:
+        if (known := self._known.get(id(what))) is None:
+            known = self._known[id(what)] = what, text_of(what)
         return known[1]
 
 

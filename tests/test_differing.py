@@ -76,13 +76,33 @@ def test_a_graph_that_was_cut_is_not_listed_again() -> None:
     assert len(lines) == 15
 
 
+def test_operations_in_their_places_go_by_their_names_too() -> None:
+    """As many operations before and after: what stands where another stood is still not it."""
+    x = Value("x", VECTOR)
+    a, b, last = add("a", x, x), add("b", x, x), add("last", x, x)
+    take, accum, other = (Op(kind, (x,), (), {"var": var}) for kind, var in (("take", "v"), ("accum", "v"), ("accum", "w")))
+    renamed = [line[2:5] for line in changed(module_of(f=[a, last]), module_of(f=[b, last]))[1:]]
+    assert renamed == ["- %", "+ %"]
+    for was, now in ((take, accum), (accum, other)):
+        lines = changed(module_of(f=[was, last]), module_of(f=[now, last]))
+        assert [line[2] for line in lines[1:]] == ["-", "+"]
+    # The control: what has the name and the place of what stood there has changed.
+    assert changed(module_of(f=[accum, last]), module_of(f=[accum.with_attrs(kernel="k0"), last]))[1:] == [
+        "  ~ accum(%x, @v{+, kernel=k0+})"
+    ]
+
+
 @pytest.mark.parametrize("folder", ["goldens", "goldens_bf16", "goldens_zb"])
-def test_steps_of_real_pipelines(folder: str) -> None:
+def test_steps_of_real_pipelines(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     files = sorted((Path(__file__).parent / "passes" / folder).glob("[0-9]*.ir"))
     assert len(files) > 6
     parsed = [parse_module(path.read_text(encoding="utf-8"), path.name) for path in files]
     for before, after in pairwise(parsed):
         lines = changed(before, after)
+        # Operations that stand in their places are found by their names as well.
+        with monkeypatch.context() as patched:
+            patched.setattr("penstock.differing._in_place", lambda a, b: None)
+            assert changed(before, after) == lines
         one, other = (print_module(module).splitlines() for module in (before, after))
         assert bool(lines) == (one != other)
         # A line for each that is not in both, and a few around.

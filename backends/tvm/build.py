@@ -285,7 +285,7 @@ def _effort(job: MakeKernel) -> tuple[bool, int]:
 
 def texts_of(graphs: Sequence[Graph]) -> list[str]:
     """What the code of graphs depends on; where an operation came from does not change it."""
-    return ["\n".join(print_graph(replace(graph, ops=tuple(replace(op, loc="") for op in graph.ops)))) for graph in graphs]
+    return [print_graph(replace(graph, ops=tuple(replace(op, loc="") for op in graph.ops))) for graph in graphs]
 
 
 def build_graphs(graphs: Sequence[Graph], out: Path, options: CompileOptions = DEFAULTS) -> Built:

@@ -172,7 +172,7 @@ def parse_group(text: str) -> Group:
 
 def module_text(graphs: Sequence[Graph]) -> str:
     """Graphs as text, without anything around them."""
-    return "\n".join(["module @m {", *(line for graph in graphs for line in print_graph(graph)), "}"])
+    return "\n".join(["module @m {", *map(print_graph, graphs), "}"])
 
 
 def parse_graphs(text: str) -> tuple[Graph, ...]:

@@ -34,6 +34,7 @@ _MOST_WORDS = 2000
 
 # The lines of a part by what names them, in their order.
 Named = Mapping[object, str]
+Operations = Mapping[object, Op]
 # One line for two, in parts: what both have (""), what only the first has (-), what only the second has (+).
 Words = list[tuple[str, str]]
 
@@ -160,10 +161,12 @@ def _schedule_name(line: str) -> object:
 
 
 def _head(module: Module, other: Module) -> Named:
-    """What stands above the graphs. Of variables that both modules share as objects there is the name alone: modules have many, and passes change few."""
+    """What stands above the graphs. Of variables that both modules share as objects there is the name alone, or nothing where they share all: modules have
+    many, and passes change few."""
     lines = _named(print_head(module), _head_name)
-    for name, var in module.vars.items():
-        lines["var", name] = "" if other.vars.get(name) is var else print_var(var)
+    if module.vars is not other.vars:
+        for name, var in module.vars.items():
+            lines["var", name] = "" if other.vars.get(name) is var else print_var(var)
     return lines
 
 
@@ -202,43 +205,65 @@ def _moved(before: Sequence[object], after: Sequence[object]) -> int:
 # ------------------------------------------------------------------------------------------------ graphs
 
 
-class _Operations:
-    """The operations of one graph by name."""
-
-    @classmethod
-    def of(cls, graph: Graph) -> _Operations:
-        """What one pass made is what the next one is given."""
-        return graph.keep("operations", cls)
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.named: dict[object, Op] = {}
-        times: Counter[object] = Counter()
-        for op in graph.ops:
-            key: object
-            if len(op.outs) == 1:
-                key = op.outs[0].name
-            elif op.outs:
-                key = tuple(v.name for v in op.outs)
-            else:
-                key = op.kind, op.attrs.get("var")
-                times[key] += 1
-                key = key, times[key]
-            self.named[key] = op
-        self.frame: dict[object, str] = {line.split("(")[0].split(" ")[0]: line for line in map(str.strip, print_frame(graph))}
-
-
 def _graphs(before: Mapping[str, Graph], after: Mapping[str, Graph]) -> Iterator[GraphDifference]:
-    # Of graphs that both modules share nothing went, and nothing came into them.
-    touched = [{name: g for name, g in graphs.items() if before.get(name) is not after.get(name)} for graphs in (before, after)]
-    old, new = ({name: _Operations.of(graph) for name, graph in graphs.items()} for graphs in touched)
+    # Of graphs that both modules share nothing went, and nothing came into them; nor where all operations are in their places.
+    a, b = ({name: g for name, g in graphs.items() if before.get(name) is not after.get(name)} for graphs in (before, after))
+    placed = {name: pairs for name, graph in a.items() if name in b and (pairs := _in_place(graph, b[name])) is not None}
+    old, new = ({name: _operations(graph) for name, graph in graphs.items() if name not in placed} for graphs in (a, b))
     # Where operations may have come from, and gone to: graphs that have no more, or did not have yet, one of that name.
     gone = _elsewhere(old, new)
     come = _elsewhere(new, old)
-    for name in [*old, *(name for name in new if name not in old)]:
-        found = _one_graph(name, old, new, gone, come)
+    for name in {**a, **b}:
+        mark = "-" if name not in b else "~" if name in a else "+"
+        frame = _frames(a.get(name), b.get(name))
+        if name in placed:
+            found = GraphDifference(name, mark, frame, Lines(changed=tuple(placed[name])), {}, {})
+        else:
+            found = GraphDifference(name, mark, frame, *_by_name(name, old, new, gone, come))
         if found:
             yield found
+
+
+def _in_place(before: Graph, after: Graph) -> list[tuple[Op, Op]] | None:
+    """What operations that changed were; None where some have other names than what stood there."""
+    if len(before.ops) != len(after.ops):
+        return None
+    pairs = [(was, op) for was, op in zip(before.ops, after.ops, strict=True) if was is not op]
+    if not all((op.outs and was.outs is op.outs) or _name(was) == _name(op) for was, op in pairs):
+        return None
+    return [pair for pair in pairs if _prints_otherwise(*pair)]
+
+
+def _name(op: Op) -> object:
+    return tuple(v.name for v in op.outs) if op.outs else (op.kind, op.attrs.get("var"))
+
+
+def _operations(graph: Graph) -> Operations:
+    """What one pass made is what the next one is given."""
+    return graph.keep("operations", _named_operations)
+
+
+def _named_operations(graph: Graph) -> Operations:
+    found: dict[object, Op] = {}
+    times: Counter[object] = Counter()
+    for op in graph.ops:
+        if len(op.outs) == 1:
+            found[op.outs[0].name] = op
+        else:
+            name = _name(op)
+            times[name] += 1
+            found[name, times[name]] = op
+    return found
+
+
+def _frames(before: Graph | None, after: Graph | None) -> Lines[str]:
+    if before is not None and after is not None and (before.ins, before.outs, before.saved) == (after.ins, after.outs, after.saved):
+        return Lines()
+    return _lines(*(_named_frame(graph) if graph is not None else {} for graph in (before, after)))
+
+
+def _named_frame(graph: Graph) -> Named:
+    return {line.split("(")[0].split(" ")[0]: line for line in map(str.strip, print_frame(graph))}
 
 
 def _prints_otherwise(a: Op, b: Op) -> bool:
@@ -248,39 +273,40 @@ def _prints_otherwise(a: Op, b: Op) -> bool:
     return a != b or print_op(a) != print_op(b)
 
 
-def _elsewhere(these: Mapping[str, _Operations], others: Mapping[str, _Operations]) -> dict[object, str]:
+def _elsewhere(these: Mapping[str, Operations], others: Mapping[str, Operations]) -> dict[object, str]:
     """Of operations that the graph of the same name on the other side has not: the first graph that has them."""
     found: dict[object, str] = {}
     for name, graph in these.items():
-        there = others[name].named if name in others else {}
-        for key in graph.named:
-            if key not in there:
-                found.setdefault(key, name)
+        for key in graph.keys() - others.get(name, {}).keys():
+            found.setdefault(key, name)
     return found
 
 
-def _one_graph(
-    name: str, old: Mapping[str, _Operations], new: Mapping[str, _Operations], gone: Mapping[object, str], come: Mapping[object, str]
-) -> GraphDifference:
-    a, b = old.get(name), new.get(name)
-    before: Mapping[object, Op] = a.named if a else {}
-    after: Mapping[object, Op] = b.named if b else {}
-    left = {key: op for key, op in before.items() if key not in after}
-    # Each operation with what it was, here or where it came from.
-    known = [(before[key] if key in before else old[gone[key]].named[key], op) for key, op in after.items() if key in before or key in gone]
-    return GraphDifference(
-        name,
-        "~" if a and b else "-" if a else "+",
-        _lines(a.frame if a else {}, b.frame if b else {}),
-        Lines(
-            tuple(op for key, op in left.items() if key not in come),
-            tuple((was, op) for was, op in known if was is not op and _prints_otherwise(was, op)),
-            tuple(op for key, op in after.items() if key not in before and key not in gone),
-            _moved(list(before), list(after)),
-        ),
-        Counter(come[key] for key in left if key in come),
-        Counter(gone[key] for key in after if key not in before and key in gone),
-    )
+def _by_name(
+    name: str, old: Mapping[str, Operations], new: Mapping[str, Operations], gone: Mapping[object, str], come: Mapping[object, str]
+) -> tuple[Lines[Op], Mapping[str, int], Mapping[str, int]]:
+    """What differs in the operations of a graph, where they went, and where they came from."""
+    before, after = old.get(name, {}), new.get(name, {})
+    lost: list[Op] = []
+    fresh: list[Op] = []
+    changed: list[tuple[Op, Op]] = []
+    went, came = Counter[str](), Counter[str]()
+    for key, op in before.items():
+        if key not in after:
+            if key in come:
+                went[come[key]] += 1
+            else:
+                lost.append(op)
+    for key, op in after.items():
+        was = before.get(key)
+        if was is None and key in gone:
+            came[gone[key]] += 1
+            was = old[gone[key]][key]
+        if was is None:
+            fresh.append(op)
+        elif was is not op and _prints_otherwise(was, op):
+            changed.append((was, op))
+    return Lines(tuple(lost), tuple(changed), tuple(fresh), _moved(list(before), list(after))), went, came
 
 
 # ------------------------------------------------------------------------------------------------ words
@@ -297,16 +323,11 @@ def words(before: str, after: str, most: int = _MOST_WORDS) -> Words:
 
 def _alike(old: Sequence[str], new: Sequence[str]) -> int:
     """How many words both begin with."""
-    count = 0
-    for a, b in zip(old, new, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
 
 def _matched(old: list[str], new: list[str], most: int) -> Words:
-    if not old or not new or max(len(old), len(new)) > most:
+    if max(len(old), len(new)) > most or {*old}.isdisjoint(new):
         return _replaced(old, new)
     codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return [

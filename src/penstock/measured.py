@@ -72,7 +72,7 @@ class Measured:
 
     def _stage_keys(self, module: Module, stage: int, threads: int) -> dict[str, str]:
         """A graph's time depends on the others of its stage, which leave something in the caches, or not."""
-        texts = {kind: "\n".join(print_graph(graph)) for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None}
+        texts = {kind: print_graph(graph) for kind in COMPUTE if (graph := module.stage_graph(stage, kind)) is not None}
         whole = hashlib.sha256("\n".join(texts.values()).encode()).hexdigest()
         return {kind: key_of("stage", whole, kind, self.backend, str(threads), processor()) for kind in texts}
 

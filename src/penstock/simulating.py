@@ -11,6 +11,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.inspecting.subject import load_module
 from penstock.ir.cluster import Cluster, usable_cores
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module, summed_vars
-from penstock.ir.memory import measure_memory, memory_curve
+from penstock.ir.memory import Course, measure_memory, memory_course
 from penstock.ir.schedule import Action
 from penstock.ir.words import counted
 from penstock.passes.cost import rank_seconds, shown_seconds
@@ -56,10 +57,15 @@ class Forecast:
     def curves(self) -> dict[int, list[tuple[float, float]]]:
         """Live bytes of every rank over time."""
         found = {}
-        for rank, line in self.found.lines.items():
-            sizes = (live for _, live, _ in memory_curve(self.module, rank, self.found.batches))
-            found[rank] = [(time, float(live)) for time, live in zip(line.finishes, sizes, strict=True)]
+        for rank, row in measure_memory(self.module).items():
+            always, line = row.fixed + row.data, zip(self.found.lines[rank].finishes, self.courses[rank].held, strict=True)
+            found[rank] = [(time, float(always + saved + passing)) for time, (saved, passing, _) in line]
         return found
+
+    @cached_property
+    def courses(self) -> dict[int, Course]:
+        """What the memory of every rank holds, action by action."""
+        return {rank: memory_course(self.module, rank, self.found.batches) for rank in self.found.lines}
 
 
 def devices_of(module: Module) -> dict[int, str]:

@@ -40,7 +40,7 @@ def test_idle_times_by_hand():
     account = Account(0, actions, (life,), times=tuple((2.0 * i, 2.0 * i + 1) for i in range(4)))
     assert list(gaps(account, life)) == [Gap(0, 1, 1.0), Gap(1, 3, 3.0)]
     assert longest_gap(account, life) == Gap(1, 3, 3.0)
-    assert longest_gap(account, replace(life, uses=(2,))) is None
+    assert longest_gap(account, life._replace(uses=(2,))) is None
     fast, slow = Way("", 1000.0, 0.0), Way("", 1000.0, 0.6)
     assert (fast.seconds(1000), slow.seconds(1000)) == (2.0, 3.2)
     assert [idle_at(account, life, step, fast) for step in range(4)] == [False, False, True, False]

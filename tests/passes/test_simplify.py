@@ -29,7 +29,7 @@ def simplified(body, **given):
     found = simplify(module, SimplifyOptions())
     check(found, ("typed",))
     assert simplify(found, SimplifyOptions()) is found
-    return [line.strip() for line in print_graph(found.graphs["main"])][1:-2]
+    return [line.strip() for line in print_graph(found.graphs["main"]).split("\n")][1:-2]
 
 
 def kinds(lines):

@@ -9,7 +9,8 @@ import penstock as ps
 from penstock.arguing import predict
 from penstock.dumping import Dump
 from penstock.models import write_gpt
-from penstock.report.material import Material, Step, trace_of
+from penstock.report.material import Material, Step
+from penstock.report.reading import trace_of
 from penstock.runtime.trace import write_trace
 
 SLOWER = 1.5

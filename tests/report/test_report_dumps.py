@@ -15,7 +15,7 @@ from penstock.inspecting.plan_reading import checked_plan
 from penstock.inspecting.subject import open_subject
 from penstock.ir.errors import VerifyError
 from penstock.models import write_mlp
-from penstock.report.material import read_material
+from penstock.report.reading import read_material
 
 HEADER = "graph\tkernel\tfile\toperations\n"
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from small_plan import SLOWER, Planned
 
@@ -20,8 +22,9 @@ from penstock.ir.errors import UsageError
 from penstock.ir.memory import measure_memory
 from penstock.ir.text import print_op
 from penstock.report.facts import gather
-from penstock.report.material import Material, Trace, read_material, trace_of
-from penstock.report.page import page_of
+from penstock.report.material import Material, Trace
+from penstock.report.page import page_of, render
+from penstock.report.reading import read_material, trace_of
 from penstock.report.schedule_facts import TICKS
 
 
@@ -131,6 +134,13 @@ def test_graphs_and_kernels_are_those_of_the_module(planned: Planned, facts: dic
     assert [(row["graph"], row["names"]) for row in facts["kernels"]["rows"]] == [(row.graph, list(row.names)) for row in rows]
     for stage in module.stages:
         assert sum(row["share"] for row in facts["kernels"]["rows"] if row["stage"] == stage.index) == pytest.approx(1)
+
+
+def test_a_number_that_is_not_finite_is_null(facts: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(
+        render({**facts, "links": [np.float64(0.5), math.nan, -math.inf, "</script>", 1]}), encoding="utf-8"
+    )
+    assert facts_of(tmp_path / "page.html") == json.loads(json.dumps({**facts, "links": [0.5, None, None, "</script>", 1]}))
 
 
 def test_the_same_module_has_the_same_page(planned: Planned) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from penstock.ir.errors import UsageError
@@ -71,25 +71,43 @@ class Files:
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
 
-    def write(self, name: str, text: str, *, append: bool = False) -> None:
-        """Write a file, in folders as its name says, or go on with one."""
-        path = self._folder / name
-        if name not in self._own:
-            for parent in reversed(Path(name).parents[:-1] if "/" in name else ()):
-                if not (self._folder / parent).is_dir():
-                    self._list(f"{parent.as_posix()}/")
-                    (self._folder / parent).mkdir()
-            self._list(name)
-        with path.open("a" if append else "w", encoding="utf-8") as file:
-            file.write(text)
+    def write(self, texts: Mapping[str, str]) -> None:
+        """Write files by their names, in folders as these say."""
+        wanted = dict.fromkeys(folder for name in texts for folder in _folders_of(name) if f"{folder}/" not in self._own)
+        folders = [folder for folder in wanted if not (self._folder / folder).is_dir()]
+        self._list([*(f"{folder}/" for folder in folders), *texts])
+        for folder in folders:
+            (self._folder / folder).mkdir()
+        for name, text in texts.items():
+            self._put(name, text, os.O_TRUNC)
 
-    def _list(self, name: str) -> None:
-        """Before it is there: what is listed and was not written is of no harm."""
-        begun = bool(self._own)
-        names = [name] if begun else [LIST, name]
-        with (self._folder / LIST).open("a", encoding="utf-8") as file:
-            file.write(("" if begun else _HEADER) + "".join(f"{line}\n" for line in names))
-        self._own |= dict.fromkeys(names)
+    def append(self, name: str, text: str) -> None:
+        """Go on with a file."""
+        self._list([name])
+        self._put(name, text, os.O_APPEND)
+
+    def _put(self, name: str, text: str, how: int) -> None:
+        # There are many files, and most are small.
+        file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | how, 0o666)
+        try:
+            rest = memoryview(text.encode())
+            while rest:
+                rest = rest[os.write(file, rest) :]
+        finally:
+            os.close(file)
+
+    def _list(self, names: Iterable[str]) -> None:
+        """Before they are there: what is listed and was not written is of no harm."""
+        new = [name for name in (names if self._own else [LIST, *names]) if name not in self._own]
+        if new:
+            self._put(LIST, ("" if self._own else _HEADER) + "".join(f"{name}\n" for name in new), os.O_APPEND)
+            self._own |= dict.fromkeys(new)
+
+
+def _folders_of(name: str) -> list[str]:
+    """`stages/s0/kernels` after `stages/s0` after `stages`."""
+    parts = name.split("/")[:-1]
+    return ["/".join(parts[:end]) for end in range(1, 1 + len(parts))]
 
 
 def _listed(folder: Path) -> set[str]:

@@ -19,6 +19,7 @@ from penstock.backends.interface import StageSources
 from penstock.differing import differences
 from penstock.dumping.files import Files
 from penstock.dumping.parts import excerpt
+from penstock.ir.collecting import nothing_collected
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module
 from penstock.ir.text import Printer, print_op
@@ -82,6 +83,7 @@ class Dump:
 
     # ------------------------------------------------------------------------------ passes
 
+    @nothing_collected()
     def begin(self, module: Module, rest: str) -> None:
         """Planning may begin again: the last time counts."""
         self.passes = [(0, "input", None, module)]
@@ -92,6 +94,7 @@ class Dump:
         self.write(PASSES, f"{_HEADER}0\tinput\t0\t0\t{count_ops(module)}\tyes\t{rest}\n")
         self.write_module("00_input.ir", module)
 
+    @nothing_collected()
     def passed(self, event: Event, name: str, before: Module, after: Module) -> None:
         self.passes.append((event.number, event.call, event.ms, after if event.changed else None))
         file = self._write_pass(f"{event.number:02d}_{name}", before, after) if event.changed else None
@@ -138,6 +141,7 @@ class Dump:
 
     # ------------------------------------------------------------------------------ sources
 
+    @nothing_collected()
     def sources(self, stage: str, found: StageSources) -> None:
         """What a back end made of a stage."""
         home = f"{STAGES}/{stage}"
@@ -150,14 +154,14 @@ class Dump:
         if not calls:
             return
         rows = [f"{call.graph}\t{call.kernel}\tkernels/{call.source}.py\t{', '.join(call.operations)}\n" for call in calls]
-        self.write(f"{home}/kernels.tsv", "graph\tkernel\tfile\toperations\n" + "".join(rows))
-        for name in {call.source: None for call in calls}:
-            # What a library computes has no source.
-            if name in found.kernels:
-                self.write(f"{home}/kernels/{name}.py", found.kernels[name])
-        self.write(f"{home}/relax.py", f"# for {found.target}\n{found.functions}")
+        files = {f"{home}/kernels.tsv": "graph\tkernel\tfile\toperations\n" + "".join(rows)}
+        # What a library computes has no source.
+        files |= {f"{home}/kernels/{call.source}.py": found.kernels[call.source] for call in calls if call.source in found.kernels}
+        files[f"{home}/relax.py"] = f"# for {found.target}\n{found.functions}"
         if found.device:
-            self.write(f"{home}/kernels.cu", found.device)
+            files[f"{home}/kernels.cu"] = found.device
+        if self._files is not None:
+            self._files.write(files)
 
     # ------------------------------------------------------------------------------ files
 
@@ -186,12 +190,12 @@ class Dump:
     def write(self, name: str, text: str) -> str:
         """Write a file, in folders as its name says."""
         if self._files is not None:
-            self._files.write(name, text)
+            self._files.write({name: text})
         return name
 
     def _append(self, name: str, text: str) -> None:
         if self._files is not None:
-            self._files.write(name, text, append=True)
+            self._files.append(name, text)
 
 
 def step_of(dump: Dump | None, name: str) -> AbstractContextManager[list[str]]:

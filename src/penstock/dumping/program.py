@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from penstock.arguing import predict
 from penstock.dumping.folder import RANKS, STAGES, Dump
 from penstock.dumping.parts import part_of_rank, part_of_stage
+from penstock.ir.collecting import nothing_collected
 from penstock.ir.graph import Module, Value, summed_vars
 from penstock.ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, Action
 from penstock.ir.words import counted
@@ -18,6 +19,7 @@ from penstock.terminal import size
 _MOST_RANKS = 64
 
 
+@nothing_collected()
 def dump_program(dump: Dump, module: Module, predicted: Callable[[], Forecast] | None = None) -> None:
     """Write the parts of a module that has been cut into stages, as far as it is planned; `predicted` gives the run where somebody knows it."""
     if dump.folder is None or not any(module.stage_graph(stage.index, "F") for stage in module.stages):

@@ -42,7 +42,7 @@ def inspect_command(arguments: Namespace) -> None:
         _show_why(subject, arguments)
     for name in arguments.graph or ():
         for graph in _graphs(subject.module, name):
-            text = "\n".join(print_graph(graph))
+            text = print_graph(graph)
             print(colours.paint_ir(text) if colours.wanted() else text)
     for name in arguments.flow or ():
         _show_flow(subject.module, name)
@@ -98,8 +98,8 @@ def _listed(given: str | Sequence[str] | None) -> Sequence[str]:
 
 
 def _write_report(subject: Subject, arguments: Namespace) -> None:
-    from penstock.report.material import read_material
     from penstock.report.page import page_of
+    from penstock.report.reading import read_material
 
     text = page_of(read_material(subject, arguments.trace)).encode()
     write_whole(Path(arguments.html), text)

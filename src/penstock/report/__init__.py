@@ -1,6 +1,7 @@
 """One self-contained HTML page about a compiled model, from operator to kernel.
 
-    material.py    what a page is made from: a bundle, a dump folder, an IR file, the trace of a run
+    material.py    what a page is made from
+    reading.py     that, of a bundle, a dump folder or an IR file, and the trace of a run
     facts.py       the facts, section by section, as plain data; sections have files of their own:
                    graph_facts, pass_facts, schedule_facts, memory_facts, kernel_facts
     page.py        the facts, styles and scripts in one file of HTML

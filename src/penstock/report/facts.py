@@ -34,8 +34,7 @@ from penstock.simulating import binding
 
 def gather(material: Material, plain: bool = False) -> dict[str, Any]:
     """Everything the page shows."""
-    module, strings = material.module, Strings()
-    strings("")
+    module, strings = material.module, Strings({"": 0})
     known = material.predicted if plain else None
     predicted = (known or predict(module, plain)) if _runs(module) else None
     memory = measure_memory(module) if predicted is not None else {}
@@ -47,15 +46,13 @@ def gather(material: Material, plain: bool = False) -> dict[str, Any]:
         "passes": pass_facts(material.steps, strings) or None,
         "placement": _placement(material, predicted, memory) if predicted is not None else None,
         "schedule": _schedule(material, predicted) if predicted is not None else None,
-        "memory": memory_facts(module, memory, predicted.forecast.found, strings)
-        if predicted is not None and "freed" in module.facts
-        else None,
+        "memory": memory_facts(memory, predicted.forecast, strings) if predicted is not None and "freed" in module.facts else None,
         "links": _links(module, predicted, strings) if predicted is not None else None,
         "kernels": None,
     }
     if "fused" in module.facts and module.cluster is not None and module.stages:
         found["kernels"] = kernel_facts(module, material, strings, None if plain else Measured())
-    return found | {"strings": strings.listed()}
+    return found | {"strings": list(strings)}
 
 
 def _runs(module: Module) -> bool:
@@ -154,7 +151,7 @@ def _links(module: Module, predicted: Predicted, strings: Strings) -> dict[str, 
             "to": edge.dst,
             "phase": edge.phase,
             "per": "batch" if edge.phase in PER_BATCH else "microbatch",
-            "values": [[strings(v.name), strings(str(v.type)), v.type.nbytes] for v in edge.values],
+            "values": [[strings[v.name], strings[str(v.type)], v.type.nbytes] for v in edge.values],
         }
         for edge in module.edges
     ]

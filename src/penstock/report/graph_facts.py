@@ -9,7 +9,7 @@ of "". The same name means the same tensor in all graphs of a module, so it is o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from penstock.ir.graph import Module, Op, Value
@@ -25,20 +25,21 @@ def graph_facts(module: Module, strings: Strings) -> dict[str, Any]:
     numbers: dict[str, int] = {}
     values: list[list[int]] = []
 
-    def listed(found: Iterable[Value]) -> list[int]:
-        rows = []
+    def listed(found: Collection[Value]) -> list[int]:
         for value in found:
-            number = numbers.setdefault(value.name, len(values))
-            if number == len(values):
-                values.append([strings(value.name), strings(str(value.type)), value.type.nbytes if value.type.is_static else 0])
-            rows.append(number)
-        return rows
+            if value.name not in numbers:
+                numbers[value.name] = len(values)
+                values.append([strings[value.name], strings[str(value.type)], value.type.nbytes if value.type.is_static else 0])
+        return [numbers[value.name] for value in found]
 
     def row(op: Op, home: int) -> list[Any]:
-        rest = ", ".join(f"{k}={print_literal(v)}" for k, v in op.attrs.items() if k not in _APART)
-        kernel, stage = str(op.attrs.get("kernel", "")), op.attrs.get("stage", home)
-        texts = (op.loc, rest, kernel, str(op.attrs.get("var", "")))
-        return [strings(op.kind), listed(op.outs), listed(op.ins), *map(strings, texts), stage]
+        attrs = op.attrs
+        rest = ", ".join([f"{k}={print_literal(v)}" for k, v in attrs.items() if k not in _APART])
+        kernel, var = str(attrs.get("kernel", "")), str(attrs.get("var", ""))
+        kind, outs = strings[op.kind], listed(op.outs)
+        # What it takes has a number: it was made above, or is an input of the graph.
+        ins = [numbers[value.name] for value in op.ins]
+        return [kind, outs, ins, strings[op.loc], strings[rest], strings[kernel], strings[var], attrs.get("stage", home)]
 
     graphs = []
     for graph in module.graphs.values():

@@ -17,15 +17,15 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.ir.graph import Module, stage_vars
+from penstock.ir.graph import stage_vars
 from penstock.ir.lives import Life
 from penstock.ir.memory import Memory
-from penstock.ir.memory_walk import Walk, actions_of
 from penstock.ir.schedule import COMPUTE, Action
 from penstock.report.material import Trace
 from penstock.report.schedule_facts import ticks
 from penstock.report.strings import Strings
 from penstock.runtime.simulated import Simulated
+from penstock.simulating import Forecast
 
 PURPOSES = ("weights", "gradients", "state", "buffers", "data")
 _PASSING = ("activations", "boundary")
@@ -33,24 +33,21 @@ _PASSING = ("activations", "boundary")
 _MOST = 12000
 
 
-def memory_facts(module: Module, rows: Mapping[int, Memory], found: Simulated, strings: Strings) -> list[dict[str, Any]]:
+def memory_facts(rows: Mapping[int, Memory], forecast: Forecast, strings: Strings) -> list[dict[str, Any]]:
     """One entry per rank; `rows` is what `measure_memory` says of them."""
-    return [_rank_facts(module, rank, row, found, _MOST // len(rows), strings) for rank, row in rows.items()]
+    return [_rank_facts(rank, row, forecast, _MOST // len(rows), strings) for rank, row in rows.items()]
 
 
-def _rank_facts(module: Module, rank: int, row: Memory, found: Simulated, most: int, strings: Strings) -> dict[str, Any]:
-    assert module.schedule is not None
-    assert module.cluster is not None
-    on_gpu = module.cluster.device(module.rank_devices()[rank]).kind == "cuda"
-    walk = Walk(module, module.rank_stages()[rank], posts=not on_gpu, lives=True)
-    finishes = [ticks(time) for time in found.lines[rank].finishes]
+def _rank_facts(rank: int, row: Memory, forecast: Forecast, most: int, strings: Strings) -> dict[str, Any]:
+    module, course = forecast.module, forecast.courses[rank]
+    finishes = [ticks(time) for time in forecast.found.lines[rank].finishes]
     points: list[int] = []
-    for finish, _ in zip(finishes, walk.follow(actions_of(module.schedule, rank, found.batches)), strict=True):
-        saved, passing = walk.now[True], walk.now[False] + walk.coming
-        now = [saved, passing, sum(pool.bytes for pool in walk.pools) - saved - passing]
-        if points[-3:] != now:
-            points += [finish, *now]
-    lives = sorted(walk.finish(), key=lambda life: life.taken)
+    last: tuple[int, ...] = ()
+    for finish, held in zip(finishes, course.held, strict=True):
+        if held != last:
+            points += finish, *held
+            last = held
+    lives = sorted(course.lives, key=lambda life: life.taken)
     if len(lives) > most:
         end = finishes[lives[most].taken]
         points = points[: 4 * sum(time <= end for time in points[::4])]
@@ -58,7 +55,7 @@ def _rank_facts(module: Module, rank: int, row: Memory, found: Simulated, most: 
     return {
         "rank": rank,
         "fixed": {purpose: getattr(row, purpose) for purpose in PURPOSES},
-        "variables": [[strings(v.name), v.role, v.versions, v.type.nbytes * v.versions] for v in variables],
+        "variables": [[strings[v.name], v.role, v.versions, v.type.nbytes * v.versions] for v in variables],
         "points": points,
         "lives": [number for life in lives[:most] for number in _flat(life, finishes, strings)],
     }
@@ -68,7 +65,7 @@ def _flat(life: Life, finishes: list[int], strings: Strings) -> tuple[int, ...]:
     assert life.owner is not None
     name = life.names[0] if len(life.names) == 1 else f"{life.names[0]} and {len(life.names) - 1} more"
     given = -1 if life.given is None else finishes[life.given]
-    return strings(name), life.owner, _PASSING.index(life.purpose), life.nbytes, finishes[life.taken], given
+    return strings[name], life.owner, _PASSING.index(life.purpose), life.nbytes, finishes[life.taken], given
 
 
 def measured_memory(trace: Trace, planned: Simulated, at: Sequence[int]) -> list[list[int]]:

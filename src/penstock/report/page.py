@@ -1,7 +1,8 @@
 """Facts as one file of HTML. In: facts, title. Out: the page, with its styles, scripts and data inside.
 
-The data are JSON in a script element that no browser runs; `<` is written as an escape there, so that no text can end the element. The page's own script and
-styles are allowed by their hashes, and nothing else is: whatever were smuggled in would not run, and nothing can be loaded from anywhere.
+The data are JSON in a script element that no browser runs; `<` is written as an escape there, so that no text can end the element, and a number that is
+not finite is null. The page's own script and styles are allowed by their hashes, and nothing else is: whatever were smuggled in would not run, and nothing
+can be loaded from anywhere.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
 import re
 from importlib import resources
 from typing import Any
+
+import msgspec
 
 from penstock.ir.collecting import nothing_collected
 from penstock.report.facts import gather
 from penstock.report.material import Material
 
+_PARTS = resources.files("penstock.report").joinpath("page")
 # In the order in which they are needed.
 SCRIPTS = (
     "dom",
@@ -46,7 +49,8 @@ def render(facts: dict[str, Any]) -> str:
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
     )
-    data = json.dumps(facts, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    # Numbers of NumPy are not those that msgspec knows.
+    data = msgspec.json.encode(facts, enc_hook=float).decode().replace("<", "\\u003c")
     parts = {
         "title": html.escape(facts["summary"]["model"]),
         "policy": html.escape(policy, quote=True).replace("&#x27;", "'"),
@@ -65,7 +69,7 @@ def page_of(material: Material, *, plain: bool = False) -> str:
 
 
 def _part(name: str) -> str:
-    return resources.files("penstock.report").joinpath("page", name).read_text(encoding="utf-8")
+    return _PARTS.joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

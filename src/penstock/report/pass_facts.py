@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.differing import Difference, Lines, T, Words, compare, words
-from penstock.ir.graph import Attrs, Module, Op
+from penstock.ir.graph import Attr, Module, Op
 from penstock.ir.literals import print_literal
 from penstock.ir.text import print_op
 from penstock.passes.manager import count_ops
@@ -67,34 +67,34 @@ def _parts(found: Difference, strings: Strings) -> Iterator[dict[str, Any]]:
 
 
 def _lines(lines: Lines[str], strings: Strings) -> Iterator[list[Any]]:
-    return _rows(lines, strings, str, lambda line: [], _begin, lambda a, b: words(a, b, _MOST_WORDS))
+    return _rows(lines, str, lambda line: [], _begin, lambda a, b: words(a, b, _MOST_WORDS), lambda line, parts: parts)
 
 
 def _ops(lines: Lines[Op], strings: Strings) -> Iterator[list[Any]]:
-    return _rows(lines, strings, print_op, lambda op: [v.name for v in op.outs] or [op.var], _called, _op_words)
+    return _rows(lines, print_op, lambda op: [strings[v.name] for v in op.outs] or [strings[op.var]], _called, _op_words, _whole)
 
 
 def _rows(
     lines: Lines[T],
-    strings: Strings,
     show: Callable[[T], str],
-    names: Callable[[T], list[str]],
+    names: Callable[[T], list[int]],
     called: Callable[[T], str],
     say: Callable[[T, T], Words],
+    whole: Callable[[T, Words], Words],
 ) -> Iterator[list[Any]]:
-    yield from (["-", [strings(n) for n in names(line)], show(line)] for line in lines.gone)
+    yield from (["-", names(line), show(line)] for line in lines.gone)
     alike: dict[tuple[tuple[str, str], ...], list[tuple[T, Words]]] = {}
     for a, b in lines.changed:
         parts = say(a, b)
-        alike.setdefault(tuple(part for part in parts if part[0]), []).append((b, parts))
+        alike.setdefault(tuple([part for part in parts if part[0]]), []).append((b, parts))
     marked: tuple[tuple[str, str], ...]
     for marked, group in alike.items():
         if len(group) < _ALIKE:
-            yield from (["~", [strings(n) for n in names(line)], [list(part) for part in parts]] for line, parts in group)
+            yield from (["~", names(line), whole(line, parts)] for line, parts in group)
         else:
             about = f"{len(group)} alike, {called(group[0][0])} to {called(group[-1][0])}: "
-            yield ["~", [strings(n) for line, _ in group for n in names(line)], [["", about], *map(list, marked)]]
-    yield from (["+", [strings(n) for n in names(line)], show(line)] for line in lines.new)
+            yield ["~", [n for line, _ in group for n in names(line)], [("", about), *marked]]
+    yield from (["+", names(line), show(line)] for line in lines.new)
 
 
 def _begin(line: str) -> str:
@@ -107,16 +107,22 @@ def _called(op: Op) -> str:
 
 def _op_words(a: Op, b: Op) -> Words:
     """Where nothing but attributes changed, those; else all words of the two lines."""
-    if (a.kind, a.ins, a.outs, a.loc) != (b.kind, b.ins, b.outs, b.loc):
+    if a.ins != b.ins or a.outs != b.outs or a.kind != b.kind or a.loc != b.loc:
         return words(print_op(a), print_op(b), _MOST_WORDS)
-    begin = f"{', '.join(['%' + v.name for v in b.outs])} = {b.kind} " if b.outs else f"{b.kind} "
-    return [("", begin), *_attribute_words("-", a.attrs, b.attrs), *_attribute_words("+", b.attrs, a.attrs)]
+    old, new = a.attrs, b.attrs
+    # Most are the same object.
+    went = [("-", f"{k}={print_literal(v)}") for k, v in old.items() if new.get(k) is not v and not _is_printed(v, new.get(k))]
+    came = [("+", f"{k}={print_literal(v)}") for k, v in new.items() if old.get(k) is not v and not _is_printed(v, old.get(k))]
+    return went + came
 
 
-def _attribute_words(mark: str, these: Attrs, others: Attrs) -> Iterator[tuple[str, str]]:
-    """The attributes that the other operation does not have, or not so."""
-    for name, value in these.items():
-        other = others.get(name)
-        if other is not value and (other is None or print_literal(other) != print_literal(value)):
-            yield mark, f"{name}={print_literal(value)}"
-            yield "", " "
+def _is_printed(value: Attr, other: Attr | None) -> bool:
+    return other is not None and print_literal(value) == print_literal(other)
+
+
+def _whole(op: Op, parts: Words) -> Words:
+    """Of attributes that changed: what operation they are of, and spaces between them."""
+    if parts and not parts[0][0]:
+        return parts
+    begin = f"{', '.join([f'%{v.name}' for v in op.outs])} = " if op.outs else ""
+    return [("", f"{begin}{op.kind} "), *(text for part in parts for text in (part, ("", " ")))]

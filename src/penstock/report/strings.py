@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 
-class Strings:
-    """Numbers of texts, in the order in which they were first named."""
+class Strings(dict[str, int]):
+    """Numbers of texts, in the order in which they were first asked for."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def __call__(self, text: str) -> int:
-        return self._numbers.setdefault(text, len(self._numbers))
-
-    def listed(self) -> list[str]:
-        return list(self._numbers)
+    def __missing__(self, text: str) -> int:
+        number = self[text] = len(self)
+        return number
