@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.ir.schedule import Action, Program, Schedule
-from penstock.ir.simulate import Played, format_grid, most_in_flight, simulate, time_per_batch
+from penstock.ir.simulate import Played, format_grid, message_rules, most_in_flight, play, simulate, time_per_batch
 
 
 def made(microbatches: int, *lists: str) -> Schedule:
@@ -32,6 +32,7 @@ def test_messages_take_their_time_and_weight_gradients_a_part_of_the_backward() 
     assert told(simulate(WIRED, 1, first=3), 1) == "1RF3<0:1-1 1F3@3:1-2 1B3@3:2-3 1SB3>0:3-3 1W3@3:3-4 1U3@4:4-4"
     assert time_per_batch(WIRED) == 5
     assert time_per_batch(WIRED, latency=0.5) == 6
+    assert play(WIRED.expand_all(1), message_rules(WIRED), lambda action: 1.0).finish == 11
 
 
 def test_without_messages_stages_wait_for_their_neighbours() -> None:

@@ -2,7 +2,8 @@
 
 Tests are imported once. Each mutant then has a forked process, in which the code of one function is replaced, and which runs the tests that come by
 the line of the change, the quickest first, until one fails, but no more than take `budget` seconds as they are. What runs only when the module is
-imported is tried otherwise: the process imports the mutated module, and everything that depends on it, before it runs all tests, file by file.
+imported is tried otherwise: the process imports the mutated module, and everything that depends on it, before it runs the tests, `budget` seconds of each file.
+Seconds of tests are those of the processor.
 
 A mutant is killed if a test fails, or if the process crashes or takes longer than the limit. It survives if every test passes that it is tried with.
 Limit: fork copies one thread, so that nothing that starts threads may be imported before.
@@ -54,6 +55,18 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Tests:
+    """Files, and which of their tests, by pytest's -k."""
+
+    files: tuple[str, ...]
+    chosen: str = ""
+
+    @property
+    def words(self) -> list[str]:
+        return [*_WORDS, "-k", self.chosen]
+
+
+@dataclass(frozen=True)
 class Verdict:
     """`by` is the test that failed, or how the process ended."""
 
@@ -65,7 +78,7 @@ class Verdict:
 
 def try_mutants(
     chosen: Mapping[Target, Sequence[Mutant]],
-    tests: Sequence[str],
+    tests: Tests,
     budget: float,
     jobs: int,
     tell: Callable[[Verdict], None],
@@ -77,10 +90,12 @@ def try_mutants(
     importing = [pair for pair in every if pair[1].during_import]
     if importing:
         same = [(importing[0][0], unchanged(importing[0][0]))]
-        wrong = [v for v in _verdicts(same, lambda pair: _run_imported(*pair, tests), SECONDS_IMPORTED, jobs) if v.ended != SURVIVED]
+        wrong = [
+            v for v in _verdicts(same, lambda pair: _run_imported(*pair, tests, budget), SECONDS_IMPORTED, jobs) if v.ended != SURVIVED
+        ]
         if wrong:
             raise RuntimeError(f"tests fail without any mutant: {', '.join(f'{v.target.path} {v.by}' for v in wrong)}")
-    for verdict in _verdicts(importing, lambda pair: _run_imported(*pair, tests), SECONDS_IMPORTED, jobs):
+    for verdict in _verdicts(importing, lambda pair: _run_imported(*pair, tests, budget), SECONDS_IMPORTED, jobs):
         tell(verdict)
         if enough():
             return
@@ -96,7 +111,7 @@ def try_mutants(
 
     loop = _Loop(drive)
     _prepare_hypothesis()
-    code = pytest.main([*_WORDS, *_paths(tests)], plugins=[loop])
+    code = pytest.main([*tests.words, *_paths(tests.files)], plugins=[loop])
     if loop.failed or code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise RuntimeError(f"tests fail without any mutant: {', '.join(loop.failed) or code}")
 
@@ -168,12 +183,24 @@ class _Finder(MetaPathFinder, Loader):
         exec(compile(self.source, self.target.file, "exec"), module.__dict__)
 
 
-def _run_imported(target: Target, mutant: Mutant, tests: Sequence[str]) -> str:
+class _Enough:
+    """A plugin of pytest: ends a run of tests after so many seconds of the processor."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.process_time() + seconds
+
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        if time.process_time() > self.end:
+            item.session.shouldstop = "long enough"
+
+
+def _run_imported(target: Target, mutant: Mutant, tests: Tests, budget: float) -> str:
     sys.meta_path.insert(0, _Finder(target, mutant.source))
     _prepare_hypothesis()
-    for path in _paths(tests):
+    for path in _paths(tests.files):
         loop = _Loop(None)
-        if pytest.main([*_WORDS, "-x", path], plugins=[loop]) != pytest.ExitCode.OK:
+        code = pytest.main([*tests.words, "-x", path], plugins=[loop, _Enough(budget)])
+        if loop.failed or code not in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED):
             return f"{KILLED} by {''.join(loop.failed[:1]) or 'what imports it'}"
     return f"{SURVIVED} by "
 
@@ -254,9 +281,9 @@ def _watched(session: pytest.Session, files: Sequence[str]) -> str:
     watch.start()
     for i, (item, following) in enumerate(zip(session.items, [*session.items[1:], None], strict=True)):
         watch.switch_context(str(i))
-        began = time.perf_counter()
+        began = time.process_time()
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
     watch.stop()
     if seen.failed:
         raise RuntimeError(f"tests fail without any mutant: {', '.join(seen.failed)}")

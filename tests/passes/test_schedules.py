@@ -80,6 +80,36 @@ def test_there_is_a_law_for_every_schedule():
     assert LAWS.keys() == SCHEDULES.keys()
 
 
+def test_delays_and_what_schedules_are_for():
+    assert {kind: row.delay for kind, row in SCHEDULES.items() if row.delay} == {"2bw": 1, "eager-2bw": 1}
+    assert [kind for kind, row in SCHEDULES.items() if row.splits] == ["zb-1f1b"]
+    assert ScheduleOptions() == ScheduleOptions("1f1b", 1, ())
+
+
+LISTS = {
+    "1f1b": ["F3 F4 F5 B3 B4 B5 U1", "F3 F4 B3 F5 B4 B5 U1", "F3 B3 F4 B4 F5 B5 U1"],
+    "gpipe": ["F3 F4 F5 B3 B4 B5 U1"] * 3,
+    "2bw": ["F3 F4 | F5 B3 F6 B4 F7 B5 U1", "F3 | F4 B3 F5 B4 F6 B5 U1", "F3 B3 F4 B4 F5 B5 U1"],
+    "eager-2bw": ["F3 F4 F5 F6 | F7 B3 F8 B4 F9 B5 U1", "F3 F4 | F5 B3 F6 B4 F7 B5 U1", "F3 B3 F4 B4 F5 B5 U1"],
+    "zb-1f1b": ["F3 F4 F5 B3 W3 B4 W4 B5 W5 U1", "F3 F4 B3 F5 B4 W3 B5 W4 W5 U1", "F3 B3 F4 B4 F5 B5 W3 W4 W5 U1"],
+    "forward": ["F3 F4 F5"] * 3,
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_lists_of_three_stages_and_microbatches(kind):
+    """From the papers, by hand: what is done once, a bar, what is done in every batch."""
+    for stage, program in build_schedule(kind, 3, 3).ranks.items():
+        parts = [" ".join(f"{a.kind}{a.mb}" for a in part) for part in (program.start, program.batch)]
+        assert " | ".join(filter(None, parts)) == LISTS[kind][stage]
+        assert {(a.stage, a.version, a.peer) for a in (*program.start, *program.batch)} == {(stage, None, None)}
+
+
+def test_fewer_microbatches_than_stages():
+    assert [" ".join(f"{a.kind}{a.mb}" for a in p.batch) for p in build_schedule("zb-1f1b", 3, 1).ranks.values()] == ["F1 B1 W1 U1"] * 3
+    assert [" ".join(f"{a.kind}{a.mb}" for a in p.batch) for p in build_schedule("1f1b", 3, 1).ranks.values()] == ["F1 B1 U1"] * 3
+
+
 @pytest.mark.parametrize("kind", SCHEDULES)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(d=st.integers(1, 8), m=st.integers(1, 20), tw=st.integers(1, 3), f=st.integers(0, 3), b=st.integers(0, 3))
@@ -182,36 +212,6 @@ def test_2bw_warms_up_once_and_never_drains_between_batches():
     assert " ".join(map(str, found.expand(0, 2))) == "0F0 0F1 0F2 0B0 0F3 0B1 0U0 0B2 0B3 0U1"
     assert " ".join(map(str, found.expand(0, 1, first=5))) == "0F10 0F11 0B10 0B11 0U5"
     assert " ".join(map(str, build_schedule("1f1b", 3, 2).expand(0, 2))) == "0F0 0F1 0B0 0B1 0U0 0F2 0F3 0B2 0B3 0U1"
-
-
-LISTS = {
-    "1f1b": ["F3 F4 F5 B3 B4 B5 U1", "F3 F4 B3 F5 B4 B5 U1", "F3 B3 F4 B4 F5 B5 U1"],
-    "gpipe": ["F3 F4 F5 B3 B4 B5 U1"] * 3,
-    "2bw": ["F3 F4 | F5 B3 F6 B4 F7 B5 U1", "F3 | F4 B3 F5 B4 F6 B5 U1", "F3 B3 F4 B4 F5 B5 U1"],
-    "eager-2bw": ["F3 F4 F5 F6 | F7 B3 F8 B4 F9 B5 U1", "F3 F4 | F5 B3 F6 B4 F7 B5 U1", "F3 B3 F4 B4 F5 B5 U1"],
-    "zb-1f1b": ["F3 F4 F5 B3 W3 B4 W4 B5 W5 U1", "F3 F4 B3 F5 B4 W3 B5 W4 W5 U1", "F3 B3 F4 B4 F5 B5 W3 W4 W5 U1"],
-    "forward": ["F3 F4 F5"] * 3,
-}
-
-
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_the_lists_of_three_stages_and_microbatches(kind):
-    """From the papers, by hand: what is done once, a bar, what is done in every batch."""
-    for stage, program in build_schedule(kind, 3, 3).ranks.items():
-        parts = [" ".join(f"{a.kind}{a.mb}" for a in part) for part in (program.start, program.batch)]
-        assert " | ".join(filter(None, parts)) == LISTS[kind][stage]
-        assert {(a.stage, a.version, a.peer) for a in (*program.start, *program.batch)} == {(stage, None, None)}
-
-
-def test_delays_and_what_schedules_are_for():
-    assert {kind: row.delay for kind, row in SCHEDULES.items() if row.delay} == {"2bw": 1, "eager-2bw": 1}
-    assert [kind for kind, row in SCHEDULES.items() if row.splits] == ["zb-1f1b"]
-    assert ScheduleOptions() == ScheduleOptions("1f1b", 1, ())
-
-
-def test_fewer_microbatches_than_stages():
-    assert [" ".join(f"{a.kind}{a.mb}" for a in p.batch) for p in build_schedule("zb-1f1b", 3, 1).ranks.values()] == ["F1 B1 W1 U1"] * 3
-    assert [" ".join(f"{a.kind}{a.mb}" for a in p.batch) for p in build_schedule("1f1b", 3, 1).ranks.values()] == ["F1 B1 U1"] * 3
 
 
 def test_a_stage_with_nothing_to_train_only_runs_forward(toy):
