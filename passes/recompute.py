@@ -34,6 +34,7 @@ from ..ir.ops import OPS
 from .autodiff import depends_on_state_only
 from .cost import op_seconds
 from .fuse import FuseOptions, fuse
+from .lifetimes import format_bytes
 from .recompute_chain import Element, cheapest
 
 MODES = ("auto", "none", "all")
@@ -81,18 +82,22 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
         chosen = found.everything() if options.mode == "all" else found.choose(budget)
         if options.mode == "auto" and chosen.peak > budget:
             problems.append(
-                f"stage {stage.index} on {place} needs {chosen.peak} bytes at the worst moment, even if {len(chosen.dropped)} operations are "
-                f"done again in the backward pass; it has {budget}"
+                f"stage {stage.index} on {place} needs {_shown(chosen.peak)} at the worst moment, even if {len(chosen.dropped)} operations are "
+                f"done again in the backward pass; it has {_shown(budget)}"
             )
         if chosen.dropped:
             graphs[forward.name], graphs[backward.name] = chosen.forward, chosen.backward
             notes.append(found.describe(chosen, place, budget if options.mode == "auto" else 0))
     if problems:
-        hint = "more stages, fewer microbatches in flight or smaller microbatches need less"
+        hint = "more stages, fewer microbatches in flight or smaller microbatches (--dim) need less"
         raise DoesNotFit("no plan fits into memory:" + "".join(f"\n  - {p}" for p in problems), hint=hint)
     if not notes:
         return module
     return module.but(graphs=graphs).noted("recompute", *notes)
+
+
+def _shown(count: int) -> str:
+    return f"{format_bytes(count)} ({count} bytes)" if count >= 1024 else format_bytes(count)
 
 
 def _device(module: Module, stage: int) -> Device:

@@ -12,12 +12,15 @@ import pytest
 from planned_models import TRAIN, command
 
 import penstock as ps
+from penstock.api import before_partition
 from penstock.arguing import argument
 from penstock.cli import main
 from penstock.frontends.onnx import open_dimensions
 from penstock.ir.cluster import Cluster, Device
 from penstock.ir.errors import DoesNotFit, UsageError
+from penstock.models import write_gpt
 from penstock.planning import plan_best, sizes_of
+from penstock.refining import Refined
 
 CLUSTER = (
     '[[device]]\nname = "cpu:0"\n[[device]]\nname = "cpu:1"\nflops = 2.5e10\n[[device]]\nname = "cpu:2"\nflops = 1e5\nbandwidth = 1e5\n'
@@ -91,6 +94,35 @@ def test_the_chosen_plan_trains_as_one_device_would(symbolic, tmp_path):
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
+def test_the_end_of_the_passes_is_told_once(symbolic, capsys):
+    """Sizes of microbatches are profiled by passes as well, whose end is of no interest: the control tells it."""
+    training, cluster = ps.Training(loss="mse", optimizer=ps.SGD(lr=0.01)), Cluster.local(2)
+    told, alone = [], []
+    plan_best(
+        lambda b: ps.from_onnx(symbolic, dims={"batch": b}),
+        cluster,
+        training,
+        batch=8,
+        sizes=(2, 4),
+        progress=lambda *now: told.append(now),
+    )
+    assert [done == total for done, total, _ in told].count(True) == 1
+    assert told[-1][2] == "done"
+    assert {what.partition(" (")[2] for _, _, what in told} == {"microbatches of 2)", "microbatches of 4)", ""}
+    before_partition(ps.from_onnx(symbolic, dims={"batch": 2}), cluster, training, progress=lambda *now: alone.append(now))
+    assert [done == total for done, total, _ in alone].count(True) == 1
+
+
+def test_an_error_does_not_stand_behind_the_line_of_progress(symbolic, tmp_path, capsys, monkeypatch):
+    tight = tmp_path / "tight.toml"
+    tight.write_text('[[device]]\nname = "cpu:0"\nmemory = "100 KB"\n')
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(command("plan", symbolic, "--cluster", tight, *TRAIN, "--dim", "batch=4")) == 4
+    told = capsys.readouterr().err
+    assert "\r\x1b[Kpasses 0/" in told
+    assert "\npenstock: error: " in told
+
+
 def test_what_does_not_fit_says_what_would(symbolic, tmp_path, capsys):
     tight = tmp_path / "tight.toml"
     tight.write_text('[[device]]\nname = "cpu:0"\nmemory = "100 KB"\n[[device]]\nname = "cpu:1"\nmemory = "100 KB"\n')
@@ -98,6 +130,49 @@ def test_what_does_not_fit_says_what_would(symbolic, tmp_path, capsys):
     told = capsys.readouterr().err
     assert "no plan fits" in told
     assert "times their memory" in told
+
+
+def limited(memory, count=1):
+    return Cluster(tuple(Device(f"cpu:{i}", spaces=(("ram", memory),)) for i in range(count)))
+
+
+def test_parts_are_computed_again_before_nothing_fits(tmp_path):
+    """As a plan by hand does in the same memory, where whole stages computed again do not fit, nor without: the controls."""
+    path = write_gpt(tmp_path / "g.onnx", layers=2, width=32, heads=2, vocab=64, positions=32)
+    model, training = ps.from_onnx(path, dims={"batch": 4}), ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=0.1), microbatches=2)
+
+    def peak(plan):
+        return max(row["peak"] for row in plan.as_dict()["memory"].values())
+
+    least = min(peak(ps.plan(model, limited(1 << 40), training, recompute=mode)) for mode in ("none", "all"))
+    # Of less memory the estimates say that it is too little, and the passes that it is enough.
+    for memory, more in ((int(0.9 * least), 1.0), (int(0.8 * least), 1.05)):
+        assert peak(ps.plan(model, limited(memory), training)) <= memory
+        plan = plan_best(lambda size: model, limited(memory), training, batch=8, schedules=("1f1b",))
+        assert peak(plan) <= memory
+        assert [stage.in_parts for stage in plan.search.chosen.plan.stages] == [True]
+        assert plan.search.more_memory == more
+        told = list(argument(plan.search))
+        assert any("what if: memory without limit" in line and "faster" in line for line in told)
+        assert sum("by the exact count of the passes the plan fits" in line for line in told) == (more > 1)
+    for mode in ("none", "all"):
+        with pytest.raises(DoesNotFit):
+            plan_best(lambda size: model, limited(memory), training, batch=8, schedules=("1f1b",), recompute=mode)
+
+
+def test_smaller_microbatches_are_proposed_where_there_is_a_plan_for_them(symbolic, tmp_path, capsys):
+    said = {}
+    for memory in ("700 KB", "2300 KB"):
+        path = tmp_path / "tight.toml"
+        path.write_text(f'[[device]]\nname = "cpu:0"\nmemory = "{memory}"\n')
+        words = ["plan", symbolic, "--cluster", path, *TRAIN, "--batch", 256]
+        assert main(command(*words, "--dim", "batch=256")) == 4
+        said[memory] = re.search(r"hint: --dim batch=(\d+), smaller microbatches, for which there is a plan; or ", capsys.readouterr().err)
+        if said[memory]:
+            assert main(command(*words, "--dim", f"batch={said[memory][1]}")) == 0
+            assert main(command(*words, "--dim", "batch=128")) == (0 if int(said[memory][1]) == 128 else 4)
+    assert said["2300 KB"]
+    assert not said["700 KB"]
 
 
 def test_the_nearest_change_is_of_sizes_that_were_profiled(symbolic, tmp_path, capsys):
@@ -123,7 +198,18 @@ def test_changes_are_against_the_best_by_the_same_formulas(symbolic):
         assert any(re.fullmatch(r"what if: memory without limit: .* \(the same\)", line) for line in told)
         assert not any("recomputation: none" in line for line in told)
         assert any("what if: recomputation: all" in line and "slower" in line for line in told)
-    assert any("by its formulas the plan is 10.0% slower than the best of 1f1b" in line for line in told)
+        assert any(line.startswith("planner: with one thing changed in what was given, by its formulas, against ") for line in told)
+    assert any(
+        re.search(r"by its formulas another plan of 1f1b is 9\.1% faster, .* ms, but not when it is simulated", line) for line in told
+    )
+    # What the formulas find faster and the simulator does not is said to be so.
+    other = replace(usual, plan=replace(usual.plan, schedule="gpipe"), judged=replace(usual.judged, step=0.9 * usual.step))
+    result = replace(search.result, outcomes={"gpipe": other, **search.result.outcomes})
+    for refined, said in (({"gpipe": Refined(other, 1.2 * usual.step, 1)}, True), ({}, False)):
+        told = list(argument(replace(search, result=result, refined=refined)))
+        (line,) = [line for line in told if line.startswith("what if: schedule gpipe: ")]
+        assert "(10.0% faster)" in line
+        assert (", but " in line and line.endswith(" simulated")) == said
 
 
 def test_flags_that_the_planner_decides(symbolic, capsys):

@@ -145,6 +145,20 @@ class Chain:
             raise UsageError("there are no layers to plan for")
 
 
+# Of long chains ranges are computed again under so many limits, each 0.7 times the one before.
+_LIMITS = 16
+_FAR = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Ranges of layers whose forward is computed again part by part: `kept` bytes of every microbatch between the parts, `most` bytes of one part, which is
+    there while its backward runs. Entry (i, j) is for layers i .. j-1."""
+
+    kept: Ints
+    most: Ints
+
+
 class Table:
     """A chain at one b: prefix sums of bytes, and per kind of device of seconds. Row i of a prefix sum is what layers 0 .. i-1 take."""
 
@@ -166,9 +180,36 @@ class Table:
         for first in range(self.count):
             self.workspace[first, first + 1 :] = list(accumulate(sizes[first:], max))
         self._times: dict[Device, tuple[Floats, ...]] = {}
+        self._parts: list[Part] = []
 
     def _sums(self, values: list[int]) -> Ints:
         return np.concatenate([[0], np.cumsum(np.array(values, np.int64))])
+
+    def parts(self) -> list[Part]:
+        """Ways to compute ranges of layers again in parts, for several limits of what a part may take; the first one takes the range as a whole."""
+        if not self._parts:
+            sizes = {int(self.saved[last] - self.saved[first]) for first in range(self.count) for last in range(first + 1, self.count + 1)}
+            limits = sorted(sizes, reverse=True)
+            if len(limits) > _LIMITS:
+                limits = [int(limits[0] / 2 ** (step / 2)) for step in range(_LIMITS)]
+            self._parts = [self._part(limit) for limit in limits]
+        return self._parts
+
+    def _part(self, limit: int) -> Part:
+        """With the least kept bytes among those whose parts take no more than the limit, as far as single layers let them."""
+        n = self.count
+        ends = np.arange(n + 1)
+        kept, most = np.zeros((n + 1, n + 1), np.int64), np.zeros((n + 1, n + 1), np.int64)
+        for first in range(n - 1, -1, -1):
+            reach = max(first + 1, int(np.searchsorted(self.saved, self.saved[first] + limit, "right")) - 1)
+            # The first part of a range that goes further ends at one of these; a row for each.
+            cuts = ends[first + 1 : reach + 1]
+            behind = np.where(ends[None, :] > cuts[:, None], self.out[cuts][:, None] + kept[cuts], _FAR)
+            best = behind.argmin(0)
+            kept[first] = np.where(ends <= reach, 0, behind[best, ends])
+            whole = self.saved - self.saved[first]
+            most[first] = np.where(ends <= reach, np.maximum(whole, 0), np.maximum(whole[cuts[best]], most[cuts[best], ends]))
+        return Part(kept, most)
 
     def boundaries(self, calls: Calls) -> Floats:
         """Entry i: what the messages of a microbatch that cross position i take of each of the two devices there."""

@@ -28,8 +28,8 @@ messages take no time; otherwise they are a little high for 1f1b, and within som
 
 Bytes of a replica: parameters * versions (2 when delayed) + gradients (twice when delayed and replicated: those of a batch wait for the others while the
 next one adds up) + optimiser state + activations + workspace + transport buffers + batches that wait (on CPUs) + base. Activations are saved * in flight; with
-recomputation what comes in *
-in flight + saved of one. Buffers are POSTED receives and one send of every boundary; of small messages the runtime holds up to 1 MiB a channel more.
+recomputation what comes in * in flight + saved of one; with recomputation in parts (what comes in + what crosses the cuts between parts) * in flight + saved of
+the largest part, with the cuts that take least. Seconds are those of computing all of it again. Buffers are POSTED receives and one send of every boundary; of small messages the runtime holds up to 1 MiB a channel more.
 
 `step` also holds what the boundaries and rings of different stages add up to on one NIC, and, for schedules that drain, the rings of all stages there, one after
 another, behind the pipeline; `pipe` leaves that out, because it is what a search over stages can see.
@@ -50,7 +50,7 @@ from ...ir.memory_walk import POSTED
 from ...ir.words import counted
 from .chain import Ints, Table
 from .fleet import Fleet
-from .plan import DELAYED, Bytes, Judged, Plan
+from .plan import DELAYED, Bytes, Judged, Plan, StagePlan
 
 
 def forwards_ahead(replicas: int, behind: int, ahead: int) -> int:
@@ -180,8 +180,8 @@ def ring_of(fleet: Fleet, devices: Sequence[int]) -> Ring:
 # ------------------------------------------------------------------------------------------------ memory
 
 
-def fixed_bytes(table: Table, first: int, last: int, schedule: str, replicas: int, recompute: bool, data: int, base: int) -> Bytes:
-    """What a replica holds whatever is in flight; `activations` are those of the one microbatch that recomputation makes anew."""
+def fixed_bytes(table: Table, first: int, last: int, schedule: str, replicas: int, data: int, base: int) -> Bytes:
+    """What a replica holds whatever is in flight."""
 
     def part(sums: Ints) -> int:
         return int(sums[last]) - int(sums[first])
@@ -192,7 +192,7 @@ def fixed_bytes(table: Table, first: int, last: int, schedule: str, replicas: in
         weights=part(table.params) * versions_of(schedule),
         gradients=part(table.grads) * gradient_copies(schedule, replicas),
         state=part(table.state),
-        activations=part(table.saved) if recompute else 0,
+        activations=0,
         workspace=int(table.workspace[first, last]),
         buffers=int(POSTED * received + sent),
         data=data,
@@ -200,9 +200,15 @@ def fixed_bytes(table: Table, first: int, last: int, schedule: str, replicas: in
     )
 
 
-def bytes_in_flight(table: Table, first: int, last: int, recompute: bool) -> int:
-    """What a replica holds of each microbatch in flight."""
-    return int(table.entry[first]) if recompute else int(table.saved[last] - table.saved[first])
+def activation_bytes(table: Table, part: StagePlan, held: int) -> int:
+    """What a replica holds of so many microbatches in flight, and of the one that it computes again."""
+    saved, entry = int(table.saved[part.last] - table.saved[part.first]), int(table.entry[part.first])
+    if not part.recompute:
+        return held * saved
+    if not part.in_parts:
+        return held * entry + saved
+    at = part.first, part.last
+    return min(held * (entry + int(way.kept[at])) + int(way.most[at]) for way in table.parts())
 
 
 def memory_of(table: Table, device: Device, plan: Plan, stage: int, replica: int, base: int) -> Bytes:
@@ -210,9 +216,8 @@ def memory_of(table: Table, device: Device, plan: Plan, stage: int, replica: int
     replicas, earlier = len(part.devices), sum(len(s.devices) for s in plan.stages[:stage])
     held = in_flight(plan.schedule, part.shares[replica], warm_ups(plan)[stage], earlier, replicas)
     data = table.data(part.first, part.last, device, plan.size * plan.count)
-    fixed = fixed_bytes(table, part.first, part.last, plan.schedule, replicas, part.recompute, data, base)
-    more = held * bytes_in_flight(table, part.first, part.last, part.recompute)
-    return replace(fixed, activations=fixed.activations + more)
+    fixed = fixed_bytes(table, part.first, part.last, plan.schedule, replicas, data, base)
+    return replace(fixed, activations=activation_bytes(table, part, held))
 
 
 # ------------------------------------------------------------------------------------------------ time

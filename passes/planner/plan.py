@@ -14,8 +14,8 @@ DELAYED = ("2bw", "eager-2bw")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """`batch` samples per update, in microbatches of `sizes` (empty: every divisor, at most `most_microbatches` of them). `recompute` is auto, none or
-    all. `base` bytes are taken on every device by the runtime. A stage has at most `replicas`; 0 does not limit them. A search ends when no plan can be
+    """`batch` samples per update, in microbatches of `sizes` (empty: every divisor, at most `most_microbatches` of them). `recompute` is none,
+    all, parts (a stage computes as much again as its memory asks for), or auto: whole stages or none of them, and parts where nothing fits so. `base` bytes are taken on every device by the runtime. A stage has at most `replicas`; 0 does not limit them. A search ends when no plan can be
     better by more than the part `tolerance`."""
 
     batch: int
@@ -29,8 +29,8 @@ class Wanted:
 
     def __post_init__(self) -> None:
         problems = [f"unknown schedule {s!r}, expected one of {', '.join(SCHEDULES)}" for s in self.schedules if s not in SCHEDULES]
-        if self.recompute not in ("auto", "none", "all"):
-            problems.append(f"recompute is auto, none or all, got {self.recompute!r}")
+        if self.recompute not in ("auto", "none", "all", "parts"):
+            problems.append(f"recompute is auto, none, all or parts, got {self.recompute!r}")
         if self.batch < 1:
             problems.append(f"a batch has at least one sample, got {self.batch}")
         problems += [f"microbatches of {b} do not make a batch of {self.batch}" for b in self.sizes if b < 1 or self.batch % b]
@@ -47,13 +47,15 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Layers first .. last-1. Replica j is `devices[j]` (an index into the fleet) and runs `shares[j]` of the microbatches of a batch."""
+    """Layers first .. last-1. Replica j is `devices[j]` (an index into the fleet) and runs `shares[j]` of the microbatches of a batch. With `recompute`
+    the forward is computed again, all of it at once, or `in_parts` of which as few as there may be are held at a time."""
 
     first: int
     last: int
     devices: tuple[int, ...]
     shares: tuple[int, ...]
     recompute: bool = False
+    in_parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ class Planner:
         self._tables: dict[int, Table] = {}
         self._layouts: list[Layout] = []
         self._costs: dict[tuple[str, int, int], Stages] = {}
+        self._parts: Planner | None = None
         size = (len(chain.layers) + 1) ** 2
         classes = fleet.classes() if len(fleet) <= 32 else []
         self.everything = bool(classes) and exhaustive_size(classes) * size <= _EXHAUSTIVE
@@ -109,11 +110,22 @@ class Planner:
         rows = [table.times(self.fleet.devices[kind]) for kind in dict.fromkeys(self.kinds)]
         return min(float(forward[-1] + backward[-1]) for forward, backward, *_ in rows)
 
+    def _in_parts(self, schedule: str) -> Planner | None:
+        """What plans where nothing fits that recomputes whole stages or none; the backward in two parts of zb-1f1b recomputes nothing."""
+        if self.wanted.recompute != "auto" or schedule == "zb-1f1b":
+            return None
+        if self._parts is None:
+            self._parts = Planner(self.chain, self.fleet, replace(self.wanted, recompute="parts"))
+            self._parts._tables = self._tables
+        return self._parts
+
     def best(self, schedule: str, using: Devices = lambda devices: True) -> Outcome | None:
         """The best plan of one schedule that is on a set of devices as it may be, or None where none fits."""
         found = self._pass(schedule, using, None, max(self.wanted.tolerance, _COARSE))
         if found is not None and self.wanted.tolerance < _COARSE:
             found = self._pass(schedule, using, found, self.wanted.tolerance)
+        if found is None and (parts := self._in_parts(schedule)) is not None:
+            return parts.best(schedule, using)
         return found
 
     def candidates(self, schedule: str, within: float) -> list[Outcome]:
@@ -122,6 +134,8 @@ class Planner:
         best = self.best(schedule)
         if best is None:
             return []
+        if any(stage.in_parts for stage in best.plan.stages) and (parts := self._in_parts(schedule)) is not None:
+            return parts.candidates(schedule, within)
         found = {best.plan: best}
         for b in self.wanted.microbatch_sizes():
             for layout in self.layouts():
@@ -142,6 +156,8 @@ class Planner:
             found = search.best(step, floor, self.wanted.tolerance)
             if found.plan is not None and found.step < step:
                 best, step = found.plan, found.step
+        if best is None and (parts := self._in_parts(schedule)) is not None:
+            return parts.in_order(schedule, b, order)
         return best
 
     def fits(self, schedule: str) -> Outcome | None:
@@ -152,7 +168,8 @@ class Planner:
                     found = search.any()
                     if found is not None:
                         return Outcome(*found, 0.0, layout)
-        return None
+        parts = self._in_parts(schedule)
+        return None if parts is None else parts.fits(schedule)
 
     def _pass(self, schedule: str, using: Devices, known: Outcome | None, tolerance: float) -> Outcome | None:
         """Search everything for plans that are better than the known one."""

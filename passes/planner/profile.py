@@ -11,6 +11,8 @@ from. Out: a Chain whose layers are runs of operations, and what each of them co
     bytes       a value that the backward needs counts where it is made, or where it is needed if that is one other layer; a parameter counts for every
                 layer that reads it, with its gradient and its optimiser state
 
+Some models have other operations with some sizes of a microbatch, most often with one sample, where exporters and `simplify` see ones: such sizes are left out.
+
 Limits: what is exchanged of a tied parameter is memory here, not time. Bytes are estimates for choosing; ir/memory.py counts what a chosen plan needs.
 """
 
@@ -38,12 +40,13 @@ MOST_LAYERS = 96
 @dataclass(frozen=True)
 class Profile:
     """`starts` are the names of the operations that layers begin with, as `partition` takes them for `split_at`; `largest` is the part of all
-    work that the longest layer has."""
+    work that the longest layer has. With microbatches of the sizes that were `left_out` the model has other operations."""
 
     chain: Chain
     starts: tuple[str, ...]
     operations: int
     largest: float
+    left_out: tuple[int, ...] = ()
 
 
 def profile_chain(
@@ -55,17 +58,13 @@ def profile_chain(
     shared: bool = False,
 ) -> Profile:
     """`modules` by samples per microbatch; layers are of about the same time on `device`; float32 values travel as `wire`, and all through memory where
-    it is `shared`."""
-    parts = {b: _Sized(module, prices, wire) for b, module in sorted(modules.items())}
+    it is `shared`. Of sizes that make different operations those are profiled that most sizes make, of as many the larger ones."""
+    given = {b: _Sized(module, prices, wire) for b, module in sorted(modules.items())}
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for b, part in given.items():
+        alike.setdefault(tuple(part.names), []).append(b)
+    parts = {b: given[b] for b in max(alike.values(), key=lambda sizes: (len(sizes), sizes[-1]))}
     last = parts[max(parts)]
-    alike = {b: part for b, part in parts.items() if part.names == last.names}
-    if len(alike) < len(parts):
-        sizes = ", ".join(map(str, sorted(parts.keys() - alike.keys())))
-        raise UsageError(
-            f"the model has other operations with microbatches of {sizes}",
-            where="planner",
-            hint="give the size of a microbatch, a divisor of the batch, by --dim beside --batch",
-        )
     cuts = last.cuts(device, most)
     rows = {b: part.layers(cuts) for b, part in parts.items()}
     low, high = min(rows), max(rows)
@@ -90,7 +89,8 @@ def profile_chain(
         return Calls(graphs * on.call_overhead, on.call_overhead, ends[0], 0.0 if on.kind == "cuda" else ends[1])
 
     chain = Chain(tuple(layers), timer, _amount(low, entry[low], high, entry[high]), calls, tuple(parts))
-    return Profile(chain, tuple(last.names[i] for i in cuts), len(work), max(sums) / max(sum(sums), 1e-300))
+    left_out = tuple(b for b in given if b not in parts)
+    return Profile(chain, tuple(last.names[i] for i in cuts), len(work), max(sums) / max(sum(sums), 1e-300), left_out)
 
 
 def _between(low: int, a: Layer, high: int, z: Layer) -> Layer:

@@ -219,4 +219,4 @@ class Search:
     def _stage(self, edge: Edge, option: Option, first: int, last: int) -> StagePlan:
         stages, devices = self.stages, edge.devices
         shares = stages.shares(devices, edge.later, edge.ahead, option.recompute, first, last)
-        return StagePlan(first, last, devices, shares, option.recompute)
+        return StagePlan(first, last, devices, shares, option.recompute, option.recompute and stages.in_parts)

@@ -49,6 +49,7 @@ class Stages:
         single = (first < last) & table.cut[:, None] & table.cut[None, :]
         self.allowed = (single, single & (_ranges(table.alone) == 0))
         self.grads = _ranges(table.grads)
+        self.in_parts = wanted.recompute == "parts"
         self._seconds: dict[tuple[int, bool], tuple[Floats, Floats, Floats]] = {}
         self._room: dict[tuple[int, bool, int], Ints] = {}
         self._equals: dict[tuple[object, ...], Option] = {}
@@ -79,7 +80,7 @@ class Stages:
         found: list[Option] = []
         if len(kinds) * least_share(self.schedule, warm) > self.count:
             return found
-        for recompute in {"none": (False,), "all": (True,), "auto": (False, True)}[self.wanted.recompute]:
+        for recompute in {"none": (False,), "all": (True,)}.get(self.wanted.recompute, (False, True)):
             option, everywhere = (self._equal if len(set(kinds)) == 1 else self._unequal)(kinds, warm, full, ring, recompute)
             if option is not None:
                 found.append(option)
@@ -173,11 +174,21 @@ class Stages:
                 if self.fleet.devices[kind].kind != "cuda":
                     fixed = fixed + (BATCHES_AHEAD + 1) * self.wanted.batch * _ranges(table.fed)
                 fixed = fixed + (POSTED * table.out + table.back)[:, None] + (POSTED * table.back + table.out)[None, :] + self.wanted.base
-                per = np.broadcast_to(table.entry[:, None], saved.shape) if recompute else saved
-                left = memory - fixed - (saved if recompute else 0)
-                room = np.where(per > 0, left // np.maximum(per, 1), _PLENTY)
-                self._room[kind, recompute, copies] = np.where(left < 0, -1, room)
+                left = memory - fixed
+                entry = np.broadcast_to(table.entry[:, None], saved.shape)
+                if not recompute:
+                    rooms = [_room(left, saved)]
+                elif self.in_parts:
+                    rooms = [_room(left - part.most, entry + part.kept) for part in table.parts()]
+                else:
+                    rooms = [_room(left - saved, entry)]
+                self._room[kind, recompute, copies] = np.maximum.reduce(rooms)
         return self._room[kind, recompute, copies]
+
+
+def _room(left: Ints, each: Ints) -> Ints:
+    """How many times `each` bytes fit into those that are left; -1 where less than none are."""
+    return np.where(left < 0, -1, np.where(each > 0, left // np.maximum(each, 1), _PLENTY))
 
 
 def _ranges(sums: npt.NDArray[_Number]) -> npt.NDArray[_Number]:

@@ -127,10 +127,17 @@ def argument(search: Search) -> Iterator[str]:
         else f" (of {profile.operations} operations, the longest {profile.largest:.1%} of the work)"
     )
     yield f"planner: {counted(plan.size, 'sample')} per microbatch, {counted(plan.count, 'microbatch')}; chosen over {counted(len(profile.starts), 'layer')}{grain}"
+    if profile.left_out:
+        sizes = " or ".join(map(str, profile.left_out))
+        yield f"planner: not tried: microbatches of {sizes} samples, with which the model has other operations"
     yield f"planner: {shown_seconds(chosen.step)} per batch by its formulas, limited by {chosen.judged.binding}; {_bound(search)}"
     if (found := search.refined.get(plan.schedule)) is not None and found.outcome.plan == plan:
         yield f"planner: the fastest of {counted(found.tried, 'plan')} simulated: {shown_seconds(found.step)} per batch"
+    if search.more_memory > 1:
+        yield f"planner: its estimates of memory are up to {search.more_memory - 1:.0%} more than the devices have; by the exact count of the passes the plan fits"
     for schedule, reason in search.refused.items():
+        if schedule not in result.outcomes:
+            continue
         what = f"the fastest plan of {schedule}" if schedule == plan.schedule else schedule
         yield f"planner: {what} would take {shown_seconds(result.outcomes[schedule].step)}, but it was refused: {first_reason(reason)}"
     if plan.schedule not in SYNCHRONOUS:
@@ -140,21 +147,33 @@ def argument(search: Search) -> Iterator[str]:
         yield from (f"planner: left out: {name}, because {reason}" for name, reason in result.left_out.items())
     elif others := [name for name in search.left_out if not any(line.startswith(f"{name} ") for line in search.little)]:
         yield f"planner: not used: {', '.join(others)}"
-    # Formulas are compared with formulas: what was chosen by simulation may be slower by them.
     usual = result.outcomes[plan.schedule].step
-    if (same := _against(chosen.step, usual)) != "the same":
-        yield f"planner: by its formulas the plan is {same} than the best of {plan.schedule}, {shown_seconds(usual)}, which is what changes are against"
+    if (same := _against(usual, chosen.step)) != "the same":
+        yield f"planner: by its formulas another plan of {plan.schedule} is {same}, {shown_seconds(usual)}, {_passed_over(search)}"
+    # Formulas are compared with formulas: what was chosen by simulation may be slower by them.
+    yield f"planner: with one thing changed in what was given, by its formulas, against {shown_seconds(usual)}:"
     for change in search.what_if:
         if change.name.removeprefix("schedule ") in search.refused:
             continue
         told = "nothing fits" if change.step is None else f"{shown_seconds(change.step)} ({_against(change.step, usual)})"
+        simulated = search.refined.get(change.name.removeprefix("schedule "))
+        if simulated is not None and change.step is not None and change.step < usual:
+            told += f", but {shown_seconds(simulated.step)} simulated"
         yield f"what if: {change.name}: {told}"
+
+
+def _passed_over(search: Search) -> str:
+    """Why the best plan by the formulas was not taken."""
+    found = search.refined.get(search.chosen.plan.schedule)
+    if found is not None and found.outcome.plan == search.chosen.plan:
+        return "but not when it is simulated"
+    return "but with devices that hardly help" if search.little else "but it was refused"
 
 
 def _bound(search: Search) -> str:
     chosen = search.chosen
     if chosen.proven(search.result.wanted.tolerance):
-        return "by these no plan is faster"
+        return f"by these no plan of {chosen.plan.schedule} for what was given is faster"
     told = f"no plan takes less than {shown_seconds(chosen.bound)}, {chosen.gap():.1%} less"
     return told + (
         "" if chosen.layout.complete else f"; of a fleet of this size not every choice was tried, {chosen.layout.name} were best"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from penstock.inspecting.command import diff_command as diff_command
 from penstock.inspecting.command import inspect_command as inspect_command
 from penstock.inspecting.subject import load_module
 from penstock.ir.cluster import Cluster
-from penstock.ir.errors import UsageError
+from penstock.ir.errors import DoesNotFit, PenstockError, UsageError
 from penstock.ir.text import print_module
 from penstock.simulating import simulate_command as simulate_command
 from penstock.terminal import Progress, say
@@ -85,8 +86,12 @@ def compile_command(arguments: Namespace) -> None:
 
 def plan_of(arguments: Namespace, dump: Dump | None) -> Plan:
     """The plan of a model, as the arguments of `plan` and `compile` ask for it."""
+    with closing(Progress("passes")) as progress:
+        return _asked_for(arguments, dump, progress)
+
+
+def _asked_for(arguments: Namespace, dump: Dump | None, progress: Progress) -> Plan:
     from penstock import api
-    from penstock.dumping import step_of
 
     training = _training(arguments)
     if arguments.cluster:
@@ -95,20 +100,12 @@ def plan_of(arguments: Namespace, dump: Dump | None) -> Plan:
         cluster = Cluster.listed(arguments.devices)
     else:
         cluster = Cluster.local(arguments.devices or (arguments.stages or 1) * (arguments.replicas or 1))
-    names = {"frozen": arguments.frozen, "trained": arguments.trained}
     dims = dims_of(arguments.dim)
-
-    def load(size: int | None) -> api.Model:
-        own = dims if size is None or batch_dim is None else dims | {batch_dim: size}
-        with step_of(dump, "import") as said:
-            model = api.from_onnx(arguments.model, dims=own, known=known_of(arguments.known), **names)
-            said += model.imported.report
-        return model
-
-    options: dict[str, Any] = {"cuda_libraries": arguments.cuda_libraries, "progress": Progress("passes"), "dump": dump}
+    options: dict[str, Any] = {"cuda_libraries": arguments.cuda_libraries, "progress": progress, "dump": dump}
     if arguments.wire is not None:
         options["wire"] = arguments.wire
     batch_dim = _batch_dimension(arguments, dims)
+    load = _loader(arguments, dims, batch_dim, dump)
     if arguments.batch is not None:
         return _best(arguments, load, cluster, training, batch_dim is not None, options)
     if arguments.plan is not None:
@@ -132,6 +129,23 @@ def plan_of(arguments: Namespace, dump: Dump | None) -> Plan:
         hints=arguments.hints == "use",
         **options,
     )
+
+
+def _loader(arguments: Namespace, dims: Mapping[str, int], batch_dim: str | None, dump: Dump | None) -> Load:
+    """Imports the model at any size of a microbatch, where that is not given."""
+    from penstock import api
+    from penstock.dumping import step_of
+
+    def load(size: int | None) -> api.Model:
+        own = dims if size is None or batch_dim is None else {**dims, batch_dim: size}
+        with step_of(dump, "import") as said:
+            model = api.from_onnx(
+                arguments.model, dims=own, known=known_of(arguments.known), frozen=arguments.frozen, trained=arguments.trained
+            )
+            said += model.imported.report
+        return model
+
+    return load
 
 
 def _planned(
@@ -188,22 +202,37 @@ def _best(arguments: Namespace, load: Load, cluster: Cluster, training: Training
     if given:
         raise UsageError(f"{', '.join(given)} with --batch: the planner chooses that", hint="leave out one or the other")
     schedules = {None: SYNCHRONOUS, "auto": SCHEDULES}.get(arguments.schedule, (arguments.schedule,))
-    sizes = sizes_of(arguments.batch, None) if free else (None,)
-    plan = plan_best(
-        load,
-        cluster,
-        training,
-        batch=arguments.batch,
-        sizes=sizes,
-        schedules=schedules,
-        recompute=arguments.recompute or "auto",
-        replicas=arguments.replicas,
-        precision=arguments.precision,
-        **options,
-    )
+    asked: dict[str, Any] = {"batch": arguments.batch, "schedules": schedules, "recompute": arguments.recompute or "auto"}
+    asked |= {"replicas": arguments.replicas, "precision": arguments.precision}
+    try:
+        plan = plan_best(load, cluster, training, sizes=sizes_of(arguments.batch, None) if free else (None,), **asked, **options)
+    except DoesNotFit as error:
+        if not free and (smaller := _smaller_size(arguments, cluster, training, asked, options)):
+            error.hint = f"{smaller}, smaller microbatches, for which there is a plan; or {error.hint}"
+        raise
     for line in plan.model.imported.report:
         say(line)
     return plan
+
+
+def _smaller_size(arguments: Namespace, cluster: Cluster, training: Training, asked: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """The option for smaller microbatches that there is a plan for, where an option gave their size; else nothing."""
+    from penstock.planning import plan_best, sizes_of
+
+    dims = dims_of(arguments.dim)
+    for name, given in dims.items():
+        others = {other: size for other, size in dims.items() if other != name}
+        sizes = [size for size in sizes_of(given, None) if size < given]
+        if not sizes or _batch_dimension(arguments, others) != name:
+            continue
+        try:
+            quiet = {**options, "progress": None, "dump": None}
+            found = plan_best(_loader(arguments, others, name, None), cluster, training, sizes=sizes, **asked, **quiet)
+        except PenstockError:
+            return ""  # nothing is proposed that has not been planned; the error that is being told is of what was asked for
+        assert found.search is not None
+        return f"--dim {name}={found.search.chosen.plan.size}"
+    return ""
 
 
 def dims_of(words: Iterable[str]) -> dict[str, int]:

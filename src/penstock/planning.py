@@ -9,7 +9,7 @@ fastest then goes through all passes, which check order, versions and memory exa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,10 @@ from penstock.grading import best_prices
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import DoesNotFit, UsageError, VerifyError
 from penstock.passes.planner.argue import Change, Result, counterfactuals, plan_chain
+from penstock.passes.planner.chain import Chain
+from penstock.passes.planner.fleet import Fleet, fleet_of
 from penstock.passes.planner.plan import SCHEDULES, Wanted
+from penstock.passes.planner.plan import Plan as Chosen
 from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.planner.profile import Profile, profile_chain
 from penstock.passes.planner.sparing import without_little_help
@@ -35,16 +38,20 @@ MOST_SIZES = 5
 
 # Parts of the memory that a plan is tried again for, where what was planned for all of it does not fit after all.
 LESS_MEMORY = (0.95, 0.85, 0.7)
+# And how many times the memory, where nothing fits by estimates: what the passes count exactly may be less.
+MORE_MEMORY = (1.05, 1.1, 1.2)
 
 # The model at so many samples per microbatch; None for the size that it has.
 Load = Callable[[int | None], api.Model]
+# A schedule, a plan of it, and devices that it does without although they would help a little.
+_Try = tuple[str, Outcome, list[str]]
 
 
 @dataclass(frozen=True)
 class Search:
     """What led to a plan. `result` has the best plan of every schedule, `chosen` is the one that was carried out; `refused` are those that the passes
     refused, with the reason; `little` says of devices that they help too little to be used. `refined` is what the simulator said of the best plans near the
-    planner's, by schedule. `in_bf16` makes the profile of the model in bfloat16, where the plan is in float32."""
+    planner's, by schedule; `more_memory` how many times the memory of the devices the formulas were given. `in_bf16` makes the profile of the model in bfloat16, where the plan is in float32."""
 
     profile: Profile
     result: Result
@@ -53,11 +60,14 @@ class Search:
     little: Sequence[str] = ()
     refined: Mapping[str, Refined] = field(default_factory=dict)
     in_bf16: Callable[[], Profile] | None = None
+    more_memory: float = 1.0
 
     @cached_property
     def what_if(self) -> list[Change]:
         """Plans with one thing changed in what was asked for, or in the devices of the plan that was chosen, all the best by the formulas."""
-        others = {} if self.in_bf16 is None else {"in bfloat16": self.in_bf16().chain}
+        others = {}
+        if self.in_bf16 is not None and (chain := self.in_bf16().chain).sizes == self.profile.chain.sizes:
+            others["in bfloat16"] = chain
         kinds = {kind: found for kind, found in self.result.outcomes.items() if kind != self.chosen.plan.schedule}
         return counterfactuals(replace(self.result, outcomes={self.chosen.plan.schedule: self.chosen} | kinds), others)
 
@@ -114,10 +124,12 @@ def plan_best(
             sizes_of(batch, found)
         models[found] = model
 
-    def profile_in(precision: str | None) -> Profile:
+    def profile_in(precision: str | None, sizes: Sequence[int], progress: api.ProgressHook | None = None) -> Profile:
         modules = {
-            size: api.before_partition(model, cluster, alone, precision=precision, progress=progress, **library)
-            for size, model in models.items()
+            size: api.before_partition(
+                models[size], cluster, alone, precision=precision, progress=progress and _for_size(progress, size), **library
+            )
+            for size in sizes
         }
         return profile_chain(
             modules,
@@ -127,11 +139,34 @@ def plan_best(
             shared=cluster.is_shared,
         )
 
-    profile = profile_in(precision)
-    wanted = Wanted(batch, tuple(schedules), recompute, tuple(sorted(models)), replicas=replicas)
-    result = plan_chain(profile.chain, cluster, wanted)
-    refused: dict[str, str] = {}
-    illegal = False
+    profile = profile_in(precision, sorted(models), progress)
+    wanted = Wanted(batch, tuple(schedules), recompute, profile.chain.sizes, replicas=replicas)
+    refused: dict[str, Exception] = {}
+    tried: set[Chosen] = set()
+
+    def carried_out(result: Result, tries: Iterable[_Try], refined: Mapping[str, Refined], more_memory: float = 1.0) -> api.Plan | None:
+        """The first that the passes accept."""
+        for schedule, outcome, little in tries:
+            if outcome.plan in tried:
+                continue
+            tried.add(outcome.plan)
+            try:
+                made = _carried_out(models[outcome.plan.size], cluster, training, outcome, profile, recompute, precision, progress, options)
+            except (VerifyError, DoesNotFit) as error:
+                refused.setdefault(schedule, error)
+                continue
+            told = {kind: str(error) for kind, error in refused.items()}
+            whole = (lambda: profile_in("bf16", profile.chain.sizes)) if (precision or training.precision) == "f32" else None
+            return replace(made, search=Search(profile, result, outcome, told, little, refined, whole, more_memory))
+        return None
+
+    try:
+        result = plan_chain(profile.chain, cluster, wanted)
+    except DoesNotFit:
+        for result, part in _with_more_memory(profile.chain, cluster, wanted):
+            if (plan := carried_out(result, [(result.best.plan.schedule, result.best, [])], {}, part)) is not None:
+                return plan
+        raise
     spared = {kind: without_little_help(profile.chain, result.fleet, wanted, outcome) for kind, outcome in result.outcomes.items()}
     refined = {}
     for kind, (outcome, little) in spared.items():
@@ -139,29 +174,47 @@ def plan_best(
         usable = outcome.plan.devices if little else range(len(result.fleet))
         if (near := refine(result.planner, cluster, outcome, usable)) is not None:
             refined[kind] = near
-    for schedule, outcome, little in _tries(profile, result, spared, refined):
-        try:
-            made = _carried_out(models[outcome.plan.size], cluster, training, outcome, profile, recompute, precision, progress, options)
-        except (VerifyError, DoesNotFit) as error:
-            refused.setdefault(schedule, str(error))
-            illegal = illegal or isinstance(error, VerifyError)
-            continue
-        whole = (precision or training.precision) == "f32"
-        return replace(
-            made, search=Search(profile, result, outcome, refused, little, refined, (lambda: profile_in("bf16")) if whole else None)
-        )
-    problems = "".join(f"\n  - {kind}: {first_reason(reason)}" for kind, reason in refused.items())
+    if (plan := carried_out(result, _tries(profile, result, spared, refined), refined)) is not None:
+        return plan
+    problems = "".join(f"\n  - {kind}: {first_reason(str(error))}" for kind, error in refused.items())
     what = f"what the planner chose was refused by the passes:{problems}"
-    if illegal:
+    if any(isinstance(error, VerifyError) for error in refused.values()):
         raise UsageError(what, hint="--replicas 1, or a plan by hand (--stages, --split-at), may do")
     raise DoesNotFit(what, hint="more devices, or smaller microbatches or batches, need less")
 
 
+def _for_size(progress: api.ProgressHook, size: int) -> api.ProgressHook:
+    """Progress of the passes that a size is profiled with. They are a part of planning, which ends with all passes over the plan, so their end is not told."""
+
+    def tell(done: int, total: int, what: str) -> None:
+        if done < total:
+            progress(done, total, f"{what} (microbatches of {size})")
+
+    return tell
+
+
+def _with_more_memory(chain: Chain, cluster: Cluster, wanted: Wanted) -> Iterator[tuple[Result, float]]:
+    """Of every schedule the best plan in the least of more memory in which there is one, the fastest first; and how many times the memory that is."""
+    fleet, found = fleet_of(cluster), list[tuple[Result, float]]()
+    for schedule in wanted.schedules:
+        for part in MORE_MEMORY:
+            planner = Planner(chain, _with_memory(fleet, part), wanted)
+            if (outcome := planner.best(schedule)) is not None:
+                found.append((Result(chain, planner.fleet, wanted, {schedule: outcome}, {}, planner), part))
+                break
+    return iter(sorted(found, key=lambda row: row[0].best.step))
+
+
+def _with_memory(fleet: Fleet, part: float) -> Fleet:
+    """A fleet with so many times the memory."""
+    return fleet.but([replace(d, spaces=tuple((name, int(size * part)) for name, size in d.spaces)) for d in fleet.devices])
+
+
 def _tries(
     profile: Profile, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]], refined: Mapping[str, Refined]
-) -> Iterator[tuple[str, Outcome, list[str]]]:
+) -> Iterator[_Try]:
     """Plans to be carried out, until the passes accept one: of every schedule the best by simulation, where there is one, that of the formulas, those for
-    somewhat less memory than there is, since what the planner counts are estimates, and the one without replicas, whose rules are simpler. The fastest
+    somewhat less memory than there is, since what the planner counts are estimates, and such without replicas, whose rules are simpler. The fastest
     schedule comes first."""
     limited = any(device.memory for device in result.fleet.devices)
     every = len(refined) == len(spared)
@@ -170,16 +223,15 @@ def _tries(
         if schedule in refined and refined[schedule].outcome.plan != outcome.plan:
             yield schedule, refined[schedule].outcome, little
         yield schedule, outcome, little
-        for part in LESS_MEMORY if limited else ():
-            less = [replace(d, spaces=tuple((name, int(size * part)) for name, size in d.spaces)) for d in result.fleet.devices]
-            found = Planner(profile.chain, result.fleet.but(less), result.wanted).best(schedule)
-            if found is not None and found.plan != outcome.plan:
-                yield schedule, *without_little_help(profile.chain, result.fleet, result.wanted, found)
-        if len(outcome.plan.stages) < len(outcome.plan.devices):
-            wanted = replace(result.wanted, replicas=1)
-            found = Planner(profile.chain, result.fleet, wanted).best(schedule)
+        least = LESS_MEMORY if limited else ()
+        shared = len(outcome.plan.stages) < len(outcome.plan.devices)
+        alone = replace(result.wanted, replicas=1)
+        for wanted, part in [*((result.wanted, part) for part in least), *((alone, part) for part in (1.0, *least) if shared)]:
+            less = _with_memory(result.fleet, part)
+            found = Planner(profile.chain, less, wanted).best(schedule)
             if found is not None:
-                yield schedule, *without_little_help(profile.chain, result.fleet, wanted, found)
+                # A device that hardly helps stays where its memory is wanted.
+                yield schedule, *without_little_help(profile.chain, less, wanted, found)
 
 
 def first_reason(error: str) -> str:

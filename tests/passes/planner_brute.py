@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from math import ceil, inf
 
 from penstock.passes.planner.chain import Chain, Times
 from penstock.passes.planner.fleet import Fleet
+from penstock.passes.planner.plan import Wanted
 
 POSTED = 2
 
@@ -44,13 +45,26 @@ def dealt(total: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (n, *more)
 
 
+def best_of_all(chain: Chain, fleet: Fleet, wanted: Wanted, schedule: str, recompute: str | None = None) -> float:
+    """Seconds of the best plan. What is computed again is whole stages, and parts of them only where no plan fits otherwise."""
+    modes = {"auto": ("auto", "parts") if schedule != "zb-1f1b" else ("auto",)}.get(
+        recompute or wanted.recompute, (recompute or wanted.recompute,)
+    )
+    found = inf
+    for mode in modes:
+        if found == inf:
+            found = min(Brute(chain, fleet, schedule, b, wanted.batch // b, wanted.base, mode).run() for b in wanted.microbatch_sizes())
+    return found
+
+
 class Brute:
     def __init__(self, chain: Chain, fleet: Fleet, schedule: str, b: int, m: int, base: int, recompute: str, nics: bool = True) -> None:
         self.layers, self.chain, self.fleet, self.schedule = chain.layers, chain, fleet, schedule
         self.b, self.m, self.base, self.nics = b, m, base, nics
         self.times: list[Times] = [chain.timer(chain, d, b) for d in fleet.devices]
         self.late = schedule in ("2bw", "eager-2bw")
-        self.flags = {"auto": (False, True), "none": (False,), "all": (True,)}[recompute]
+        self.flags = {"auto": (False, True), "none": (False,), "all": (True,), "parts": (False, True)}[recompute]
+        self.in_parts = recompute == "parts"
         self.best, self.plan = inf, None
         self.options_seen: dict[tuple, list] = {}
 
@@ -125,6 +139,15 @@ class Brute:
         self.options_seen[key] = found
         return found
 
+    def _again(self, first: int, last: int, held: int, coming: int) -> int:
+        """Bytes of what is computed again: with every choice of cuts between parts, or with none."""
+        found, inner = [], range(first + 1, last)
+        for cuts in (cuts for count in range(last - first if self.in_parts else 1) for cuts in combinations(inner, count)):
+            ends = (first, *cuts, last)
+            parts = [sum(x.saved.at(self.b) for x in self.layers[a:z]) for a, z in pairwise(ends)]
+            found.append(held * (coming + sum(self.layers[c - 1].out.at(self.b) for c in cuts)) + max(parts))
+        return min(found)
+
     def _bytes(self, first: int, last: int, replicas: int, held: int, recompute: bool) -> int:
         b, layers = self.b, self.layers[first:last]
         saved = sum(x.saved.at(b) for x in layers)
@@ -137,7 +160,7 @@ class Brute:
             sum(x.params for x in layers) * (2 if self.late else 1)
             + sum(x.grads for x in layers) * (2 if self.late and replicas > 1 else 1)
             + sum(x.state for x in layers)
-            + (saved + held * kept if recompute else held * saved)
+            + (self._again(first, last, held, kept) if recompute else held * saved)
             + max(x.workspace.at(b) for x in layers)
             + POSTED * (coming + returning)
             + going

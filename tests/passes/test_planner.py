@@ -8,7 +8,7 @@ from math import inf
 from random import Random
 
 import pytest
-from planner_brute import Brute
+from planner_brute import best_of_all
 from planner_drawn import draw_chain, draw_fleet
 
 from penstock.ir.cluster import Cluster, Device, Link, Path
@@ -38,11 +38,6 @@ def draw(seed: int, nics: bool = False) -> tuple[Chain, Fleet, Wanted]:
     return chain, fleet, Wanted(batch, (schedule,), recompute, tuple(b for b in (1, 2) if batch % b == 0), base=BASE, tolerance=1e-11)
 
 
-def best_of_all(chain: Chain, fleet: Fleet, wanted: Wanted) -> float:
-    (schedule,) = wanted.schedules
-    return min(Brute(chain, fleet, schedule, b, wanted.batch // b, wanted.base, wanted.recompute).run() for b in wanted.sizes)
-
-
 def planned(chain: Chain, fleet: Fleet, wanted: Wanted) -> float:
     found = Planner(chain, fleet, wanted).best(wanted.schedules[0])
     return inf if found is None else found.step
@@ -53,7 +48,38 @@ def test_equals_looking_at_every_plan(block: int) -> None:
     """200 random instances: unequal devices, links and memory limits."""
     for seed in range(20 * block, 20 * block + 20):
         chain, fleet, wanted = draw(seed)
-        assert planned(chain, fleet, wanted) == pytest.approx(best_of_all(chain, fleet, wanted), rel=1e-9), seed
+        assert planned(chain, fleet, wanted) == pytest.approx(best_of_all(chain, fleet, wanted, wanted.schedules[0]), rel=1e-9), seed
+
+
+def test_parts_equal_looking_at_every_cut_between_them() -> None:
+    """With as much memory as just fits: recomputation in parts fits more than that of whole stages, which is the control."""
+    compared = more = 0
+    for seed in range(900, 940):
+        chain, fleet, wanted = draw(seed)
+        wanted = replace(wanted, recompute="parts")
+        for part in (0.5, 0.7):
+            tight = fleet.but([replace(d, spaces=(("ram", int((d.memory or 5_000_000) * part)),)) for d in fleet.devices])
+            best = best_of_all(chain, tight, wanted, wanted.schedules[0])
+            assert planned(chain, tight, wanted) == pytest.approx(best, rel=1e-9), seed
+            compared += best < inf
+            whole = planned(chain, tight, replace(wanted, recompute="all"))
+            assert best <= whole * (1 + 1e-9)
+            more += best < inf == whole == planned(chain, tight, replace(wanted, recompute="none"))
+    assert compared >= 20
+    assert more >= 2
+
+
+def test_parts_of_long_chains() -> None:
+    """Too long for looking at every choice: few limits are enough for twice the least that could be held, about the root of the length at a time."""
+    table = Table(equal_chain(64, saved=1000), 1)
+    ways = table.parts()
+    assert len(ways) <= 20
+    assert (ways[0].kept[0, 64], ways[0].most[0, 64]) == (0, table.saved[64])
+    for way in ways:
+        parts = way.kept[0, 64] // table.out[1] + 1
+        assert parts * way.most[0, 64] >= table.saved[64]
+    each = int(table.out[1])
+    assert min(int(way.kept[0, 64] + way.most[0, 64]) for way in ways) <= 2 * (64 * 1000 * each) ** 0.5 + 1000 + each
 
 
 def test_the_instances_are_of_every_kind() -> None:
@@ -94,7 +120,7 @@ def test_the_comparison_sees_a_wrong_model(change: object) -> None:
     wrong = 0
     for seed in range(60):
         chain, fleet, wanted = draw(seed)
-        wrong += planned(chain, change(fleet), wanted) != pytest.approx(best_of_all(chain, fleet, wanted), rel=1e-9)  # type: ignore[operator]
+        wrong += planned(chain, change(fleet), wanted) != pytest.approx(best_of_all(chain, fleet, wanted, wanted.schedules[0]), rel=1e-9)  # type: ignore[operator]
     assert wrong >= 5
 
 
@@ -103,7 +129,7 @@ def test_nics_of_several_stages() -> None:
     proven = above = 0
     for seed in range(500, 580):
         chain, fleet, wanted = draw(seed, nics=True)
-        found, best = Planner(chain, fleet, wanted).best(wanted.schedules[0]), best_of_all(chain, fleet, wanted)
+        found, best = Planner(chain, fleet, wanted).best(wanted.schedules[0]), best_of_all(chain, fleet, wanted, wanted.schedules[0])
         if found is None:
             assert best == inf
             continue
@@ -122,7 +148,7 @@ def test_larger_fleets_in_rows_stay_between_bound_and_best(monkeypatch: pytest.M
     equal = 0
     for seed in range(80):
         chain, fleet, wanted = draw(seed)
-        found, best = Planner(chain, fleet, wanted).best(wanted.schedules[0]), best_of_all(chain, fleet, wanted)
+        found, best = Planner(chain, fleet, wanted).best(wanted.schedules[0]), best_of_all(chain, fleet, wanted, wanted.schedules[0])
         if found is not None:
             assert not found.layout.complete
             assert found.bound * (1 - 1e-9) <= best <= found.step * (1 + 1e-9)

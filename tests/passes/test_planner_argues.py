@@ -8,21 +8,17 @@ from math import inf
 from random import Random
 
 import pytest
-from planner_brute import Brute
+from planner_brute import best_of_all
 from planner_drawn import draw_chain, draw_fleet
 
 from penstock.ir.cluster import Cluster, Device
 from penstock.ir.errors import DoesNotFit
 from penstock.passes.planner.argue import Result, counterfactuals, plan_chain
 from penstock.passes.planner.chain import Amount, Chain, Layer, Work
-from penstock.passes.planner.fleet import Fleet, fleet_of
+from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.plan import Wanted
 
 BASE = 1000
-
-
-def best_of_all(chain: Chain, fleet: Fleet, wanted: Wanted, schedule: str, recompute: str = "auto") -> float:
-    return min(Brute(chain, fleet, schedule, b, wanted.batch // b, wanted.base, recompute).run() for b in wanted.microbatch_sizes())
 
 
 def drawn_results(count: int) -> list[Result]:
@@ -121,7 +117,7 @@ def test_what_does_not_fit_says_what_would() -> None:
         for part, fits in ((factor, True), (factor * 0.99, False)):
             grown = fleet.but([replace(d, spaces=(("ram", int(d.memory * part)),)) if d.memory else d for d in fleet.devices])
             assert (best_of_all(chain, grown, wanted, "2bw", "none") < inf) == fits
-        recomputes = best_of_all(chain, fleet, wanted, "2bw") < inf
+        recomputes = best_of_all(chain, fleet, wanted, "2bw", "auto") < inf
         assert recomputes == ("recompute activations" in hint.split("; or "))
         smaller = best_of_all(chain, fleet, replace(wanted, sizes=(1, 2, 4)), "2bw", "none") < inf
         assert smaller == ("use smaller microbatches" in hint.split("; or "))

@@ -113,8 +113,16 @@ def test_a_device_that_hardly_helps_is_left_out(gpt):
         assert found is None or found.step > kept.step * (1 + LITTLE / 2)
 
 
-def test_sizes_that_make_other_models_are_refused(tmp_path, gpt):
+def test_sizes_that_make_other_models_are_left_out(tmp_path, gpt):
+    """Those stay that most sizes make, of as many the larger ones; the rest have no times."""
     other = write_mlp(tmp_path / "m.onnx", [8, 8, 4], batch=8)
     module = before_partition(ps.from_onnx(other), Cluster((DEVICE,)), TRAINING)
-    with pytest.raises(UsageError, match="other operations with microbatches of 4"):
-        profile_chain({4: gpt[4], 8: module}, DEVICE)
+    for modules, kept, left in (({4: gpt[4], 8: module}, (8,), (4,)), ({**gpt, 8: module}, (2, 4), (8,)), (gpt, (2, 4), ())):
+        found = profile_chain(modules, DEVICE)
+        assert (found.chain.sizes, found.left_out) == (kept, left)
+        alone = profile_chain({b: modules[b] for b in kept}, DEVICE)
+        assert found.starts == alone.starts
+        assert found.chain.layers == alone.chain.layers
+        for b in left:
+            with pytest.raises(UsageError, match=f"microbatches of {b} samples were not profiled"):
+                found.chain.timer(found.chain, DEVICE, b)
