@@ -24,7 +24,8 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= demo-out
-TEST_PROCESSES ?= 2
+# One more than the cores of a small machine: many tests wait for a process, or for a limit to run out.
+TEST_PROCESSES ?= 3
 TEST_SECONDS ?= 600
 
 # The first interpreter that is new enough and can make environments; `make PYTHON=/path/to/python` chooses another.

@@ -148,7 +148,7 @@ def whole_module(graphs: Sequence[Graph], out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("which", ["gpt", "cnn"])
+@pytest.mark.parametrize("which", [pytest.param("gpt", marks=pytest.mark.slow), "cnn"])
 def test_linked_kernels_give_what_a_module_built_whole_gives(which: str, tmp_path: Path) -> None:
     """Up to the last bits: beside other functions, LLVM may join other multiplications and additions into one rounding."""
     graphs = planned(tmp_path, which)[:3]

@@ -27,13 +27,12 @@ def has_half(s: Sample) -> bool:
 
 CHOSEN = [s for s in SAMPLES if not has_half(s)]
 GRAPHS = [s.graph(f"s0.c{i}") for i, s in enumerate(CHOSEN)]
-# All of f32 and every third of the other samples of each operation; and the rest.
-_OTHERS = [(s, g) for s, g in zip(CHOSEN, GRAPHS, strict=True) if s.dtype != "f32"]
-_RANKS = [sum(s.kind == other.kind for other, _ in _OTHERS[:i]) for i, (s, _) in enumerate(_OTHERS)]
+# Every second sample of f32 of each operation and every sixth of the others; and the rest.
+_ALIKE = [(s.kind, s.dtype == "f32") for s in CHOSEN]
+_IS_SOME = [_ALIKE[:i].count(of) % (2 if of[1] else 6) == 0 for i, of in enumerate(_ALIKE)]
 PARTS = {
-    "some": [(s, g) for s, g in zip(CHOSEN, GRAPHS, strict=True) if s.dtype == "f32"]
-    + [pair for pair, rank in zip(_OTHERS, _RANKS, strict=True) if rank % 3 == 0],
-    "rest": [pair for pair, rank in zip(_OTHERS, _RANKS, strict=True) if rank % 3],
+    "some": [(s, g) for s, g, some in zip(CHOSEN, GRAPHS, _IS_SOME, strict=True) if some],
+    "rest": [(s, g) for s, g, some in zip(CHOSEN, GRAPHS, _IS_SOME, strict=True) if not some],
 }
 
 

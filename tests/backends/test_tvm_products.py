@@ -94,7 +94,9 @@ MANY = [
 NARROW = [(40, 1, 33), (50, 2, 64), (29, 65, 31), (13, 68, 16), (45, 7, 19), (33, 72, 23), (300, 131, 12)]
 
 
-@pytest.mark.parametrize("target", ["host", "x86-64-v3", "x86-64-v2"])
+@pytest.mark.parametrize(
+    "target", ["host", pytest.param("x86-64-v3", marks=pytest.mark.slow), pytest.param("x86-64-v2", marks=pytest.mark.slow)]
+)
 def test_products_with_few_columns_at_the_end(target: str, tmp_path: Path) -> None:
     graphs = [product(f"s0.{form}{i}", form, *size) for form in ("NN", "NT") for i, size in enumerate(NARROW)]
     graphs += [product(f"s0.d{i}", "NN", *size, "f64") for i, size in enumerate(NARROW)]
@@ -112,7 +114,7 @@ def test_nothing_is_multiplied_that_a_row_does_not_have(place: int, tmp_path: Pa
     torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["NN", "TN", *(pytest.param(form, marks=pytest.mark.slow) for form in ("NT", "TT"))])
 def test_products_of_few_and_many_rows(form: str, tmp_path: Path) -> None:
     few = FEW if form in ("NN", "NT") else FEW[::4]
     assert not wrong([product(f"s0.p{i}", form, *size) for i, size in enumerate([*few, *MANY])], tmp_path)
@@ -153,7 +155,7 @@ def test_products_for_other_instruction_sets(target: str, tmp_path: Path) -> Non
     assert not wrong(graphs, tmp_path, target)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 70), st.integers(1, 300), st.integers(1, 90))
 def test_products_of_any_size(tmp_path_factory: pytest.TempPathFactory, m: int, n: int, k: int) -> None:
     assert not wrong([product(f"s0.{form}", form, m, n, k) for form in FORMS], tmp_path_factory.mktemp("any"))

@@ -1,4 +1,4 @@
-"""Two processes that talk over the transport; started by test_transport.py with scenario, rank and port (0 on rank 0, which prints it)."""
+"""Two processes that talk over the transport; test_transport.py has them forked from one that has imported this."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import socket
 import sys
 import time
 from datetime import timedelta
-
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 import torch
 import torch.distributed as dist
@@ -373,7 +371,14 @@ def shared_mixed_up(rank, group):
         time.sleep(1)
 
 
-def main(scenario, rank, port):
+def speak(scenario, rank, port, log):
+    """Be one of the two, and write into a file; on rank 0, the port where they meet is the first line."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for output in (1, 2):
+        os.dup2(descriptor, output)
+    # What this process inherited writes elsewhere.
+    sys.stdout, sys.stderr = (os.fdopen(output, "w", closefd=False) for output in (1, 2))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = host_store(2, 20) if rank == 0 else join_store(port, 2, 20)
     if rank == 0:
         print(store.port, flush=True)
@@ -392,6 +397,3 @@ def main(scenario, rank, port):
 
 SHARED = (shared_memory, shared_deaf, shared_gone, shared_mixed_up)
 SCENARIOS = {f.__name__: f for f in (exchange, slow_exchange, together, raw_tags, team, agree, silent, deaf, gone, absent, *SHARED)}
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -18,39 +16,52 @@ from penstock.ir.types import parse_type
 from penstock.runtime.neighbours import identity
 from penstock.runtime.transport import Transport
 
+from . import peers
+from .test_failures import wait_until
 
-def talk(scenario, seconds=40):
-    """Run a scenario; per rank the exit code and the last thing said, and the time it took after the start."""
-    script = str(Path(__file__).with_name("peers.py"))
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([peers.__name__])
 
-    def start(rank, port):
-        return subprocess.Popen(
-            [sys.executable, script, scenario, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
 
-    processes = [start(0, "0")]
-    try:
-        assert processes[0].stdout is not None
-        processes.append(start(1, processes[0].stdout.readline().strip()))
-        started = time.monotonic()
-        said = [process.communicate(timeout=seconds)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [p.returncode for p in processes], said, time.monotonic() - started
+@pytest.fixture
+def talk(tmp_path):
+    """talk(scenario) runs it; per rank the exit code and the last thing said, and the time it took after the start."""
+    logs = [tmp_path / "rank0", tmp_path / "rank1"]
+
+    def port_of():
+        text = logs[0].read_text() if logs[0].exists() else ""
+        return int(text.splitlines()[0]) if "\n" in text else None
+
+    def run(scenario, seconds=40):
+        processes = [FORKS.Process(target=peers.speak, args=(scenario, 0, 0, logs[0]))]
+        processes[0].start()
+        try:
+            assert wait_until(port_of, seconds)
+            processes.append(FORKS.Process(target=peers.speak, args=(scenario, 1, port_of(), logs[1])))
+            processes[1].start()
+            started = time.monotonic()
+            for process in processes:
+                process.join(seconds)
+            took = time.monotonic() - started
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [process.exitcode for process in processes], [log.read_text() for log in logs], took
+
+    return run
 
 
 @pytest.mark.parametrize(
     "scenario",
     ["exchange", "slow_exchange", "together", "raw_tags", "team", "shared_memory"],
 )
-def test_messages_arrive_where_they_belong(scenario):
+def test_messages_arrive_where_they_belong(scenario, talk):
     codes, said, _ = talk(scenario)
     assert codes == [0, 0], said
 
 
-def test_ranks_must_agree():
+def test_ranks_must_agree(talk):
     codes, said, _ = talk("agree")
     assert codes == [5, 5]
     for text in said:
@@ -74,7 +85,7 @@ def test_ranks_must_agree():
         ("absent", "waited up to 1 s for 'roll' of rank 1"),
     ],
 )
-def test_a_peer_that_does_not_answer(scenario, message):
+def test_a_peer_that_does_not_answer(scenario, message, talk):
     codes, said, seconds = talk(scenario)
     assert codes[0] == 6
     assert f"PeerLost rank 0{', stage 0, action 0' if scenario != 'absent' else ''}" in said[0]
