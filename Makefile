@@ -96,16 +96,12 @@ conformance: $(VENV)/ready
 	$(BIN)/python tests/conformance/run.py
 	$(BIN)/python tests/conformance/run.py --through tvm
 
-# The tests of these parts, and those that take them through the command line, in slices of some minutes each.
-COVERING ?= tests/ir 'tests/passes/test_[a-f]*.py' 'tests/passes/test_[g-o]*.py' 'tests/passes/test_p[a-k]*.py' \
-	'tests/passes/test_placement*.py' 'tests/passes/test_planner*.py tests/passes/test_pr*.py' 'tests/passes/test_re[a-o]*.py' 'tests/passes/test_re[p-z]*.py tests/passes/test_sc*.py' \
-	'tests/passes/test_s[i-z]*.py' 'tests/passes/test_[t-z]*.py tests/runtime/test_simulate.py' \
-	'tests/test_planning.py tests/test_placement.py tests/test_simulating.py tests/test_refining.py'
+# The tests of these parts, and those that take them through the command line.
+COVERING ?= tests/ir tests/passes tests/runtime/test_simulate.py tests/test_planning.py tests/test_placement.py tests/test_simulating.py tests/test_refining.py
 
 coverage: $(VENV)/ready
 	rm -rf build/coverage && mkdir -p build/coverage
-	for slice in $(COVERING); do \
-		$(BIN)/python -m coverage run -m pytest -q -m "not slow" -n $(TEST_PROCESSES) --dist loadfile $$slice || exit 1; done
+	$(BIN)/python -m coverage run -m pytest -q -m "not slow" -n $(TEST_PROCESSES) --dist loadfile $(COVERING)
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
 

@@ -26,10 +26,12 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[[], *EXAMPLES], default=EXAMPLES, metavar="NAME", help=f"of {', '.join(EXAMPLES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXAMPLES)} (default: all)")
     options = parser.parse_args()
+    if unknown := [name for name in options.names if name not in EXAMPLES]:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(EXAMPLES)}")
     rows, failed = [], False
-    for name in options.names:
+    for name in options.names or EXAMPLES:
         print(f"{name} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             started = time.perf_counter()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +82,27 @@ def test_examples_say_what_they_are_and_use_the_public_api_alone(name: str) -> N
     assert "description=__doc__" in source
     assert f"`{name}.py`" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert outside_of_the_api(source) == []
+
+
+def test_all_are_run_where_none_is_named(tmp_path: Path) -> None:
+    """As `make examples` does it. The control: one that fails."""
+    shutil.copy(EXAMPLES / "run_all.py", tmp_path)
+    (tmp_path / "fine.py").write_text("print(1)\n")
+    (tmp_path / "elsewhere.py").write_text(f"import sys\nprint('no such device', file=sys.stderr)\nsys.exit({CANNOT_RUN})\n")
+
+    def run_all(*names: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "run_all.py", *names], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    done = run_all()
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^\| (\w+) \| \d+ \| (.*) \|$", done.stdout, re.MULTILINE) == [
+        ("elsewhere", "not here: no such device"),
+        ("fine", "ok"),
+    ]
+    (tmp_path / "wrong.py").write_text("raise SystemExit('losses differ')\n")
+    assert run_all().returncode == run_all("fine", "wrong").returncode == 1
+    assert run_all("fine").returncode == 0
+    assert "unknown: nothing; there are elsewhere, fine, wrong" in run_all("fine", "nothing").stderr
 
 
 def test_imports_beside_the_public_api_are_noticed() -> None:
