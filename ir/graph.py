@@ -211,6 +211,11 @@ class Module:
         """The inputs that data must give."""
         return tuple(value for value in self.inputs if value.name != MICROBATCH)
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers: they depend on the number of a microbatch, which is an input then."""
+        return any(value.name == MICROBATCH for value in self.inputs)
+
     def but(self, **changed: Any) -> Module:
         """A copy with some fields replaced."""
         other: Module = replace(self, **changed)

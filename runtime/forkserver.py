@@ -144,21 +144,17 @@ class Server:
             except OSError:  # it is about to end
                 return None
             self._processes[number] = process
-        if not self._ready.wait(_IMPORT_SECONDS):
-            self._give_up(f"imports took longer than {_IMPORT_SECONDS:g} s")
-        if not process.has_begun(_FORK_SECONDS):
-            self._give_up(f"no process for rank {rank.rank} within {_FORK_SECONDS:g} s")
+        try:
+            if not self._ready.wait(_IMPORT_SECONDS):
+                raise PeerLost(f"imports took longer than {_IMPORT_SECONDS:g} s", where="launch")
+            if not process.has_begun(_FORK_SECONDS):
+                raise PeerLost(f"no process for rank {rank.rank} within {_FORK_SECONDS:g} s", where="launch")
+        except BaseException:  # an interrupt, too: nobody waits for it any more
+            self._server.kill()
+            raise
         if process.refusal:
             raise DoesNotFit(f"the system starts no process for rank {rank.rank}: {process.refusal}", where="launch")
         return process if process.pid else None
-
-    def end(self) -> None:
-        """Now, and its processes with it."""
-        self._server.kill()
-
-    def _give_up(self, what: str) -> NoReturn:
-        self.end()
-        raise PeerLost(what, where="launch")
 
     def _read(self) -> None:
         while said := self._receive():

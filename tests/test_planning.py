@@ -12,6 +12,7 @@ import pytest
 from planned_models import TRAIN, command
 
 import penstock as ps
+from penstock import planning
 from penstock.api import before_partition
 from penstock.arguing import argument
 from penstock.cli import main
@@ -173,6 +174,20 @@ def test_smaller_microbatches_are_proposed_where_there_is_a_plan_for_them(symbol
             assert main(command(*words, "--dim", "batch=128")) == (0 if int(said[memory][1]) == 128 else 4)
     assert said["2300 KB"]
     assert not said["700 KB"]
+
+
+def test_other_sizes_are_tried_where_none_fits(symbolic, tmp_path, capsys, monkeypatch):
+    """Were the whole batch the only size that is tried first. The control: a memory in which none of the others fits."""
+    monkeypatch.setattr(planning, "sizes_of", lambda batch, fixed: (batch,))
+    said = {}
+    for memory, code in (("2300 KB", 0), ("100 KB", 4)):
+        path = tmp_path / "tight.toml"
+        path.write_text(f'[[device]]\nname = "cpu:0"\nmemory = "{memory}"\n')
+        assert main(command("plan", symbolic, "--cluster", path, *TRAIN, "--batch", 256)) == code
+        said[memory] = capsys.readouterr().err
+        assert "no plan fits with the sizes of microbatches that were tried first; trying 1, 2, 4, 8, 16" in said[memory]
+    assert "no plan fits into the memory of the devices" in said["100 KB"]
+    assert planning.other_sizes(12) == (1, 2, 3, 4, 6)
 
 
 def test_the_nearest_change_is_of_sizes_that_were_profiled(symbolic, tmp_path, capsys):

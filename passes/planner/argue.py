@@ -202,11 +202,13 @@ def nearest(chain: Chain, fleet: Fleet, wanted: Wanted) -> DoesNotFit:
     """The error that says why nothing fits, and what to change so that something does."""
     sizes = tuple(b for b in chain.sizes if wanted.batch % b == 0)  # of others there are no times
     every = replace(wanted, sizes=sizes, recompute="auto", schedules=SCHEDULES)
+    delayed = any(schedule in DELAYED for schedule in wanted.schedules)
     tries = {
-        "recompute activations": replace(wanted, recompute="auto"),
+        "recompute activations": replace(wanted, recompute="auto" if wanted.recompute == "none" else wanted.recompute),
+        "recompute less (--recompute auto)": replace(wanted, recompute="auto" if wanted.recompute == "all" else wanted.recompute),
         "use smaller microbatches": replace(wanted, sizes=sizes),
-        "keep one version of the weights (1f1b)": replace(wanted, schedules=("1f1b",)),
-        "do all of this: recompute, smaller microbatches, 1f1b": replace(every, schedules=("1f1b",)),
+        "keep one version of the weights (1f1b)" if delayed else "take the schedule 1f1b": replace(wanted, schedules=("1f1b",)),
+        "do all of this: --recompute auto, smaller microbatches, 1f1b": replace(every, schedules=("1f1b",)),
     }
     given = replace(wanted, sizes=wanted.microbatch_sizes())
     hints = [

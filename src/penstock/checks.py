@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.backends.bundle import Bundle, open_bundle
-from penstock.ir.errors import VerifyError
+from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Module
 from penstock.ir.interp import DictStore, initial_arrays, run_graph, run_recurrence
 from penstock.ir.numpy_ops import F64, TYPED
@@ -113,6 +113,12 @@ def verify_model(
 
     model = api.from_onnx(path, dims=dims, known=known)
     module = model.module
+    if module.draws:
+        raise UsageError(
+            "the model draws random numbers (dropout), and no two runtimes draw the same",
+            where=path,
+            hint="export it at rest: module.eval() before torch.onnx.export",
+        )
     inputs = synthetic_batch(module, 1, seed) if data is None else _given_inputs(data)
     originals = model.imported.names
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -6,7 +6,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,23 +193,34 @@ def _batch_dimension(arguments: Namespace, dims: dict[str, int]) -> str | None:
 def _best(arguments: Namespace, load: Load, cluster: Cluster, training: Training | None, free: bool, options: dict[str, Any]) -> Plan:
     """What the planner chooses for batches of `--batch` samples."""
     from penstock.passes.planner.plan import SCHEDULES
-    from penstock.planning import SYNCHRONOUS, plan_best, sizes_of
+    from penstock.planning import SYNCHRONOUS, other_sizes, plan_best, sizes_of
 
     if training is None:
         raise UsageError("--batch plans for training", hint="add --loss, or leave --batch out for an inference plan")
     fixed = {"--stages": arguments.stages, "--microbatches": arguments.microbatches, "--split-at": arguments.split_at}
     given = [flag for flag, value in fixed.items() if value]
     if given:
-        raise UsageError(f"{', '.join(given)} with --batch: the planner chooses that", hint="leave out one or the other")
+        raise UsageError(
+            f"{', '.join(given)} with --batch: the planner chooses that",
+            hint="leave out one or the other; --dim beside --batch gives the size of a microbatch",
+        )
     schedules = {None: SYNCHRONOUS, "auto": SCHEDULES}.get(arguments.schedule, (arguments.schedule,))
     asked: dict[str, Any] = {"batch": arguments.batch, "schedules": schedules, "recompute": arguments.recompute or "auto"}
     asked |= {"replicas": arguments.replicas, "precision": arguments.precision}
     try:
         plan = plan_best(load, cluster, training, sizes=sizes_of(arguments.batch, None) if free else (None,), **asked, **options)
     except DoesNotFit as error:
-        if not free and (smaller := _smaller_size(arguments, cluster, training, asked, options)):
+        others = other_sizes(arguments.batch) if free else ()
+        found = None
+        if others:
+            say(f"no plan fits with the sizes of microbatches that were tried first; trying {', '.join(map(str, others))}")
+            with suppress(DoesNotFit):
+                found = plan_best(load, cluster, training, sizes=others, **asked, **options)
+        elif not free and (smaller := _smaller_size(arguments, cluster, training, asked, options)):
             error.hint = f"{smaller}, smaller microbatches, for which there is a plan; or {error.hint}"
-        raise
+        if found is None:
+            raise
+        plan = found
     for line in plan.model.imported.report:
         say(line)
     return plan

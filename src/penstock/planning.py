@@ -93,6 +93,12 @@ def sizes_of(batch: int, fixed: int | None) -> tuple[int, ...]:
     return tuple(sorted({divisors[round(i * step)] for i in range(MOST_SIZES)}))
 
 
+def other_sizes(batch: int) -> tuple[int, ...]:
+    """Divisors of the batch that are not among those that are tried first: the small ones, where none of these fits into memory."""
+    first = sizes_of(batch, None)
+    return tuple([b for b in range(1, batch + 1) if batch % b == 0 and b not in first][:MOST_SIZES])
+
+
 def plan_best(
     load: Load,
     cluster: Cluster,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import onnx.parser
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from seeded_bugs import BUGS
 import penstock as ps
 from penstock.bisecting.search import Options
 from penstock.bisecting.torch_original import bisect_torch
+from penstock.cli import main
 from penstock.ir.errors import VerifyError
 
 
@@ -57,3 +59,17 @@ def test_a_pass_of_a_module_of_torch(monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(VerifyError, match="pass autodiff"):
         bisected()
     assert "tensor   %loss.grad" in capsys.readouterr().out
+
+
+def test_models_that_draw_are_not_compared_with_another_runtime(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Masks of two runtimes are two masks. The control is the same model at rest."""
+    for on, code in ((1, 2), (0, 0)):
+        text = f"""<ir_version: 8, opset_import: ["" : 13]> m (float[4, 6] x) => (float[4, 6] y) <bool on = {{{on}}}> {{ y = Dropout(x, , on) }}"""
+        path = tmp_path / f"{on}.onnx"
+        path.write_bytes(onnx.parser.parse_model(text).SerializeToString())
+        assert main(["verify", str(path), "--backend", "numpy"]) == code
+        assert ("the model draws random numbers (dropout)" in capsys.readouterr().err) == bool(on)
+        assert main(["verify", str(path), "--backend", "numpy", "--bisect"]) == 0
+        told = capsys.readouterr()
+        assert ("its import is not compared" in told.err) == bool(on)
+        assert ("onnxruntime" in told.out) != bool(on)

@@ -126,3 +126,20 @@ def test_what_does_not_fit_says_what_would() -> None:
         )
         found += 1
     assert found >= 8
+
+
+def test_what_was_given_is_not_proposed() -> None:
+    """Recomputation to who asked for all of it, one version of the weights to who has one."""
+    hints: dict[str, list[str]] = {"none": [], "all": []}
+    for seed in range(2000, 2020):
+        rng = Random(seed)
+        chain, fleet = draw_chain(rng, 3), draw_fleet(rng, 2, False)
+        for schedule, recompute in (("zb-1f1b", "none"), ("1f1b", "all")):
+            try:
+                plan_chain(chain, fleet, Wanted(4, (schedule,), recompute, (2,), base=BASE))
+            except DoesNotFit as error:
+                hints[recompute].append(error.hint)
+    assert min(map(len, hints.values())) >= 4
+    assert not [hint for hint in (*hints["none"], *hints["all"]) if "keep one version" in hint]
+    assert not [hint for hint in hints["all"] if "recompute activations" in hint]
+    assert [hint for hint in hints["none"] if "recompute activations" in hint]

@@ -150,7 +150,10 @@ def planned_trail(
         model, refusal = load(), (call, error)
     steps = read_dumps(folder)
     with _compiled_now(steps[-1].module, "numpy" if refusal else backend) as program:
-        yield Trail(name, steps, model.imported.weights, original(model), refusal, program, folder)
+        compared = None if model.module.draws else original(model)
+        if compared is None:
+            say("the model draws random numbers (dropout), and no two runtimes draw the same: its import is not compared")
+        yield Trail(name, steps, model.imported.weights, compared, refusal, program, folder)
 
 
 def _refused(folder: Path) -> str:

@@ -55,8 +55,11 @@ def memory_curves(module: Module, batches: int = 3) -> tuple[Curve, ...]:
 
 
 def _times(module: Module, batches: int) -> dict[int, list[float]] | None:
-    """When every action ends."""
-    if module.cluster is None or "wired" not in module.facts:
+    """When every action ends; None where that is not known, as drops are not yet in the schedule, say."""
+    drops = module.schedule is not None and any(
+        action.kind == "D" for program in module.schedule.ranks.values() for action in program.batch
+    )
+    if module.cluster is None or "wired" not in module.facts or not drops:
         return None
     from penstock.simulating import forecast, seconds_of
 
