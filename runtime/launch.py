@@ -118,6 +118,8 @@ class Workers:
             while (received := channel.receive()) is not None:
                 self._messages.put((rank, *received))
             self._messages.put((rank, None, {}))
+        except OSError:  # a connection that broke, or that was closed from here
+            self._messages.put((rank, None, {}))
         except VerifyError as error:
             self._messages.put((rank, Failed(VerifyError.__name__, f"what rank {rank} says cannot be understood: {error}"), {}))
 

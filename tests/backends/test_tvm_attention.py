@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -76,16 +77,35 @@ def graphs_of(*ops: Op) -> list[Graph]:
     return [Graph(f"s0.c{i}", op.ins, op.outs, (op,)) for i, op in enumerate(ops)]
 
 
+# Those that `make test` has time for; compiling all takes twice as long.
+QUICK = (
+    "small",
+    "causal",
+    "not causal, ragged",
+    "more keys than queries",
+    "float64",
+    "mask of pairs",
+    "mask and causal",
+    "numbers that hide",
+)
+
+
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory):
-    ops = [op for name in CASES for op, _ in CASES[name]]
-    graphs = graphs_of(*ops)
-    return build(graphs, tmp_path_factory.mktemp("attention")), dict(zip(map(id, ops), graphs, strict=True))
+    """The quick cases in one library, and the others."""
+
+    @cache
+    def made(quick: bool):
+        ops = [op for name in CASES if (name in QUICK) == quick for op, _ in CASES[name]]
+        graphs = graphs_of(*ops)
+        return build(graphs, tmp_path_factory.mktemp("attention")), dict(zip(map(id, ops), graphs, strict=True))
+
+    return made
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_kernels_equal_the_interpreter(name: str, programs) -> None:
-    program, graphs = programs
+    program, graphs = programs(name in QUICK)
     for op, arrays in CASES[name]:
         assert not compare(program, graphs[id(op)], arrays)
 

@@ -31,7 +31,7 @@ rates = st.lists(st.sampled_from([1e7, 3e7, 1e9]), min_size=1, max_size=4)
 
 
 @given(models, rates)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_cuts_are_optimal(model: Module, speeds: list[float]) -> None:
     module = differentiate(model).but(cluster=cluster_of(speeds))
     chain = [op for op in module.graphs["F"].ops if op.kind != "read"]

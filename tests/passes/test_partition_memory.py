@@ -86,7 +86,7 @@ def values(module: Module, stages: int, schedule: str, recompute: str) -> Iterat
     st.sampled_from(["1f1b", "gpipe", "2bw"]),
     st.sampled_from(["auto", "none", "all"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_cuts_are_the_best_that_fit(model: Module, devices: list[tuple[int | None, float]], schedule: str, recompute: str) -> None:
     module = differentiate(model).but(cluster=cluster_of(*map(list, zip(*devices, strict=True))))  # type: ignore[arg-type]
     options = PartitionOptions(microbatches=MICROBATCHES, schedule=schedule, recompute=recompute)

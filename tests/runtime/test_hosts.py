@@ -231,7 +231,8 @@ def test_srun_on_two_hosts(bundle_of, tmp_path):
 
 
 @needs_namespaces
-@pytest.mark.parametrize("kind", ["elastic", pytest.param("static", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["elastic", "static"])
 def test_torchrun_on_two_hosts(bundle_of, tmp_path, kind):
     path = str(bundle_of(2, "1f1b", 2).path)
     with Hosts(["n1", "n2"]) as hosts:

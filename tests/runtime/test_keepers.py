@@ -155,6 +155,7 @@ def test_an_exception_is_told_once(bundle_of, tmp_path):
     assert "step 2 has a loss nan" in said[0]
 
 
+@pytest.mark.slow
 def test_a_group_goes_on_where_it_was(bundle_of, tmp_path):
     """Ended by its launcher and started again with the same name: what is left is trained; with another name it is another run."""
     path, steps = bundle_of(2, "2bw", 2).path, 1000

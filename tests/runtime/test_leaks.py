@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,14 +19,26 @@ import numpy as np
 import pytest
 
 import penstock as ps
+from penstock.runtime import forkserver
 from penstock.runtime.job import Job
 
 from .conftest import make_batches
 from .held import below, grown, held, private_bytes
+from .test_failures import wait_until
 
 TIMEOUT = 60
 # What allocators of a launcher and two workers may map more while they settle, and what they may keep.
 MAPS, BYTES = 30, 6 << 20
+
+
+@pytest.fixture(autouse=True)
+def _no_server_of_others():
+    """One that earlier tests left would end in the middle of counting."""
+    servers = list(forkserver._servers.values())
+    for server in servers:
+        if not server.lost:
+            os.kill(server.pid, signal.SIGKILL)
+    assert wait_until(lambda: all(server.lost for server in servers))
 
 
 def _after(work: Callable[[], object], settle: int = 1, rounds: int = 1) -> tuple[dict[str, int], int]:
