@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import os
 import resource
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -33,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..ir.errors import DoesNotFit, PeerLost
+from ..ir.errors import DoesNotFit, PeerLost, PenstockError
 from .logs import tail
 from .trouble import ending
 
@@ -42,6 +44,7 @@ _IMPORT_SECONDS, _FORK_SECONDS = 120.0, 30.0
 # How long a server waits for another run, and how often it looks whether its launcher is there.
 _IDLE_SECONDS, _LOOK_SECONDS = 30.0, 1.0
 _LONGEST_MESSAGE = 1 << 12
+_PR_SET_PDEATHSIG = 1
 _INHERITED_STATUS = ("Umask", "Uid", "Gid", "SigIgn", "CapEff", "Seccomp")
 
 
@@ -111,7 +114,7 @@ class Server:
         self.failure = ""
         self._processes: dict[int, Process] = {}
         self._count = 0
-        self._ready = threading.Event()
+        self._ready, self._gone = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._log = tempfile.TemporaryFile(prefix="penstock-imports-")  # noqa: SIM115 closed when the server has ended
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -141,9 +144,11 @@ class Server:
             said = {"start": number, "rank": rank.rank, "world": rank.world, "threads": rank.threads}
             try:
                 socket.send_fds(self._socket, [json.dumps(said).encode()], [rank.control, rank.status, rank.log])
-            except OSError:  # it is about to end
-                return None
-            self._processes[number] = process
+                self._processes[number] = process
+            except (BrokenPipeError, ConnectionResetError):  # it is about to end
+                process.refuse("")
+            except OSError as error:
+                raise DoesNotFit(f"the system passes no connections on to rank {rank.rank}: {error.strerror}", where="launch") from error
         try:
             if not self._ready.wait(_IMPORT_SECONDS):
                 raise PeerLost(f"imports took longer than {_IMPORT_SECONDS:g} s", where="launch")
@@ -152,6 +157,8 @@ class Server:
         except BaseException:  # an interrupt, too: nobody waits for it any more
             self._server.kill()
             raise
+        if not process.pid and not process.refusal:
+            self._gone.wait(_FORK_SECONDS)
         if process.refusal:
             raise DoesNotFit(f"the system starts no process for rank {rank.rank}: {process.refusal}", where="launch")
         return process if process.pid else None
@@ -182,6 +189,7 @@ class Server:
             self._log.close()
             self._socket.close()
         self._ready.set()
+        self._gone.set()
 
     def _receive(self) -> Any:
         try:
@@ -256,12 +264,17 @@ class _Children:
             self._say({"refused": said["start"], "why": error.strerror})
             return
         if not pid:
-            # A group of its own before anybody knows of it: signals go to groups.
-            os.setsid()
-            self._connection.close()
-            for other in (began, begins, *self._running):
-                os.close(other)
-            _become(Rank(said["rank"], said["world"], said["threads"], *descriptors), parent)
+            try:
+                # A group of its own before anybody knows of it: signals go to groups. And nobody could end it when the server is gone.
+                os.setsid()
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                self._connection.close()
+                for other in (began, begins, *self._running):
+                    os.close(other)
+                if os.getppid() == parent:
+                    _become(Rank(said["rank"], said["world"], said["threads"], *descriptors), parent)
+            finally:
+                os._exit(1)
         for descriptor in (begins, *descriptors):
             os.close(descriptor)
         os.read(began, 1)
@@ -302,7 +315,8 @@ def main() -> None:
     from ..backends.interface import backend_of
     from . import worker  # noqa: F401 what the processes need
 
-    backend_of(arguments.backend).prepare()
+    with contextlib.suppress(PenstockError):  # the rank that loads a stage meets it again, and reports it
+        backend_of(arguments.backend).prepare()
     _name("forks")
     # Pages with objects that are never looked through for garbage stay shared.
     gc.collect()
@@ -361,10 +375,12 @@ def _become(rank: Rank, parent: int) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Nothing of the server's is to be tidied up here.
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            # Nothing of the server's is to be tidied up here.
+            os._exit(code)
 
 
 if __name__ == "__main__":

@@ -210,8 +210,9 @@ class Saver:
                 types = {tensor: str(self._bundle.module.vars[tensor].type) for tensor in arrays}
                 files[name] = SavedFile(digest, size, version, types)
             self._exchange.set(f"{key}/part/{self._rank}", msgspec.json.encode(files).decode())
-            writing.told = True
+            # In this order: who is told to end may do so as soon as it has told its part.
             self._status.save(writing.written, told=self._rank != 0)
+            writing.told = True
             if self._rank == 0:
                 for rank in range(1, self._group.world):
                     files |= msgspec.json.decode(self._await(f"{key}/part/{rank}"), type=dict[str, SavedFile])

@@ -116,6 +116,18 @@ def test_ranks_end_with_their_server(bundle_of):
     job.close()
 
 
+def test_a_stopped_rank_does_not_outlive_its_server(bundle_of):
+    """It reads nothing and sees nothing; the system ends it."""
+    job = Job(bundle_of(2, "1f1b", 2), timeout=30)
+    pids = job.workers.process_ids()
+    os.kill(pids[1], signal.SIGSTOP)
+    os.kill(parent_of(pids[0]), signal.SIGKILL)
+    assert wait_until(lambda: not [pid for pid in pids if is_running(pid)])
+    with pytest.raises(PeerLost):
+        job.step(make_batches(1, 2)[0])
+    job.close()
+
+
 def test_imports_that_fail(bundle_of, tmp_path, monkeypatch):
     """One error, with what was said; and no second try."""
     (tmp_path / "torch.py").write_text("raise ImportError('no such torch')\n")
