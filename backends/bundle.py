@@ -38,7 +38,7 @@ from ..ir import html
 from ..ir.errors import PenstockError, UsageError, VerifyError
 from ..ir.files import read_module
 from ..ir.graph import Module, Var, stage_vars
-from ..ir.words import counted
+from ..ir.words import counted, itemised
 from .interface import BACKENDS
 from .signing import SIGNATURE, check_signature, key_in_use
 
@@ -211,9 +211,7 @@ def open_bundle(path: str | os.PathLike[str], rank: int | None = None, *, unsign
         wanted = _names_for(manifest, rank)
         problems = [p for name in wanted for p in file_problems(root / name, manifest.files[name].sha256, manifest.files[name].size, name)]
     if problems:
-        raise VerifyError(
-            "the bundle is damaged:" + "".join(f"\n  - {p}" for p in problems), where=str(path), hint="compile it again, or copy it again"
-        )
+        raise VerifyError("the bundle is damaged:" + itemised(problems), where=str(path), hint="compile it again, or copy it again")
     return Bundle(root, manifest)
 
 

@@ -25,6 +25,7 @@ from ..ir.errors import UsageError, VerifyError
 from ..ir.graph import Module, stage_vars
 from ..ir.text import print_module
 from ..ir.types import dtype_of
+from ..ir.words import itemised
 from .bundle import (
     CLUSTER,
     FORMAT,
@@ -230,7 +231,7 @@ def _check_weights(module: Module, weights: Mapping[str, np.ndarray]) -> None:
                 f"{name}: the variable is {var.type}, its weights are {dtype_of(array.dtype)}[{','.join(map(str, array.shape))}]"
             )
     if problems:
-        raise VerifyError("weights do not fit the module:" + "".join(f"\n  - {p}" for p in problems), where=f"module @{module.name}")
+        raise VerifyError("weights do not fit the module:" + itemised(problems), where=f"module @{module.name}")
 
 
 def _write_bytes(path: Path, data: bytes) -> tuple[str, int]:

@@ -58,6 +58,7 @@ _SCALE = (
 )
 _UNITS = {
     "bytes": {f"{scale}b": factor for scale, factor in _SCALE.items()},
+from .words import itemised
     "bytes per second": {f"{scale}{unit}": f / n for scale, f in _SCALE.items() for unit, n in (("b/s", 1), ("bit/s", 8))},
     "seconds": {"s": Fraction(1), "ms": Fraction("1e-3"), "us": Fraction("1e-6"), "µs": Fraction("1e-6"), "ns": Fraction("1e-9")},
     "operations per second": {f"{scale}{unit}": f for scale, f in _SCALE.items() for unit in ("flop/s", "flops")},
@@ -137,7 +138,7 @@ class _Reader:
         classes = list(self._classes(data.get("links", {})))
         self._check_names(found_hosts, devices, links)
         if self.problems:
-            raise UsageError("the cluster has problems:" + "".join(f"\n  - {p}" for p in self.problems), where=self.path)
+            raise UsageError("the cluster has problems:" + itemised(self.problems), where=self.path)
         return Cluster(tuple(devices), tuple(links), tuple(found_hosts), tuple(classes))
 
     def _check_names(self, hosts: list[Host], devices: list[Device], links: list[Link]) -> None:

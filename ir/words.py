@@ -11,6 +11,11 @@ def counted(number: int, noun: str) -> str:
 
 
 def visible(text: str) -> str:
+def itemised(problems: Iterable[str]) -> str:
+    """Each on a line of its own, to stand below what is said of all of them."""
+    return "".join(f"\n  - {problem}" for problem in problems)
+
+
     """The text with escapes in the place of what a terminal would obey, or not show: control characters, and those that turn the direction."""
     if text.isprintable():
         return text

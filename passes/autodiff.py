@@ -37,6 +37,7 @@ from ..ir.graph import GRAD, PARAM, STATE, Attr, Graph, Module, Namer, Op, Value
 from ..ir.ops import OPS, infer_op, ints, make
 from ..ir.types import FLOATS, TensorType
 from .vjp import FLAT, STATISTICS, STOPS, VJP, sum_to
+from ..ir.words import itemised
 
 # What gradients are multiplied by while they are taken; state, which the update may change.
 LOSS_SCALE = "loss.scale"
@@ -135,9 +136,7 @@ def _carriers(main: Graph, loss: Value, params: Iterable[Value]) -> set[Value]:
     problems += [f"{place}, a statistic of its rows, has no gradient: `decompose{{keep=[]}}` before autodiff makes one" for place in rows]
     if problems:
         hint = "freeze the parameters before it, or remove it from the model"
-        raise UnsupportedModel(
-            "cannot differentiate the model:" + "".join(f"\n  - {p}" for p in problems), where=f"@{main.name}", hint=hint
-        )
+        raise UnsupportedModel("cannot differentiate the model:" + itemised(problems), where=f"@{main.name}", hint=hint)
     if loss not in found:
         raise UsageError("the loss depends on no parameter, there is nothing to train", where=f"@{main.name}")
     return found & useful

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from ..ir.errors import UsageError
 from ..ir.graph import Module
 from ..ir.memory import Memory, measure_memory
-from ..ir.schedule import PER_BATCH, Action, Program
+from ..ir.schedule import PER_BATCH, Action, Program, Schedule
+from ..ir.words import counted
 
 COLUMNS = ("weights", "gradients", "state", "buffers", "activations", "boundary", "data", "workspace", "peak")
 
@@ -31,7 +32,7 @@ def lifetimes(module: Module, options: LifetimesOptions = LifetimesOptions()) ->
     if any(a.kind == "D" for a in found.actions()):
         raise UsageError("the schedule already has drops", where="lifetimes", hint="the pass runs once, after communicate")
     ranks = {rank: _with_drops(program, found.microbatches) for rank, program in found.ranks.items()}
-    result = module.but(schedule=type(found)(found.name, found.microbatches, ranks))
+    result = module.but(schedule=Schedule(found.name, found.microbatches, ranks))
     return result.noted("lifetimes", *(f"rank {rank}: {describe(memory)}" for rank, memory in measure_memory(result).items()))
 
 
@@ -64,7 +65,7 @@ def describe(memory: Memory) -> str:
     """One line for people."""
     parts = ((name, getattr(memory, name)) for name in COLUMNS[:-1])
     listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts if n)
-    return f"peak {format_bytes(memory.peak)} ({listed or 'nothing'}), {memory.in_flight} microbatch{'' if memory.in_flight == 1 else 'es'} in flight"
+    return f"peak {format_bytes(memory.peak)} ({listed or 'nothing'}), {counted(memory.in_flight, 'microbatch')} in flight"
 
 
 def format_bytes(count: int) -> str:

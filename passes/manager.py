@@ -16,6 +16,7 @@ from ..ir.errors import PenstockError, UsageError
 from ..ir.graph import Attr, Module
 from ..ir.literals import parse_literal, print_literal
 from ..ir.verify import verify
+from ..ir.words import itemised
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def parse_pipeline(text: str, table: dict[str, Pass], where: str = "-p") -> list
         problems += [line + problem for problem in own]
     problems += _disagreements(calls)
     if problems:
-        raise UsageError("the pipeline has problems:" + "".join(f"\n  - {p}" for p in problems), where=where)
+        raise UsageError("the pipeline has problems:" + itemised(problems), where=where)
     return calls
 
 

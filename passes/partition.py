@@ -41,7 +41,7 @@ from ..ir.cluster import Cluster, Device, Link
 from ..ir.errors import UsageError
 from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Mesh, Module, Namer, Op, Stage, Value, Var, written_vars
 from ..ir.ops import OPS
-from ..ir.words import counted
+from ..ir.words import counted, itemised
 from .cost import GraphCost, Transfer, cost, shown_seconds
 from .partition_ideals import Work, better_stages
 from .partition_memory import Needs, needs_of
@@ -141,7 +141,7 @@ def _devices(options: PartitionOptions, cluster: Cluster) -> list[tuple[Device, 
         asked = options.stages if options.stages not in (0, count) else len(options.split_at) + 1
         problems.append(f"devices are named for {counted(count, 'stage')}, {asked} are asked for")
     if problems:
-        raise UsageError("cannot use these devices:" + "".join(f"\n  - {p}" for p in problems))
+        raise UsageError("cannot use these devices:" + itemised(problems))
     return [tuple(map(cluster.device, names)) for names in names_of]
 
 
@@ -338,7 +338,7 @@ def _given_cuts(costs: _Costs, split_at: Sequence[str]) -> list[int]:
             problems.append(f"before {name!r} @{apart[0]} is read, and behind it written: it can be on one stage only")
         starts.setdefault(cut, repr(name))
     if problems:
-        raise UsageError("cannot split there:" + "".join(f"\n  - {p}" for p in problems))
+        raise UsageError("cannot split there:" + itemised(problems))
     return sorted(starts)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from ..ir.errors import UsageError
 from ..ir.graph import Graph, Module, Namer, Op, Value
 from ..ir.types import TensorType
+from ..ir.words import counted
 from .communicate import find_edges
 
 WIRES = ("f32", "bf16", "f16")
@@ -64,8 +65,8 @@ def wire(module: Module, options: WireOptions) -> Module:
                 if graph is not None:
                     changed = _widened(graphs[graph.name], comes, low, wide, first=kind == phase)
                     graphs[graph.name] = _rounded(changed, goes, low, module.outputs) if kind == phase else changed
-    count, before = len(moved), sum(value.type.nbytes for value in moved.values())
-    text = f"{count} value{'s' if count > 1 else ''} of {before} bytes a microbatch travel as {options.dtype}"
+    before = sum(value.type.nbytes for value in moved.values())
+    text = f"{counted(len(moved), 'value')} of {before} bytes a microbatch travel as {options.dtype}"
     return module.but(graphs=graphs).noted("wire", text)
 
 

@@ -17,6 +17,7 @@ from ..ir.errors import UsageError
 from ..ir.graph import Module, Value
 from ..ir.renames import by_our_names, shown
 from ..ir.types import TensorType, dtype_of, numpy_dtype
+from ..ir.words import itemised
 from .control import Arrays
 from .data_ranges import Range, first_outside, integer_range
 from .program import microbatch_size
@@ -105,7 +106,7 @@ def check_batch(
     if problems:
         whole = rows * module.schedule.microbatches
         hint = f"a batch has {whole} samples; a DataLoader gives no others with drop_last=True" if short and samples is None else ""
-        raise UsageError("does not fit the model:" + "".join(f"\n  - {p}" for p in problems), where=where, hint=hint)
+        raise UsageError("does not fit the model:" + itemised(problems), where=where, hint=hint)
 
 
 def cut_batch(array: np.ndarray, type: TensorType, index: int) -> np.ndarray:

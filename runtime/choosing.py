@@ -19,6 +19,7 @@ import msgspec
 from ..backends.bundle import file_problems
 from ..ir import errors
 from ..ir.errors import PeerLost, PenstockError, UsageError, VerifyError
+from ..ir.words import itemised
 from .checkpoint import INDEX, LATEST, is_saved, left_behind, read_index, saved_step, saved_steps
 
 # Keepers and launchers look at checkpoints, too, and have no use for torch.
@@ -105,7 +106,7 @@ def choose(path: str | os.PathLike[str]) -> Chosen:
     place = find_checkpoint(path)
     if place == Path(os.path.abspath(path)):
         if problems := damage_of(place):
-            raise VerifyError("the checkpoint is damaged:" + _listed(problems), where=str(path), hint="resume from an older checkpoint")
+            raise VerifyError("the checkpoint is damaged:" + itemised(problems), where=str(path), hint="resume from an older checkpoint")
         return Chosen(place, [])
     words: list[str] = []
     for candidate in candidates(place.parent):
@@ -116,7 +117,7 @@ def choose(path: str | os.PathLike[str]) -> Chosen:
                 told.append(f"{LATEST} names {name}, which is not there; going on from {candidate.name}")
             return Chosen(candidate, told)
         words.append(f"checkpoint {candidate.name} is damaged ({problems[0]})")
-    raise VerifyError("no checkpoint is whole:" + _listed(words), where=str(path))
+    raise VerifyError("no checkpoint is whole:" + itemised(words), where=str(path))
 
 
 def decide_together(group: Group, what: str, decide: Callable[[], Decision], kind: type[Decision]) -> Decision:
@@ -141,7 +142,3 @@ def decide_together(group: Group, what: str, decide: Callable[[], Decision], kin
         failure = msgspec.json.decode(group.get(f"{what}/failed", f"why rank 0 has no {what}"), type=_Failure)
         raise getattr(errors, failure.error, PenstockError)(failure.what, where=failure.where, hint=failure.hint)
     return msgspec.json.decode(given, type=kind)
-
-
-def _listed(problems: list[str]) -> str:
-    return "".join(f"\n  - {problem}" for problem in problems)

@@ -23,6 +23,7 @@ import numpy as np
 from ..ir.errors import UsageError
 from ..ir.graph import Module
 from ..ir.types import FLOATS, numpy_dtype
+from ..ir.words import itemised
 from .batches import NONE, name_problems, type_problems
 from .control import DataSpec
 from .data_files import open_columns
@@ -121,7 +122,7 @@ class FileSamples:
         if spec.last == DROP and counts and not problems and self.count < batch:
             problems.append(f"{self.count} samples make no batch of {batch}, and what makes none is dropped")
         if problems:
-            raise UsageError("does not fit the model:" + "".join(f"\n  - {p}" for p in problems), where=spec.source)
+            raise UsageError("does not fit the model:" + itemised(problems), where=spec.source)
         self._order = Order(self.count, batch, spec.last, shuffle=spec.shuffle, seed=spec.seed)
         self._columns = columns
 

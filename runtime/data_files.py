@@ -35,6 +35,7 @@ from ..ir.errors import PenstockError, UsageError
 from ..ir.graph import Module, Value
 from ..ir.renames import accepted
 from ..ir.types import INTS, TensorType, numpy_dtype
+from ..ir.words import itemised
 from .batches import NONE
 from .control import Arrays
 from .data_ranges import CLASSES, INDEX, uses
@@ -136,8 +137,8 @@ def open_columns(text: str, module: Module, names: Container[str], renamed: Mapp
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        lines = (f"\n  - {p.where}: {p.what}" for p in problems)
-        raise UsageError("cannot be read:" + "".join(lines), where=text, hint=next((p.hint for p in problems if p.hint), ""))
+        said = itemised(f"{p.where}: {p.what}" for p in problems)
+        raise UsageError(f"cannot be read:{said}", where=text, hint=next((p.hint for p in problems if p.hint), ""))
     return columns, there
 
 
@@ -392,7 +393,7 @@ def _token_columns(module: Module, tokens: Mapping[str, tuple[Part, int]], names
             if counts[-1] < 1:
                 problems.append(f"{name}: {part.path} has {size // width} tokens, a sample takes {lengths[name] + shift}")
     if problems:
-        raise UsageError("does not fit the model:" + "".join(f"\n  - {p}" for p in dict.fromkeys(problems)), where=_where(tokens))
+        raise UsageError("does not fit the model:" + itemised(dict.fromkeys(problems)), where=_where(tokens))
     # A shifted window may lack its last token: all inputs go as far as the shortest.
     count, found = min(counts), Columns()
     for name, value in known.items():

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..ir.errors import UsageError
 from ..ir.types import TensorType
+from ..ir.words import itemised
 
 
 def open_parquet(
@@ -62,7 +63,7 @@ def _column(file: Any, path: Path, name: str, type: TensorType, samples: int) ->
     elif lengths != per_sample and rows:
         problems.append(f"{name}: a row has {lengths} numbers, expected {per_sample}")
     if problems:
-        raise UsageError("does not fit the model:" + "".join(f"\n  - {p}" for p in problems), where=str(path))
+        raise UsageError("does not fit the model:" + itemised(problems), where=str(path))
     flat: np.ndarray = column.combine_chunks().to_numpy(zero_copy_only=False) if rows else np.zeros(0, column.type.to_pandas_dtype())
     return flat.reshape(-1, *type.dims[1:]) if type.rank else flat[0]
 

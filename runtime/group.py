@@ -19,6 +19,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ..ir.errors import PeerLost, VerifyError
 from ..ir.schedule import Schedule
+from ..ir.words import itemised
 from .neighbours import End, connect, ends_of, identity
 
 Result = TypeVar("Result")
@@ -97,7 +98,7 @@ class Group:
             # The store may live in a rank that is about to end: everybody reads first.
             with contextlib.suppress(PeerLost):
                 self.gather(f"agree/{what}/read", b"")
-            listed = "".join(f"\n  - rank {rank}: {v}" for rank, v in enumerate(found))
+            listed = itemised(f"rank {rank}: {v}" for rank, v in enumerate(found))
             raise VerifyError(f"the ranks do not have the same {what}:{listed}", where=f"rank {self.rank}", hint=hint)
 
     def leave(self) -> None:

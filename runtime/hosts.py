@@ -27,6 +27,7 @@ import msgspec
 
 from ..backends.bundle import Bundle, RankEntry
 from ..ir.errors import UsageError
+from ..ir.words import counted, itemised
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _GROUP = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -218,7 +219,7 @@ def check_world(path: str, ranks: Sequence[RankEntry], place: Place, elastic: bo
     """Refuse another number of processes than there are ranks in the bundle at `path`; fewer are well where it may be planned anew."""
     if len(ranks) == place.world or (elastic and place.world < len(ranks)):
         return
-    listed = "".join(f"\n  - rank {r.rank}: stage {r.stage} on {r.device} of host {r.host}" for r in ranks[:16])
+    listed = itemised(f"rank {r.rank}: stage {r.stage} on {r.device} of host {r.host}" for r in ranks[:16])
     more = f"\n  - and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     raise UsageError(
         f"the bundle is for {len(ranks)} ranks, {place.world} were started by {place.launcher}:{listed}{more}",
@@ -234,15 +235,14 @@ def check_hosts(bundle: Bundle, present: Sequence[Present]) -> list[str]:
     found = [_short(one.host) for one in present]
     wrong = [rank for rank, name in enumerate(found) if name != planned[rank] and (name in planned or planned[rank] in found)]
     if wrong:
-        listed = "".join(f"\n  - rank {r}: the bundle has it on {planned[r]}, it was started on {found[r]}" for r in wrong)
+        listed = itemised(f"rank {r}: the bundle has it on {planned[r]}, it was started on {found[r]}" for r in wrong)
         order = list(dict.fromkeys(planned))
         hint = f"start the hosts in the order {', '.join(order)} (torchrun --node-rank without --rdzv-backend; srun --nodelist with --distribution=block)"
         raise UsageError(f"ranks are on hosts that the bundle has for others:{listed}", where=str(bundle.path), hint=hint)
     machines = [(one.host, one.address) for one in present]
     if [planned.index(name) for name in planned] != [machines.index(machine) for machine in machines]:
-        return [
-            f"the bundle was planned for {_count(set(planned))}, the ranks are on {_count(set(machines))}: times will be other than planned"
-        ]
+        planned_for, started_on = (counted(len(set(hosts)), "host") for hosts in (planned, machines))
+        return [f"the bundle was planned for {planned_for}, the ranks are on {started_on}: times will be other than planned"]
     return []
 
 
@@ -252,7 +252,7 @@ def describe_hosts(present: Sequence[Present]) -> str:
     for rank, one in enumerate(present):
         ranks.setdefault((one.host, one.interface, one.address), []).append(str(rank))
     listed = "; ".join(f"{host} {interface} {address}: {' '.join(of)}" for (host, interface, address), of in ranks.items())
-    return f"{len(present)} ranks on {_count(set(ranks))}: {listed}"
+    return f"{len(present)} ranks on {counted(len(ranks), 'host')}: {listed}"
 
 
 def same_host(a: str, b: str) -> bool:
@@ -262,7 +262,3 @@ def same_host(a: str, b: str) -> bool:
 
 def _short(name: str) -> str:
     return name.partition(".")[0]
-
-
-def _count(hosts: set) -> str:  # type: ignore[type-arg]
-    return f"{len(hosts)} host{'s' * (len(hosts) != 1)}"

@@ -25,6 +25,7 @@ from ..ir.errors import UsageError
 from ..ir.graph import MICROBATCH, Module
 from ..ir.renames import shown
 from ..ir.types import TensorType, numpy_dtype
+from ..ir.words import itemised
 from .batches import check_batch, take_batch
 from .control import Arrays
 from .data_ranges import integer_range
@@ -68,7 +69,7 @@ class Layout:
         if len(set(counts.values())) > 1:
             problems.append("numbers of samples differ: " + ", ".join(f"{name} has {count}" for name, count in counts.items()))
         if problems:
-            raise UsageError("does not fit the model:" + "".join(f"\n  - {p}" for p in problems), where=where)
+            raise UsageError("does not fit the model:" + itemised(problems), where=where)
         samples = next(iter(counts.values()), self.samples)
         check_batch(self._module, arrays, where, self._renamed, samples=samples, ranges=self._ranges)
         return Request({name: array.copy() for name, array in arrays.items()} if copy else arrays, samples)

@@ -28,6 +28,7 @@ from ..backends.bundle import Bundle
 from ..ir.errors import VerifyError
 from ..ir.graph import Module, Var, stage_vars, stepped_vars
 from ..ir.rates import Rate
+from ..ir.words import itemised
 from .checkpoint import Index, check_file, files_for, is_kept, random_seed, read_index
 from .choosing import Chosen
 from .control import DataSpec
@@ -100,7 +101,7 @@ def check_resume(index: Index, module: Module, data: DataSpec | None, where: str
             "format 1 do not say how many samples were read"
         )
     if problems:
-        raise VerifyError("the checkpoint does not fit the bundle:" + "".join(f"\n  - {p}" for p in sorted(problems)), where=where)
+        raise VerifyError("the checkpoint does not fit the bundle:" + itemised(sorted(problems)), where=where)
     return _differences(index, module, data)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from math import inf
 
 from ...ir.errors import DoesNotFit
+from ...ir.words import itemised
 from .problem import Problem, holds
 from .programme import Programme
 from .units import Units
@@ -61,4 +62,4 @@ def check_room(problem: Problem, units: Units) -> None:
     if held > room * (1 + 1e-12):
         problems.append(f"all nodes take {held:.0f} bytes, all devices have {room:.0f}")
     if problems:
-        raise DoesNotFit("no placement fits:" + "".join(f"\n  - {p}" for p in problems[:20]), hint="add devices or memory")
+        raise DoesNotFit("no placement fits:" + itemised(problems[:20]), hint="add devices or memory")

@@ -21,6 +21,7 @@ from typing import TypeVar
 import networkx as nx
 
 from ...ir.errors import UsageError
+from ...ir.words import itemised
 from .problem import Kind, Node, Problem
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ def read_workload(data: object, where: str = "") -> Workload:
     reader = _Reader()
     found = reader.read(data)
     if reader.problems:
-        shown = "".join(f"\n  - {p}" for p in reader.problems[:_SHOWN])
+        shown = itemised(reader.problems[:_SHOWN])
         more = f"\n  - and {len(reader.problems) - _SHOWN} more" if len(reader.problems) > _SHOWN else ""
         raise UsageError(f"the workload has problems:{shown}{more}", where=where)
     return found

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from ...ir.cluster import Cluster, Path
 from ...ir.errors import DoesNotFit
+from ...ir.words import counted
 from ..cost import shown_seconds
 from ..lifetimes import format_bytes
 from .chain import Chain
@@ -216,7 +217,7 @@ def nearest(chain: Chain, fleet: Fleet, wanted: Wanted) -> DoesNotFit:
     ]
     more = next((n for n in (1, 2, 4, 8, 16, 32) if n <= 3 * len(fleet) and _fits(chain, _grown(fleet, n), wanted)), None)
     if more is not None:
-        hints.append(f"add {more} device{'s' * (more > 1)} like {fleet.devices[0].name}")
+        hints.append(f"add {counted(more, 'device')} like {fleet.devices[0].name}")
     what = "no plan fits into the memory of the devices"
     enough = _least_memory(chain, fleet, wanted)
     if enough is None:

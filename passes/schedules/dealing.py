@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from ...ir.errors import UsageError
-from ...ir.words import counted
+from ...ir.words import counted, itemised
 
 Shares = Sequence[Sequence[int]]
 Dealt = Sequence[Sequence[Sequence[int]]]
@@ -63,7 +63,7 @@ def shares_of(given: Sequence[int], ranks: Sequence[int], microbatches: int) -> 
         if sum(share) != microbatches or any(n < 1 for n in share)
     ]
     if problems:
-        raise UsageError("cannot share the microbatches out:" + "".join(f"\n  - {p}" for p in problems))
+        raise UsageError("cannot share the microbatches out:" + itemised(problems))
     return found
 
 

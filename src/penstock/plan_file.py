@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.ir.errors import UsageError
 from penstock.ir.schedule import MOST_MICROBATCHES
+from penstock.ir.words import itemised
 from penstock.passes.recompute import MODES
 from penstock.passes.schedules import SCHEDULES
 from penstock.passes.wire import WIRES
@@ -56,7 +57,7 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
         problems += [f"stage {number}: {problem}" for problem in _stage_problems(number, stage, count if counts else None)]
     problems += _device_problems(stages, devices)
     if problems:
-        raise UsageError("the plan has problems:" + "".join(f"\n  - {p}" for p in problems), where=str(path))
+        raise UsageError("the plan has problems:" + itemised(problems), where=str(path))
     options = {
         "schedule": found["schedule"],
         "microbatches": count,

@@ -18,6 +18,7 @@ from penstock import api
 from penstock.grading import best_prices
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import DoesNotFit, UsageError, VerifyError
+from penstock.ir.words import itemised
 from penstock.passes.planner.argue import Change, Result, counterfactuals, plan_chain
 from penstock.passes.planner.chain import Chain
 from penstock.passes.planner.fleet import Fleet, fleet_of
@@ -182,8 +183,8 @@ def plan_best(
             refined[kind] = near
     if (plan := carried_out(result, _tries(profile, result, spared, refined), refined)) is not None:
         return plan
-    problems = "".join(f"\n  - {kind}: {first_reason(str(error))}" for kind, error in refused.items())
-    what = f"what the planner chose was refused by the passes:{problems}"
+    reasons = itemised(f"{kind}: {first_reason(str(error))}" for kind, error in refused.items())
+    what = f"what the planner chose was refused by the passes:{reasons}"
     if any(isinstance(error, VerifyError) for error in refused.values()):
         raise UsageError(what, hint="--replicas 1, or a plan by hand (--stages, --split-at), may do")
     raise DoesNotFit(what, hint="more devices, or smaller microbatches or batches, need less")

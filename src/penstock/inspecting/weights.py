@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from penstock.backends.bundle import Bundle
 from penstock.backends.tensor_file import map_tensors
+from penstock.ir.words import itemised
 from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Module
 
@@ -94,7 +95,7 @@ def checkpoint_arrays(path: str | Path, module: Module) -> tuple[dict[str, npt.N
     index = read_index(place)
     problems = list(_strangers(index.types(index.step), module))
     if problems:
-        raise VerifyError("the checkpoint is of another program:" + "".join(f"\n  - {p}" for p in problems), where=str(place))
+        raise VerifyError("the checkpoint is of another program:" + itemised(problems), where=str(place))
     return read_tensors(place, index, set(index.types(index.step))), index.step
 
 
