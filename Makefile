@@ -97,7 +97,7 @@ conformance: $(VENV)/ready
 	$(BIN)/python tests/conformance/run.py --through tvm
 
 # The tests of these parts, and those that take them through the command line.
-COVERING ?= tests/ir tests/passes tests/runtime/test_simulate.py tests/test_planning.py tests/test_placement.py tests/test_simulating.py tests/test_refining.py
+COVERING ?= tests/ir tests/passes tests/runtime/test_simulate.py tests/test_planning.py tests/test_placement_hints.py tests/test_simulating.py tests/test_refining.py
 
 coverage: $(VENV)/ready
 	rm -rf build/coverage && mkdir -p build/coverage

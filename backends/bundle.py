@@ -33,6 +33,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
+import numpy.typing as npt
 
 from ..ir import html
 from ..ir.errors import PenstockError, UsageError, VerifyError
@@ -41,6 +42,7 @@ from ..ir.graph import Module, Var, stage_vars
 from ..ir.words import counted, itemised
 from .interface import BACKENDS
 from .signing import SIGNATURE, check_signature, key_in_use
+from .tensor_file import map_tensors
 
 FORMAT = 1
 MANIFEST, MANIFEST_HASH, MODULE, REFERENCE = "manifest.json", "manifest.sha256", "module.ir", "reference.ir"
@@ -187,6 +189,11 @@ class Bundle:
 
     def weights_file(self, stage: int) -> Path:
         return self.path / weights_name(stage)
+
+    def weights(self) -> dict[str, npt.NDArray[Any]]:
+        """What the variables of all stages begin with, mapped into memory."""
+        stages = dict.fromkeys(entry.stage for entry in self.manifest.ranks)
+        return {name: array for stage in stages for name, array in map_tensors(self.weights_file(stage)).items()}
 
 
 def stored_vars(module: Module) -> dict[str, Var]:

@@ -19,12 +19,12 @@ A file is TOML, or YAML (`.yaml`, `.yml`) with the same tables as lists; every k
     nic_bandwidth = "25 Gbit/s"               [host.device]     # what its devices have that do not say otherwise
     nic_latency = "10 us"                     threads = 8
 
-Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Rates are from 1 to 1e24, seconds up to a million, bytes up to
-2^60, threads up to 65536. Further keys of a device: `spaces`, a table of
-several memory spaces in place of `memory`, the first holding tensors; `cache` and `cache_bandwidth`; and what `penstock doctor` measures: `overhead`,
-`call_overhead`, `message_overhead`, `shared_overhead` (seconds), `socket_bandwidth`, `copy_bandwidth`, and the table `efficiency`. A device of kind cuda (or gpu) says `arch = "sm_90"` instead of a target, as NVIDIA names the
-architecture; its rates are by default those of the usual card of that architecture. Without `flops` a CPU has 50 GFLOP/s for each thread.
-A file with [[host]] tables names the host of every device among them, if there are several.
+Numbers are in bytes, seconds, operations per second and bytes per second; with a unit they are strings. Rates are from 1 to 1e24, seconds up to
+a million, bytes up to 2^60, threads up to 65536. Further keys of a device: `spaces`, a table of several memory spaces in place of `memory`, the
+first holding tensors; `cache` and `cache_bandwidth`; and what `penstock doctor` measures: `overhead`, `call_overhead`, `message_overhead`,
+`shared_overhead` (seconds), `socket_bandwidth`, `copy_bandwidth`, and the table `efficiency`. A device of kind cuda (or gpu) says
+`arch = "sm_90"` instead of a target, as NVIDIA names the architecture; its rates are by default those of the usual card of that architecture.
+Without `flops` a CPU has 50 GFLOP/s for each thread. A file with [[host]] tables names the host of every device among them, if there are several.
 
 What is written says everything, so that reading it back gives the same cluster.
 """
@@ -37,16 +37,28 @@ import os
 import re
 import tomllib
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from .cluster import CLASSES, KINDS, SELDOM, THREAD_FLOPS, Cluster, Device, Host, Link, LinkClass, cuda_rates, is_architecture
+from .cluster import (
+    CLASSES,
+    EFFICIENCY_PREFIX,
+    KINDS,
+    THREAD_FLOPS,
+    Cluster,
+    Device,
+    Host,
+    Link,
+    LinkClass,
+    cuda_rates,
+    is_architecture,
+)
 from .errors import UsageError
 from .graph import Scalar
+from .words import itemised
 
 _NAME = re.compile(r"[\w./:\-]+")
 _QUANTITY = re.compile(r"([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*(.*)")
@@ -58,7 +70,6 @@ _SCALE = (
 )
 _UNITS = {
     "bytes": {f"{scale}b": factor for scale, factor in _SCALE.items()},
-from .words import itemised
     "bytes per second": {f"{scale}{unit}": f / n for scale, f in _SCALE.items() for unit, n in (("b/s", 1), ("bit/s", 8))},
     "seconds": {"s": Fraction(1), "ms": Fraction("1e-3"), "us": Fraction("1e-6"), "µs": Fraction("1e-6"), "ns": Fraction("1e-9")},
     "operations per second": {f"{scale}{unit}": f for scale, f in _SCALE.items() for unit in ("flop/s", "flops")},
@@ -87,16 +98,19 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Read a cluster file; one UsageError lists everything that is wrong with it."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        data = _load_yaml(text) if str(path).endswith((".yaml", ".yml")) else tomllib.loads(text)
+        data = _load_yaml(text) if _is_yaml(path) else tomllib.loads(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # of numbers with thousands of digits, too
         raise UsageError(f"cannot read the cluster: {error}", where=str(path)) from error
     return _Reader(str(path)).read(data)
 
 
-def write_cluster(cluster: Cluster, path: str | os.PathLike[str]) -> None:
-    """Write a cluster file, TOML or YAML by the name of the file."""
-    text = cluster_yaml(cluster) if str(path).endswith((".yaml", ".yml")) else cluster_toml(cluster)
-    Path(path).write_text(text, encoding="utf-8")
+def cluster_text(cluster: Cluster, path: str | os.PathLike[str]) -> str:
+    """What to write into a cluster file: TOML or YAML by the name of the file."""
+    return cluster_yaml(cluster) if _is_yaml(path) else cluster_toml(cluster)
+
+
+def _is_yaml(path: str | os.PathLike[str]) -> bool:
+    return str(path).endswith((".yaml", ".yml"))
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -367,13 +381,8 @@ def _plain(cluster: Cluster) -> dict[str, Any]:
 
 
 def _plain_device(device: Device) -> dict[str, Any]:
-    usual = {f.name: f.default for f in fields(Device)}
-    table: dict[str, Any] = {"name": device.name}
-    for key in ("kind", "host", "target", "threads", "flops", "bandwidth"):
-        table[key] = getattr(device, key)
-    for key in SELDOM:
-        if getattr(device, key) != usual[key]:
-            table[key] = getattr(device, key)
+    plain = {key: value for key, value in device.fields().items() if not key.startswith(EFFICIENCY_PREFIX)}
+    table: dict[str, Any] = {"name": device.name, **plain}
     if len(device.spaces) == 1 and device.spaces[0][0] == KINDS[device.kind]:
         table["memory"] = device.spaces[0][1]
     elif device.spaces:

@@ -85,6 +85,14 @@ class Op:
         attrs |= {k: v for k, v in changed.items() if v is not None}
         return Op(self.kind, self.ins, self.outs, attrs, self.loc)
 
+    def with_ins(self, ins: tuple[Value, ...]) -> Op:
+        """A copy with other operands."""
+        return Op(self.kind, ins, self.outs, self.attrs, self.loc)
+
+    def renamed(self, table: Mapping[Value, Value]) -> Op:
+        """A copy with operands and results as the table has them; those that it has not stay."""
+        return Op(self.kind, substitute(self.ins, table), substitute(self.outs, table), self.attrs, self.loc)
+
     @property
     def var(self) -> str:
         """The variable a state operation touches."""
@@ -247,6 +255,17 @@ class Module:
         return self.graphs.get(f"s{stage}.{kind}")
 
 
+def graph_stage(name: str) -> int | None:
+    """The stage of a graph by its name, such as `s1.B`; None of a graph of the whole model."""
+    head, dot, _ = name.partition(".")
+    return int(head[1:]) if dot and head.startswith("s") and head[1:].isdecimal() else None
+
+
+def graph_kind(name: str) -> str:
+    """What a graph computes, of a stage or of the whole model: F, B, W, P, N or U; `main` is the F of a model that is not differentiated."""
+    return "F" if name == "main" else name.rpartition(".")[2]
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """One buffer a compiled graph reads or writes: `slot` is mb, latest or next for versioned reads and writes, else empty."""
@@ -302,7 +321,7 @@ def written_vars(graph: Graph) -> set[str]:
 
 def stepped_vars(module: Module) -> set[str]:
     """Variables that have versions: updates write them, and forward or backward read them. What nobody writes is version 0 for ever."""
-    updates = {name for name in module.graphs if name == "U" or name.endswith(".U")}
+    updates = {name for name in module.graphs if graph_kind(name) == "U"}
     written = {var for name in updates for var in written_vars(module.graphs[name])}
     return written & {op.var for name, graph in module.graphs.items() if name not in updates for op in graph.ops if op.kind == "read"}
 
@@ -337,7 +356,7 @@ def rewrite(graph: Graph, rule: Callable[[Op], Sequence[Op] | None]) -> Graph:
         if table:
             ins = substitute(op.ins, table)
             if ins != op.ins:
-                op = Op(op.kind, ins, op.outs, op.attrs, op.loc)
+                op = op.with_ins(ins)
         new = rule(op)
         if new is None:
             ops.append(op)

@@ -1,10 +1,10 @@
-"""What somebody notices: operations that a result or an effect needs, and graphs without the others."""
+"""What a graph does that somebody notices, and what in it no input changes: operations that results and effects need, values from state alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .graph import Graph, Op, Value
+from .graph import Graph, Op, Value, written_vars
 from .ops import OPS
 
 
@@ -24,3 +24,14 @@ def drop_dead(graph: Graph) -> Graph:
     """The graph without operations that no result, saved value or effect needs."""
     ops = live_ops(graph.ops, (*graph.outs, *graph.saved))
     return graph if len(ops) == len(graph.ops) else Graph(graph.name, graph.ins, graph.outs, tuple(ops), graph.saved)
+
+
+def from_state_alone(graph: Graph) -> set[Value]:
+    """Values that depend on constants and variables, but on no input and on nothing that the graph itself changes: whoever wants them can
+    compute them, wherever and whenever that is."""
+    found: set[Value] = set()
+    moving = written_vars(graph)
+    for op in graph.ops:
+        if (op.kind == "read" and op.var not in moving) or (not OPS[op.kind].effect and found.issuperset(op.ins)):
+            found.update(op.outs)
+    return found

@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from .graph import Graph, Op
 
 FAR = 16
+# How names of kernels begin that are computed where they are read.
 INLINE = "inline"
+
+
+def is_inline(op: Op) -> bool:
+    """Whether the result of an operation is computed where it is read, and never stored."""
+    return str(op.attrs.get("kernel", "")).startswith(INLINE)
 
 
 @dataclass(slots=True)
@@ -80,7 +86,7 @@ def _kernels(graph: Graph) -> tuple[list[list[Op]], dict[str, Op]]:
             continue
         kernel = op.attrs.get("kernel")
         scalar = op.kind == "const" and not isinstance(op.attrs["value"], tuple)
-        apart = scalar or op.kind == "iota" or (isinstance(kernel, str) and kernel.startswith(INLINE))
+        apart = scalar or op.kind == "iota" or is_inline(op)
         if apart and op.outs and op.outs[0].name not in results:
             inline[op.outs[0].name] = op
         elif op.kind != "const":

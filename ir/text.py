@@ -178,6 +178,7 @@ _VAR = re.compile(
 )
 _MESH = re.compile(rf"mesh @({NAME}) \(([^)]*)\) (.+)")
 _STAGE = re.compile(rf"stage (\d+) on ({NAME})")
+_OUTPUT = re.compile(rf"output %({NAME})")
 _EDGE = re.compile(r"edge (\d+)>(\d+) ([FBPN]) : (.*)")
 _SCHEDULE = re.compile(rf"schedule ({NAME}) microbatches (\d+) \{{")
 _RANK = re.compile(r"rank (\d+) (start|batch):(.*)")
@@ -353,7 +354,7 @@ class _ModuleParser:
         self.inputs += _parse_values(line[6:])
 
     def _output(self, line: str) -> None:
-        self.outputs.append(_fullmatch(re.compile(rf"output %({NAME})"), line, "output %name")[1])
+        self.outputs.append(_fullmatch(_OUTPUT, line, "output %name")[1])
 
     def _var(self, line: str) -> None:
         match = _fullmatch(_VAR, line, f"var @name : type [stage N] {'|'.join(ROLES)} [versions N] [policy NAME] [init NAME|[NUMBER,...]]")

@@ -13,7 +13,7 @@ from .graph import Module, Value
 from .problems import Problem
 from .schedule import COMPUTE, RECEIVES, SENDS, TAKERS, Action
 from .simulate import message_rules
-from .verify_schedule import Run, check_progress, over_runs, sources, taking
+from .verify_schedule import FirstOfEach, Run, check_progress, over_runs, sources, taking
 
 
 def check_wired(module: Module) -> Iterator[Problem]:
@@ -75,13 +75,8 @@ def _check_ends(
     message is a rank, what it is of the stage: any rank of it will do, as the channels show that it has it."""
     arriving = {(stage, phase, peer) for (stage, _), sources in into.items() for peer, phase in sources}
     homes, members = run.schedule.homes(), run.schedule.members()
-    reported: set[str] = set()
     done: dict[tuple[str, int, int, int | None], int] = {}
-
-    def problem(category: str, step: int, what: str) -> Iterator[Problem]:
-        if category not in reported:
-            reported.add(category)
-            yield run.problem(rank, step, what)
+    problem = FirstOfEach(run, rank)
 
     for step, a in enumerate(actions):
         key = (a.kind, a.stage, a.mb, a.peer)

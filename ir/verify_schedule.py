@@ -46,12 +46,26 @@ class Run:
         return f"rank {rank} step {step} ({self.programs[rank][step]})"
 
     def problem(self, rank: int, step: int, what: str, hint: str = "") -> Problem:
-        s = "" if self.batches == 1 else "es"
-        run = f"schedule {self.schedule.name}, run of {self.batches} batch{s} from batch {self.first}, "
-        return Problem(run + self.place(rank, step), what, step_window(self.programs[rank], step), hint)
+        return Problem(f"{self._name()}, {self.place(rank, step)}", what, step_window(self.programs[rank], step), hint)
 
     def missing(self, rank: int, what: str, hint: str = "") -> Problem:
-        return Problem(f"schedule {self.schedule.name}, run of {self.batches} batches from batch {self.first}, rank {rank}", what, "", hint)
+        return Problem(f"{self._name()}, rank {rank}", what, "", hint)
+
+    def _name(self) -> str:
+        return f"schedule {self.schedule.name}, run of {counted(self.batches, 'batch')} from batch {self.first}"
+
+
+class FirstOfEach:
+    """Problems of one rank in one run, of each category the first alone: what follows from it says no more."""
+
+    def __init__(self, run: Run, rank: int) -> None:
+        self._run, self._rank = run, rank
+        self.reported: set[str] = set()
+
+    def __call__(self, category: str, step: int, what: str, hint: str = "") -> Iterator[Problem]:
+        if category not in self.reported:
+            self.reported.add(category)
+            yield self._run.problem(self._rank, step, what, hint)
 
 
 def over_runs(module: Module, checker: Callable[[Module, Run], Iterable[Problem]]) -> Iterator[Problem]:
@@ -141,16 +155,11 @@ def _check_forward_order(run: Run, rank: int, actions: list[Action], moving: Map
 def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, set[str]], summing: set[int]) -> Iterator[Problem]:
     """Each microbatch of this rank once forward, then once backward, then its weight gradients where they are apart; what is done once per batch
     after exactly the gradients of its microbatches of the batch, in order. `summing` are the stages whose ranks sum up their gradients: AR comes first."""
-    m, reported = run.schedule.microbatches, set()
+    m, problem = run.schedule.microbatches, FirstOfEach(run, rank)
     share = sorted({a.mb % m for a in run.schedule.ranks[rank].batch if a.kind == "F"})
     whole = run.schedule.members()
     done: dict[tuple[str, int, int], int] = {}
     summed: dict[tuple[int, int], list[int]] = {}
-
-    def problem(category: str, step: int, what: str) -> Iterator[Problem]:
-        if category not in reported:
-            reported.add(category)
-            yield run.problem(rank, step, what)
 
     for step, a in enumerate(actions):
         if a.kind not in (*COMPUTE, "AR"):
@@ -323,7 +332,6 @@ def _check_rank_versions(
     run: Run, rank: int, actions: list[Action], slots: Mapping[int, tuple[int, str]], microbatch: dict[int, tuple[int, str]]
 ) -> Iterator[Problem]:
     """`slots` says how many versions the stage keeps, and of which parameter; `microbatch` collects versions over all ranks."""
-    reported: set[str] = set()
     last_use: dict[tuple[int, int], int] = {}
     makers: dict[tuple[int, int | None], int] = {}
     for step, a in enumerate(actions):
@@ -331,12 +339,7 @@ def _check_rank_versions(
             makers[a.stage, a.version] = step
         elif a.version is not None:
             last_use[a.stage, a.version] = step
-    latest = dict.fromkeys(slots, run.first)
-
-    def problem(category: str, step: int, what: str, hint: str = "") -> Iterator[Problem]:
-        if category not in reported:
-            reported.add(category)
-            yield run.problem(rank, step, what, hint)
+    latest, problem = dict.fromkeys(slots, run.first), FirstOfEach(run, rank)
 
     for step, a in enumerate(actions):
         if a.kind not in VERSIONED:
@@ -366,7 +369,7 @@ def _check_rank_versions(
             when = f"made only later by {run.place(rank, made)}" if made is not None else "never made"
             what = f"reads version {a.version} of @{name}, which is {when}; the newest then is {latest[a.stage]}"
             yield from problem("unmade", step, what + _live(run.schedule, rank), _legal(run.schedule))
-        elif a.version <= latest[a.stage] - count and "overwritten" not in reported:
+        elif a.version <= latest[a.stage] - count and "overwritten" not in problem.reported:
             what = f"reads version {a.version} of @{name}, which version {a.version + count} has overwritten; {count} kept"
             yield from problem("gone", step, what, _legal(run.schedule, f"keep {count + 1} versions"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 
 def counted(number: int, noun: str) -> str:
@@ -10,12 +11,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s")
 
 
-def visible(text: str) -> str:
 def itemised(problems: Iterable[str]) -> str:
     """Each on a line of its own, to stand below what is said of all of them."""
     return "".join(f"\n  - {problem}" for problem in problems)
 
 
+def visible(text: str) -> str:
     """The text with escapes in the place of what a terminal would obey, or not show: control characters, and those that turn the direction."""
     if text.isprintable():
         return text

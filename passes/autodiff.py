@@ -33,11 +33,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..ir.errors import UnsupportedModel, UsageError
-from ..ir.graph import GRAD, PARAM, STATE, Attr, Graph, Module, Namer, Op, Value, Var, written_vars
-from ..ir.ops import OPS, infer_op, ints, make
+from ..ir.graph import GRAD, PARAM, STATE, Attr, Graph, Module, Namer, Op, Value, Var
+from ..ir.liveness import from_state_alone
+from ..ir.ops import OPS, VIEWS, infer_op, ints, make
 from ..ir.types import FLOATS, TensorType
-from .vjp import FLAT, STATISTICS, STOPS, VJP, sum_to
 from ..ir.words import itemised
+from .vjp import FLAT, STATISTICS, STOPS, VJP, sum_to
 
 # What gradients are multiplied by while they are taken; state, which the update may change.
 LOSS_SCALE = "loss.scale"
@@ -96,16 +97,6 @@ def _loss_of(module: Module, main: Graph) -> Value:
     return found
 
 
-def depends_on_state_only(graph: Graph) -> set[Value]:
-    """Values that depend on constants and variables, but on no input and on nothing that the graph itself changes."""
-    found: set[Value] = set()
-    moving = written_vars(graph)
-    for op in graph.ops:
-        if (op.kind == "read" and op.var not in moving) or (not OPS[op.kind].effect and found.issuperset(op.ins)):
-            found.update(op.outs)
-    return found
-
-
 def _carriers(main: Graph, loss: Value, params: Iterable[Value]) -> set[Value]:
     """The values whose gradient is needed: on a float path from a parameter to the loss. One error lists all operations that break one."""
     useful, passed = {loss}, {loss}  # what the loss depends on, and of that what a gradient gets to
@@ -142,9 +133,6 @@ def _carriers(main: Graph, loss: Value, params: Iterable[Value]) -> set[Value]:
     return found & useful
 
 
-_LAYOUTS = ("reshape", "broadcast", "transpose", "slice")
-
-
 def _keeps_rows(op: Op) -> bool:
     """A transposition that leaves the last dimension where it is: rows are read as fast as before."""
     return op.kind == "transpose" and ints(op.attrs["perm"])[-1:] == (op.outs[0].type.rank - 1,)
@@ -156,7 +144,7 @@ def _only_turned(main: Graph, readers: Mapping[Value, Sequence[Op]], free: set[V
     turned: dict[Value, Sequence[Op]] = {}
     ends: set[Value] = set()
     for op in main.ops:
-        if op.kind in _LAYOUTS or free.issuperset(op.outs):
+        if op.kind in VIEWS or free.issuperset(op.outs):
             continue
         for value in op.outs:
             steps: list[Op] = []
@@ -178,7 +166,7 @@ class _Backward:
     def __init__(self, main: Graph, params: dict[Value, str], differentiated: set[Value]) -> None:
         self.main, self.params, self.differentiated = main, params, differentiated
         self.producers = main.producers()
-        self.free = depends_on_state_only(main)
+        self.free = from_state_alone(main)
         self.readers: dict[Value, list[Op]] = {}
         for op in main.ops:
             for value in op.ins:
@@ -362,11 +350,7 @@ class _Backward:
             for out in op.outs:
                 if out in self.bases:
                     table[out] = Value(names.get(out) or namer.fresh(self.bases[out]), out.type)
-        ops = tuple(Op(op.kind, _renamed(op.ins, table), _renamed(op.outs, table), op.attrs, op.loc) for op in self.ops)
+        ops = tuple(op.renamed(table) for op in self.ops)
         order = (*self.main.ins, *(v for op in self.main.ops for v in op.outs))
         saved = tuple(v for v in order if v in self.saved)
         return Graph("B", saved, (), ops), saved
-
-
-def _renamed(values: Iterable[Value], table: dict[Value, Value]) -> tuple[Value, ...]:
-    return tuple(table.get(v, v) for v in values)

@@ -27,11 +27,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from ..ir.graph import Graph, Module, Op, Value
-from ..ir.ops import OPS, complete_attrs, ints, reduced_axes
+from ..ir.graph import Graph, Module, Op, Value, graph_stage
+from ..ir.ops import OPS, VIEWS, complete_attrs, ints, reduced_axes
+from ..ir.storage import INLINE
 
-INLINE = "inline"
-_LAYOUTS = ("reshape", "transpose", "broadcast", "slice")
 _EFFECTS = ("accum", "write", "take")
 _HALVES = ("f16", "bf16")
 # Operations that read each operand once, into packed panels.
@@ -119,9 +118,10 @@ def _never_changed(module: Module) -> frozenset[str]:
 
 
 def _on_cpu(module: Module, graph: str) -> bool:
-    index = graph.partition(".")[0].removeprefix("s")
-    stage = next((stage.index for stage in module.stages if str(stage.index) == index), None)
-    return module.cluster is None or stage is None or module.cluster.device(module.devices_of(stage)[0]).kind == "cpu"
+    stage = graph_stage(graph)
+    if module.cluster is None or stage is None or stage not in {placed.index for placed in module.stages}:
+        return True
+    return module.cluster.device(module.devices_of(stage)[0]).kind == "cpu"
 
 
 class _Fuser:
@@ -172,7 +172,7 @@ class _Fuser:
         if op.kind not in _PACKABLE:
             return False
         maker = self.makers.get(op.ins[1])
-        while maker is not None and maker.outs[0] in self.inlined and maker.kind in _LAYOUTS:
+        while maker is not None and maker.outs[0] in self.inlined and maker.kind in VIEWS:
             maker = self.makers.get(maker.ins[0])
         return maker is not None and maker.kind == "read" and maker.var in self.fixed
 
@@ -234,7 +234,7 @@ class _Fuser:
             return True
         if op.kind == "cast" and self.options.layouts:
             return self._is_inline_cast(op)
-        if op.kind not in _LAYOUTS or not self.options.layouts:
+        if op.kind not in VIEWS or not self.options.layouts:
             return False
         if self._stores_in_layout(op) is not None:
             return False
@@ -263,7 +263,7 @@ class _Fuser:
 
     def _packs(self, op: Op) -> bool:
         """Whether an operation reads its operands in packing loops, be it through layout changes."""
-        if op.kind in _LAYOUTS and self._is_inline(op):
+        if op.kind in VIEWS and self._is_inline(op):
             return all(self._packs(u) for u in self.readers.get(op.outs[0], []))
         return op.kind in _PACKING
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..ir.errors import UsageError
-from ..ir.graph import GRAD, NORM, STATE, Attr, Graph, Module, Namer, Op, Value, Var
+from ..ir.graph import GRAD, NORM, STATE, Attr, Graph, Module, Namer, Op, Value, Var, substitute
 from ..ir.ops import make
 from ..ir.types import TensorType
 from .autodiff import LOSS_SCALE
@@ -98,7 +98,7 @@ class _Guard:
         table: dict[Value, Value] = {}
         held = {op.var: op.outs[0] for op in self.update.ops if op.kind == "read"}
         for op in self.update.ops:
-            op = Op(op.kind, tuple(table.get(v, v) for v in op.ins), op.outs, op.attrs, op.loc)
+            op = op.with_ins(substitute(op.ins, table))
             if op.kind == "write" and op.var != STEP:
                 old = held.get(op.var) or self._state("read", op.var, op.ins[0].type)
                 op = Op("write", (self._emit("where", self.finite, op.ins[0], old, base=f"{op.var}.kept"),), (), op.attrs, op.loc)

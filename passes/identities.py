@@ -41,10 +41,14 @@ def helper(scene: Scene, op: Op, kind: str, *ins: Value, **attrs: Attr) -> Op:
 
 
 def uniform(scene: Scene, value: Value) -> float | None:
-    """The number that every element of a constant has; None for anything else."""
-    op = scene.maker(value)
+    return uniform_number(scene.maker, value)
+
+
+def uniform_number(maker: Callable[[Value], Op | None], value: Value) -> float | None:
+    """The number that every element of a constant has; None for anything else. `maker` gives the operation that makes a value."""
+    op = maker(value)
     while op is not None and op.kind in ("broadcast", "reshape"):
-        op = scene.maker(op.ins[0])
+        op = maker(op.ins[0])
     if op is None or op.kind != "const" or isinstance(op.attrs["value"], (tuple, str)):
         return None
     return op.attrs["value"]
@@ -188,21 +192,22 @@ def _implicit_broadcast(scene: Scene, op: Op) -> Found:
         before += [smaller] if isinstance(smaller, Op) else []
     if ins == list(op.ins):
         return None
-    return [*before, Op(op.kind, tuple(ins), op.outs, op.attrs, op.loc)]
+    return [*before, op.with_ins(tuple(ins))]
 
 
 # ---------------------------------------------------------------------------------------- layout and reductions
 
 
 def _unchanged(scene: Scene, op: Op) -> Found:
-    """A layout operation whose result has the operand's type and moves nothing."""
+    """A layout operation whose result has the operand's type and moves nothing: in a slice of the same size there is no room for another start or
+    step."""
     return op.ins[0] if op.ins[0].type == op.outs[0].type else None
 
 
 def _of_same_kind(scene: Scene, op: Op) -> Found:
     """reshape of reshape, broadcast of broadcast: the last one decides."""
     inner = _made_by(scene, op.ins[0], op.kind)
-    return None if inner is None else [Op(op.kind, inner.ins, op.outs, op.attrs, op.loc)]
+    return None if inner is None else [op.with_ins(inner.ins)]
 
 
 def _transpose(scene: Scene, op: Op) -> Found:
@@ -217,10 +222,6 @@ def _transpose(scene: Scene, op: Op) -> Found:
     if moved == sorted(moved):
         return [becomes(op, "reshape", op.ins[0], shape=op.outs[0].type.dims)]
     return None
-
-
-def _whole_slice(scene: Scene, op: Op) -> Found:
-    return op.ins[0] if op.outs[0].type == op.ins[0].type else None  # equal sizes leave no room for another start or step
 
 
 def _concat(scene: Scene, op: Op) -> Found:
@@ -325,7 +326,7 @@ IDENTITIES: dict[str, tuple[Rule, ...]] = {
     "reshape": (_unchanged, _of_same_kind),
     "broadcast": (_unchanged, _of_same_kind),
     "transpose": (_transpose,),
-    "slice": (_whole_slice,),
+    "slice": (_unchanged,),
     "pad": (_unchanged,),
     "concat": (_concat,),
     "sum": (_lone_dimensions,),
@@ -334,4 +335,4 @@ IDENTITIES: dict[str, tuple[Rule, ...]] = {
     "matmul": (_matmul_of_transpose,),
 }
 
-__all__ = ["IDENTITIES", "Found", "Rule", "Scene", "becomes", "helper", "uniform"]
+__all__ = ["IDENTITIES", "Found", "Rule", "Scene", "becomes", "helper", "uniform", "uniform_number"]

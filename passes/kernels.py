@@ -19,9 +19,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..ir.graph import ANNOTATIONS, Attr, Graph, Op, Value, slot_of
-from .fuse import INLINE
-
-_LAYOUTS = ("reshape", "transpose", "broadcast", "slice")
+from ..ir.ops import VIEWS
+from ..ir.storage import INLINE
 
 
 @dataclass(frozen=True)
@@ -205,6 +204,6 @@ def _read(value: Value, makers: Mapping[Value, Op]) -> dict[Value, float]:
     found: dict[Value, float] = {}
     for v in op.ins:
         for source, count in _read(v, makers).items():
-            limit = float(value.type.nbytes) if op.kind in _LAYOUTS else count
+            limit = float(value.type.nbytes) if op.kind in VIEWS else count
             found[source] = found.get(source, 0.0) + min(count, limit)
     return found

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from ..ir.errors import UsageError
-from ..ir.graph import Graph, Module, Op
+from ..ir.graph import Graph, Module, Op, graph_stage
 from ..ir.types import FLOATS
 
 LIBRARIES = ("torch", "none")
@@ -33,10 +33,8 @@ def libraries(module: Module, options: LibrariesOptions) -> Module:
     places = {stage.index: module.devices_of(stage.index)[0] for stage in module.stages}
     graphs, notes = dict(module.graphs), []
     for name, graph in module.graphs.items():
-        stage = name.partition(".")[0].removeprefix("s")
-        if "." not in name or not stage.isdigit() or module.cluster is None or int(stage) not in places:
-            continue
-        if module.cluster.device(places[int(stage)]).kind != "cuda":
+        stage = graph_stage(name)
+        if stage is None or stage not in places or module.cluster is None or module.cluster.device(places[stage]).kind != "cuda":
             continue
         done, count = _annotated(graph, options.use)
         if done.ops != graph.ops:

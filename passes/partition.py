@@ -39,13 +39,24 @@ import numpy.typing as npt
 
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.errors import UsageError
-from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Mesh, Module, Namer, Op, Stage, Value, Var, written_vars
+from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Mesh, Module, Namer, Op, Stage, Value, Var
+from ..ir.liveness import from_state_alone
 from ..ir.ops import OPS
 from ..ir.words import counted, itemised
 from .cost import GraphCost, Transfer, cost, shown_seconds
+from .partition_chain import (
+    chain_of,
+    crossing_bytes,
+    forward_graph,
+    moving_spans,
+    moving_users,
+    params_behind,
+    positions_of,
+    readers,
+    tied_bytes,
+)
 from .partition_ideals import Work, better_stages
 from .partition_memory import Needs, needs_of
-from .partition_traffic import crossing_bytes, readers, tied_bytes
 from .schedules.dealing import shares_of
 from .wire import travelling
 
@@ -158,36 +169,6 @@ def _stage_count(options: PartitionOptions, cluster: Cluster) -> int:
     return count
 
 
-def forward_graph(module: Module) -> Graph:
-    """The whole model's forward graph: F once differentiated, main before that and for inference."""
-    return module.graphs["F"] if "F" in module.graphs else module.graphs["main"]
-
-
-def chain_of(module: Module) -> list[Op]:
-    """The operations that stages are cut from: all of the forward graph that depend on an input, or on a variable that it changes."""
-    forward = forward_graph(module)
-    anywhere = replicable(forward)
-    return [op for op in forward.ops if op.kind == "write" or not anywhere.issuperset(op.outs)]
-
-
-def positions_of(chain: Sequence[Op]) -> dict[str, int]:
-    """Operations by the names a user may give: a loc stands for the first operation that has it, a value for the one that makes it."""
-    return {name: i for i, op in reversed(list(enumerate(chain))) for name in (op.loc, *(v.name for v in op.outs))}
-
-
-def replicable(graph: Graph) -> set[Value]:
-    """Values that depend on constants and buffers only, and the reads themselves: every stage that wants them computes them. Not what the graph
-    changes, of which there is one, on one stage."""
-    found: set[Value] = set()
-    moving = written_vars(graph)
-    for op in graph.ops:
-        row = OPS[op.kind]
-        constant = not row.effect and found.issuperset(op.ins)
-        if constant or (op.kind == "read" and op.var not in moving):
-            found.update(op.outs)
-    return found
-
-
 # ------------------------------------------------------------------------------------------------ costs
 
 
@@ -207,7 +188,7 @@ class _Costs:
         microbatches = sum(shares[0])
         index = {v: i for i, op in enumerate(chain) for v in op.outs}
         forward = forward_graph(module)
-        self.params = _params_used(module, forward, replicable(forward))
+        self.params = params_behind(module)
         position = {v.name: i for v, i in index.items()}
         backward = module.graphs.get("B")
         places = [(GraphCost(forward), [index.get(op.outs[0]) if op.outs else None for op in forward.ops])]
@@ -228,7 +209,7 @@ class _Costs:
         self.forward = [found[0] for found in slowest]
         self.before = [np.concatenate([[0.0], np.cumsum(sum(found))]) for found in slowest]
         trips = 2 if backward is not None else 1
-        crossing = crossing_bytes(chain, index, wire) * trips
+        crossing = crossing_bytes(chain, wire) * trips
         if backward is not None:
             crossing += tied_bytes(module, chain, self.params) * (2.0 / microbatches)
         self._trips, self._links = trips, [(0.0, list[Link]())]
@@ -255,31 +236,14 @@ class _Costs:
 
     def work(self) -> Work:
         """All of it without an order."""
-        moving = {op.var for op in self.chain if op.kind == "write"}
-        touching = {name: [i for i, op in enumerate(self.chain) if OPS[op.kind].effect and op.var == name] for name in sorted(moving)}
-        return Work([np.diff(before) for before in self.before], self._edges, list(touching.values()), self._values, self.travel)
+        together = [users for _, users in sorted(moving_users(self.chain).items())]
+        return Work([np.diff(before) for before in self.before], self._edges, together, self._values, self.travel)
 
     def of_stage(self, stage: int, stages: Sequence[int]) -> tuple[float, float]:
         """Compute and transfer seconds of one stage, where every operation has one."""
         seconds = np.diff(self.before[stage])
         parted = [n for where, n in self._values if len({stages[i] >= stage for i in where}) > 1]
         return float(sum(seconds[i] for i, s in enumerate(stages) if s == stage)), self.travel(stage, sum(parted)) if stage else 0.0
-
-    def of_range(self, stage: int, first: int, last: int) -> tuple[float, float]:
-        """Compute and transfer seconds of one stage that runs operations first .. last-1."""
-        return float(self.before[stage][last] - self.before[stage][first]), float(self.transfer[stage][first])
-
-
-def _params_used(module: Module, graph: Graph, anywhere: set[Value]) -> dict[Value, frozenset[str]]:
-    """For values that any stage can compute: the parameters they are computed from, such as the transpose of a weight."""
-    found: dict[Value, frozenset[str]] = {}
-    for op in graph.ops:
-        if op.outs and anywhere.issuperset(op.outs):
-            used = [found[v] for v in op.ins]
-            if op.kind == "read" and module.vars[op.var].role == PARAM:
-                used.append(frozenset((op.var,)))
-            found |= dict.fromkeys(op.outs, frozenset[str]().union(*used))
-    return found
 
 
 # ------------------------------------------------------------------------------------------------ the search
@@ -292,7 +256,7 @@ def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str], needs: Needs |
     if only_at:
         position = _known_positions(costs.chain, only_at)
         allowed[[position[name] for name in only_at]] = True
-    for first, last in _spans(costs.chain).values():
+    for first, last in moving_spans(costs.chain).values():
         allowed[first + 1 : last + 1] = False
     starts = [np.where(allowed, costs.transfer[s] - costs.before[s], np.inf) for s in range(count)]
     best, choice = np.full((count, n + 1), np.inf), np.zeros((count, n + 1), dtype=np.int64)
@@ -315,19 +279,9 @@ def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str], needs: Needs |
     return [0, *reversed(cuts[1:])]
 
 
-def _spans(chain: Sequence[Op]) -> dict[str, tuple[int, int]]:
-    """The first and the last operation that touch each variable that the forward graph changes: no stage may start between the two."""
-    found: dict[str, tuple[int, int]] = {}
-    moving = {op.var for op in chain if op.kind == "write"}
-    for i, op in enumerate(chain):
-        if OPS[op.kind].effect and op.var in moving:
-            found[op.var] = (found.get(op.var, (i, i))[0], i)
-    return found
-
-
 def _given_cuts(costs: _Costs, split_at: Sequence[str]) -> list[int]:
     position = _known_positions(costs.chain, split_at)
-    problems, starts, spans = [], {0: "the first operation of the model"}, _spans(costs.chain)
+    problems, starts, spans = [], {0: "the first operation of the model"}, moving_spans(costs.chain)
     for name in split_at:
         cut = position[name]
         if cut in starts:
@@ -444,7 +398,7 @@ def _backward_stages(
     """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the parameter's stage if it has one,
     the `earliest` of several where the gradient depends on variables only. Forward values that are computed again are computed where they are used,
     so they get none."""
-    anywhere = replicable(backward) | again
+    anywhere = from_state_alone(backward) | again
     made_on: dict[Value, int] = {}
     stages: dict[int, int] = {}
     for op in backward.ops:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from ..ir.cluster import Device
 from ..ir.graph import GRAD, PARAM, STATE, Module, Op, Value, Var
 from ..ir.memory import BATCHES_AHEAD
-from ..ir.schedule import Action
+from ..ir.simulate import most_in_flight
 from .schedules import SCHEDULES, build_schedule
 from .wire import travelling
 
@@ -60,15 +60,9 @@ class Needs:
         again: str,
         waiting: int,
     ) -> None:
-        self.rooms, self.fixed, self.saved, self.fed, self.values, self.results, self.again = (
-            rooms,
-            fixed,
-            saved,
-            fed,
-            values,
-            results,
-            again,
-        )
+        self.rooms, self.again = rooms, again
+        self.fixed, self.saved, self.fed = fixed, saved, fed
+        self.values, self.results = values, results
         self._ends = [np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in forward]
         self._forward, self._waiting = forward, waiting
 
@@ -165,7 +159,8 @@ def needs_of(
     built = build_schedule(schedule, len(devices), sum(shares[0]), shares)
     for ranks, found in zip(built.members().values(), devices, strict=True):
         limits = [device.memory for device in found if device.memory is not None]
-        flight = max(_in_flight([*built.ranks[rank].start, *built.ranks[rank].batch, *built.ranks[rank].batch]) for rank in ranks)
+        programs = [[*built.ranks[rank].start, *built.ranks[rank].batch, *built.ranks[rank].batch] for rank in ranks]
+        flight = max(map(most_in_flight, programs)) if kind.trains else 1
         rooms.append(Room(flight, min(limits, default=None), all(device.kind == "cpu" for device in found)))
     several = any(len(found) > 1 for found in devices)
     owned: dict[str, list[Var]] = {name: [var] for name, var in module.vars.items() if var.role == PARAM}
@@ -206,14 +201,3 @@ def needs_of(
         "none" if kind.splits else again,
         (BATCHES_AHEAD + 1) * sum(shares[0]),
     )
-
-
-def _in_flight(actions: Iterable[Action]) -> int:
-    """The most microbatches that have gone forward and not yet all the way back."""
-    actions = list(actions)
-    last = next((kind for kind in ("W", "B") if any(a.kind == kind for a in actions)), "")
-    now = most = 0
-    for action in actions:
-        now += (action.kind == "F") - (action.kind == last)
-        most = max(most, now)
-    return most if last else 1

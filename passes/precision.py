@@ -30,6 +30,7 @@ from ..ir.errors import UsageError
 from ..ir.graph import Graph, Module, Namer, Op, Value
 from ..ir.ops import OPS, infer_op
 from ..ir.types import numpy_dtype
+from .identities import uniform_number
 
 PRECISIONS = ("f32", "bf16", "f16")
 _WIDE = "f32"
@@ -115,7 +116,7 @@ class _Lowering:
         floats = [v for v in op.ins if v.type.dtype == _WIDE]
         if OPS[op.kind].effect or not floats or self.kept.issuperset(op.outs):
             ins = tuple(self._wide(v, op.loc) if v.type.dtype == _WIDE else v for v in op.ins)
-            self.ops.append(op if ins == op.ins else Op(op.kind, ins, op.outs, op.attrs, op.loc))
+            self.ops.append(op if ins == op.ins else op.with_ins(ins))
         elif (op.kind in _PRODUCTS and (op.kind != "matmul" or not self.active.isdisjoint(op.ins))) or self._follows(op, floats):
             self._emit_low(op)
         else:
@@ -131,13 +132,8 @@ class _Lowering:
         return all(v in self.active or self._is_exact(v) for v in floats)
 
     def _number(self, value: Value) -> float | None:
-        """The number that every element of a constant has; None for anything else."""
-        op = self.makers.get(value)
-        while op is not None and op.kind in ("broadcast", "reshape"):
-            op = self.makers.get(op.ins[0])
-        if op is None or op.kind != "const" or isinstance(op.attrs["value"], (tuple, str)):
-            return None
-        return float(op.attrs["value"])
+        number = uniform_number(self.makers.get, value)
+        return None if number is None else float(number)
 
     def _is_exact(self, value: Value) -> bool:
         number = self._number(value)
@@ -173,7 +169,7 @@ class _Lowering:
         ins = tuple(self._wide(v, op.loc) if v.type.dtype == _WIDE else v for v in op.ins)
         first = op.outs[0]
         if first.type.dtype != _WIDE or first in self.outs or self._stays_wide(op):
-            self.ops.append(Op(op.kind, ins, op.outs, op.attrs, op.loc))
+            self.ops.append(op.with_ins(ins))
             return
         wide = Value(self.namer.fresh(f"{first.name}.{_WIDE}"), first.type)
         self.ops.append(Op(op.kind, ins, (wide, *op.outs[1:]), op.attrs, op.loc))

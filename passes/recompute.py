@@ -28,10 +28,11 @@ from dataclasses import dataclass, replace
 from ..ir.cluster import Device
 from ..ir.errors import DoesNotFit, UsageError
 from ..ir.graph import Graph, Module, Op, Value
-from ..ir.liveness import drop_dead
+from ..ir.liveness import drop_dead, from_state_alone
 from ..ir.memory import Memory, measure_memory
 from ..ir.ops import OPS
-from .autodiff import depends_on_state_only
+from ..ir.schedule import Schedule
+from ..ir.words import itemised
 from .cost import op_seconds
 from .fuse import FuseOptions, fuse
 from .lifetimes import format_bytes
@@ -90,7 +91,7 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
             notes.append(found.describe(chosen, place, budget if options.mode == "auto" else 0))
     if problems:
         hint = "more stages, fewer microbatches in flight or smaller microbatches (--dim) need less"
-        raise DoesNotFit("no plan fits into memory:" + "".join(f"\n  - {p}" for p in problems), hint=hint)
+        raise DoesNotFit("no plan fits into memory:" + itemised(problems), hint=hint)
     if not notes:
         return module
     return module.but(graphs=graphs).noted("recompute", *notes)
@@ -113,7 +114,7 @@ def _alone(module: Module, index: int) -> Module:
     schedule = module.schedule
     assert schedule is not None
     own = {rank: program for rank, program in schedule.ranks.items() if any(a.stage == index for a in (*program.start, *program.batch))}
-    return module.but(schedule=type(schedule)(schedule.name, schedule.microbatches, own))
+    return module.but(schedule=Schedule(schedule.name, schedule.microbatches, own))
 
 
 # ------------------------------------------------------------------------------------------------ graphs
@@ -216,7 +217,7 @@ class _Stage:
     def __init__(self, module: Module, fused: Module, index: int, forward: Graph, backward: Graph, device: Device) -> None:
         self.index, self.forward, self.backward, self.device = index, forward, backward, device
         self.module = _alone(fused, index)
-        self.free = depends_on_state_only(forward)
+        self.free = from_state_alone(forward)
         safe, saved = may_repeat(forward), set(forward.saved)
         self.units = [op for op in forward.ops if safe(op) and not saved.isdisjoint(op.outs) and not self.free.issuperset(op.outs)]
         # Of each operation in its kernel, by its first result: copies have the same.
@@ -301,22 +302,24 @@ class _Stage:
         groups: list[list[Op]] = []
         spent = 0.0
         inside: list[Op] = []
+
+        def close() -> None:
+            nonlocal inside, spent
+            elements.append(_element(inside, spent, self.forward))
+            groups.append(inside)
+            inside, spent = [], 0.0
+
         for op in self.forward.ops:
             if id(op) in crossings and inside:
-                elements.append(_element(inside, spent, self.forward))
-                groups.append(inside)
-                inside, spent = [], 0.0
+                close()
             if not self.free.issuperset(op.outs):
                 spent += self.price[op.outs[0]] if op.outs else 0.0
             if id(op) in unit:
                 inside.append(op)
                 if id(op) in crossings:
-                    elements.append(_element(inside, spent, self.forward))
-                    groups.append(inside)
-                    inside, spent = [], 0.0
+                    close()
         if inside:
-            elements.append(_element(inside, spent, self.forward))
-            groups.append(inside)
+            close()
         return elements, groups
 
     def _crossings(self) -> set[int]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..ir.graph import GRAD, Graph, Module, Namer, Op, Value, touched_vars
+from ..ir.graph import GRAD, Graph, Module, Namer, Op, Value, substitute, touched_vars
 from ..ir.liveness import drop_dead
 from ..ir.ops import integer
 
@@ -118,7 +118,7 @@ def _summed(graph: Graph, parts: Mapping[str, Sequence[Value]]) -> Graph:
     ops: list[Op] = []
     table: dict[Value, Value] = {}
     for op in graph.ops:
-        op = Op(op.kind, tuple(table.get(v, v) for v in op.ins), op.outs, op.attrs, op.loc)
+        op = op.with_ins(substitute(op.ins, table))
         if op.kind not in ("take", "read") or op.var not in parts:
             ops.append(op)
             continue
@@ -130,7 +130,7 @@ def _summed(graph: Graph, parts: Mapping[str, Sequence[Value]]) -> Graph:
             ops.append(Op("add", (total, part), (out,)))
             total = out
         table[op.outs[0]] = total
-    return Graph(graph.name, tuple(ins), tuple(table.get(v, v) for v in graph.outs), tuple(ops), graph.saved)
+    return Graph(graph.name, tuple(ins), substitute(graph.outs, table), tuple(ops), graph.saved)
 
 
 def _handing_out(module: Module, graph: Graph, stage: int) -> Graph:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..ir.graph import Attr, Graph, Module, Namer, Op, Value, substitute
+from ..ir.graph import Attr, Graph, Module, Namer, Op, Value, graph_kind, substitute
 from ..ir.liveness import drop_dead
 from ..ir.numpy_ops import F64, Array, apply_op
 from ..ir.ops import OPS
@@ -99,7 +99,7 @@ class _Walk:
     def run(self) -> Graph:
         for op in self.graph.ops:
             ins = substitute(op.ins, self.table)
-            self._add(op if ins == op.ins else Op(op.kind, ins, op.outs, op.attrs, op.loc))
+            self._add(op if ins == op.ins else op.with_ins(ins))
         graph = self.graph
         if not self.table:
             return graph if tuple(self.ops) == graph.ops else Graph(graph.name, graph.ins, graph.outs, tuple(self.ops), graph.saved)
@@ -228,7 +228,7 @@ def _with_origins(graph: Graph, graphs: Mapping[str, Graph], gone: Mapping[str, 
     """`of` names forward operations: follow those that were merged or renamed, and forget those that are gone."""
     if not any("of" in op.attrs for op in graph.ops):
         return graph
-    forwards = [other for name, other in graphs.items() if name in ("main", "F") or name.endswith(".F")]
+    forwards = [other for name, other in graphs.items() if graph_kind(name) == "F"]
     first = {v.name: op.outs[0].name for other in forwards for op in other.ops for v in op.outs}
     ops = []
     for op in graph.ops:

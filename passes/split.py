@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ..ir.errors import VerifyError
 from ..ir.graph import GRAD, Graph, Module, Op, Value, made_values, touched_vars
-from .partition import forward_graph
+from .partition_chain import forward_graph
 from .shared import apart, exchange
 
 

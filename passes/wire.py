@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ..ir.errors import UsageError
-from ..ir.graph import Graph, Module, Namer, Op, Value
+from ..ir.graph import Graph, Module, Namer, Op, Value, substitute
 from ..ir.types import TensorType
 from ..ir.words import counted
 from .communicate import find_edges
@@ -80,7 +80,7 @@ def round_trips(whole: Module, parts: Module) -> Module:
     for name, graph in whole.graphs.items():
         namer, new, ops = Namer.of(graph), dict[Value, Value](), list[Op]()
         for op in graph.ops:
-            ops.append(Op(op.kind, tuple(new.get(v, v) for v in op.ins), op.outs, op.attrs, op.loc))
+            ops.append(op.with_ins(substitute(op.ins, new)))
             for value in (v for v in op.outs if v.name in lows and v.type.dtype == _WIDE):
                 low = Value(namer.fresh(f"{value.name}.low"), value.type._replace(dtype=lows[value.name]))
                 new[value] = Value(namer.fresh(f"{value.name}.wide"), value.type)
@@ -107,7 +107,7 @@ def _widened(graph: Graph, comes: Collection[str], low: Mapping[str, Value], wid
     def renamed(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(new.get(value.name, value) for value in values)
 
-    ops = tuple(Op(op.kind, renamed(op.ins), op.outs, op.attrs, op.loc) for op in graph.ops)
+    ops = tuple(op.with_ins(renamed(op.ins)) for op in graph.ops)
     ins = tuple((low if first else wide)[value.name] if value.name in new else value for value in graph.ins)
     if first:
         ops = (*(Op("cast", (low[name],), (wide[name],), {"dtype": _WIDE}) for name in names), *ops)

@@ -23,7 +23,7 @@ from ..ir.graph import MICROBATCH, Module
 from ..ir.ops import OPS
 from ..ir.schedule import Action
 from .control import DataSpec
-from .data import FileSamples, check_data
+from .data import SYNTHETIC, WRAP, FileSamples, check_data
 from .program import loss_stage
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def evaluation_problems(module: Module, spec: DataSpec) -> list[str]:
     """Why a bundle cannot be evaluated between steps."""
     if loss_stage(module) is None:
         return ["the bundle is for inference, there is no loss to evaluate"]
-    problems = [] if spec.source != "synthetic" else ["noise is nothing to evaluate on: give a file"]
-    if spec.last != "wrap" or spec.shuffle:
+    problems = [] if spec.source != SYNTHETIC else ["noise is nothing to evaluate on: give a file"]
+    if spec.last != WRAP or spec.shuffle:
         problems.append("every sample of an evaluation counts once, in order")
     graphs = [graph for graph in (module.stage_graph(stage.index, "F") for stage in module.stages) if graph is not None]
     hint = "it can be exported and evaluated as an inference bundle that is compiled from the model at rest"

@@ -14,7 +14,7 @@ import msgspec
 from ..ir.errors import UsageError
 from ..ir.graph import NORM, Module
 from .control import DataSpec, Save
-from .data import LAST
+from .data import LAST, SYNTHETIC, WRAP
 from .data_files import absolute_source
 from .hosts import in_group, place_of
 from .launch import HEARTBEAT
@@ -137,10 +137,10 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return self.evaluation is not None and (done == end or bool(self.evaluate_every and done % self.evaluate_every == 0))
 
 
-def data_spec(data: str | os.PathLike[str], shuffle: bool, seed: int, last: str = "wrap") -> DataSpec:
+def data_spec(data: str | os.PathLike[str], shuffle: bool, seed: int, last: str = WRAP) -> DataSpec:
     """Where samples come from, by absolute paths."""
     text = os.fspath(data)
-    return DataSpec(text if text == "synthetic" else absolute_source(text), shuffle, seed, last)
+    return DataSpec(text if text == SYNTHETIC else absolute_source(text), shuffle, seed, last)
 
 
 def timeout_problems(timeout: float, heartbeat: float = HEARTBEAT) -> list[str]:

@@ -2,8 +2,9 @@
 
 The stream gives what `Schedule.expand` gives, lazily: an action is let through once it is known that its batch exists and dropped once it is
 known that it does not, which is what drains the pipeline; the list after that of the last batch may still hold what belongs to it. A feed says
-which batches exist; where requests are answered it counts single microbatches, each of which goes its way as soon as it is known. Beside each action stands the weight version that has no reader after it: the last action of the batch list that reads the
-oldest version of that list, in every batch.
+which batches exist; where requests are answered it counts single microbatches, each of which goes its way as soon as it is known. Beside each
+action stands the weight version that has no reader after it: the last action of the batch list that reads the oldest version of that list, in
+every batch.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def retiring(program: Program) -> dict[int, int]:
 
 
 class ActionStream:
-    """The program of one rank from batch `first` on. `peek` and `receives` never wait; `pop` waits for the feed when it has to. `unit` is how many
+    """The program of one rank from batch `first` on. `receives` never waits; `pop` waits for the feed when it has to. `unit` is how many
     microbatches the feed counts as one: those of a batch unless told otherwise."""
 
     def __init__(self, schedule: Schedule, rank: int, first: int, feed: Feed, unit: int | None = None) -> None:
@@ -80,14 +81,8 @@ class ActionStream:
         self._popped += 1
         return self._ahead.popleft()
 
-    def peek(self, number: int) -> Iterator[Action]:
-        """Up to `number` actions that follow, as far as they are known."""
-        self._advance(number, wait=False)
-        for i in range(min(number, len(self._ahead))):
-            yield self._ahead[i].action
-
     def receives(self, number: int) -> list[Action]:
-        """The receives among the last action popped and the `number` that follow it, each of them once and in order."""
+        """The receives among the last action popped and the `number` that follow it, as far as they are known, each of them once and in order."""
         if len(self._ahead) < number:
             self._advance(number + _CHUNK, wait=False)
         found: list[Action] = []

@@ -32,6 +32,7 @@ from ..ir.words import itemised
 from .checkpoint import Index, check_file, files_for, is_kept, random_seed, read_index
 from .choosing import Chosen
 from .control import DataSpec
+from .data import WRAP
 from .program import microbatch_size
 from .tables import tables_for_run
 
@@ -123,7 +124,7 @@ def _differences(index: Index, module: Module, data: DataSpec | None) -> list[st
             f"the checkpoint is of {index.microbatches} microbatches per batch, the bundle has {module.schedule.microbatches}: "
             f"batches of {batch} samples go on from sample {index.samples}"
         )
-    if data is not None and data.last != "wrap" and (index.samples or 0) % batch:
+    if data is not None and data.last != WRAP and (index.samples or 0) % batch:
         told.append(
             f"an epoch with its last batch {data.last} is a number of whole batches, which are of {batch} samples now: of this epoch some "
             "samples may be read twice or not at all"
@@ -137,7 +138,7 @@ def _differences(index: Index, module: Module, data: DataSpec | None) -> list[st
 
 
 def _describe(data: DataSpec) -> str:
-    last = "" if data.last == "wrap" else f", last batch {data.last}"
+    last = "" if data.last == WRAP else f", last batch {data.last}"
     return f"{data.source}{' shuffled' if data.shuffle else ''} with seed {data.seed}{last}"
 
 

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.ir.graph import ANNOTATIONS, Attr, Graph, Module, Op, Slot, Value
+from penstock.ir.storage import INLINE, is_inline
 from penstock.ir.text import parse_module, print_graph
 from penstock.ir.types import TensorType
 
 from .messages import PackedOperand, Parameters
 
 EFFECTS = ("accum", "write", "take")
-# Kernel names with this prefix: the value is computed where it is read.
-INLINE = "inline"
 # Operations with this mark read a variable that no graph changes: the kernel may take it in an order of its own.
 PACKED = "packed"
 _NAME = "k"
@@ -74,10 +73,6 @@ def name_of(group: Group) -> str:
 def packed_value(source: Value, dtype: str, size: int) -> Value:
     """The operand of a kernel that stands for `source` in an order of the kernel's own."""
     return Value(f"{source.name}.packed", TensorType(dtype, (size,)))
-
-
-def is_inline(op: Op) -> bool:
-    return str(op.attrs.get("kernel", "")).startswith(INLINE)
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.ir.graph import Graph, Op, Value
+from penstock.ir.graph import Graph, Op, Value, substitute
 from penstock.ir.liveness import drop_dead
 from penstock.ir.ops import OPS
+from penstock.ir.storage import is_inline
 
-from .group import EFFECTS, Group, Kernel, NotOneKernel, is_inline
+from .group import EFFECTS, Group, Kernel, NotOneKernel
 
 # Never worth memory: computed where they are read, annotated or not.
 ALWAYS_INLINE = ("const", "iota")
@@ -81,8 +82,8 @@ def _snapshot_reads(graph: Graph) -> Graph:
             table[value] = copy
     if not table:
         return graph
-    outs = tuple(table.get(v, v) for v in graph.outs)
-    saved = tuple(table.get(v, v) for v in graph.saved)
+    outs = substitute(graph.outs, table)
+    saved = substitute(graph.saved, table)
     return Graph(graph.name, graph.ins, outs, tuple(ops), saved)
 
 
@@ -100,7 +101,7 @@ def _last_uses(graph: Graph) -> dict[Value, int]:
 def replace_ins(op: Op, table: Mapping[Value, Value]) -> Op:
     if not any(v in table for v in op.ins):
         return op
-    return Op(op.kind, tuple(table.get(v, v) for v in op.ins), op.outs, op.attrs, op.loc)
+    return op.with_ins(substitute(op.ins, table))
 
 
 # ---------------------------------------------------------------------------------------- groups

@@ -19,6 +19,7 @@ from typing import Any
 from ..graph import ANNOTATIONS, Attr, Attrs, Op
 from ..types import Dim, TensorType
 from . import contractions, draws, elementwise, indexing, layout, reductions, rows, training, windows
+from .layout import VIEWS
 from .table import ANY, Cost, Needs, OpDef, integer, ints, reduced_axes
 from .windows import Window, window_of
 
@@ -137,6 +138,7 @@ def make(kind: str, ins: Sequence, outs: Sequence[str], loc: str = "", /, **attr
 __all__ = [
     "ANY",
     "OPS",
+    "VIEWS",
     "Cost",
     "Dim",
     "Needs",

@@ -7,6 +7,9 @@ from math import prod
 from ..types import TensorType, broadcast_shapes
 from .table import ANY, Needs, Types, Values, axis_of, ints, need, row
 
+# Each element of the result is one of the operand: memory may be read as if it had the result's shape.
+VIEWS = ("reshape", "transpose", "broadcast", "slice")
+
 
 def _reshape(x: Types, a: Values) -> tuple[TensorType, ...]:
     shape = ints(a["shape"])

@@ -4,9 +4,13 @@ problem     nodes, edges, kinds of devices; what a placement costs
 workload    the public JSON format of such problems
 units       what must share a device, or may without loss, made one
 ideals      all sets that are closed downwards: what the devices before a cut may hold
-contiguous  the best contiguous split, by dynamic programming over ideals
+sweep       the dynamic programme over ideals
+contiguous  the best contiguous split, by that programme
 coarsen     fewer ideals, where there are too many
 bounds      what no split can be better than
-anyhow      the best split of any kind, by integer programming
-latency     the time of one sample alone
+programme   linear and integer programmes for the solver
+free        the best split of any kind, by integer programming
+latency     the time of one sample alone, and the placement it is smallest for
+latency_programme   the same by integer programming, for what is too large to search
+sources     weights, shapes and masks, which a sample need not wait for
 """

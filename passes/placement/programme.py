@@ -50,10 +50,6 @@ class Programme:
         self.whole.append(whole)
         return len(self.lower) - 1
 
-    def switch(self) -> int:
-        """A variable that is 0 or 1."""
-        return self.variable(0.0, 1.0, whole=True)
-
     def row(self, terms: Iterable[tuple[int, float]], least: float = -inf, most: float = inf) -> None:
         """least <= sum of weight * variable <= most; a variable may come several times."""
         weights: dict[int, float] = {}

@@ -26,7 +26,6 @@ from .problem import Kind, Node, Problem
 
 T = TypeVar("T")
 D = TypeVar("D")
-ACCELERATOR, CPU = 0, 1
 _SHOWN = 20
 _SAME_COST = 1e-6
 # Far above what anybody means, and far below where sums overflow.

@@ -115,11 +115,7 @@ def _left_out(planner: Planner, best: Outcome) -> Iterator[tuple[str, str]]:
     idle = [i for i in range(len(fleet)) if i not in used]
     # The same microbatches: a device that helps only with others shows among the plans of other sizes, which have been searched.
     again = Planner(planner.chain, fleet, replace(planner.wanted, sizes=(best.plan.size,)))
-    groups = (
-        fleet.classes()
-        if planner.everything
-        else [[j for j in range(len(fleet)) if planner.kinds[j] == k] for k in dict.fromkeys(planner.kinds)]
-    )
+    groups = planner.alike()
     said: dict[int, str] = {}
     for i in idle:
         group = frozenset(next(g for g in groups if i in g))
@@ -166,12 +162,7 @@ def _change(name: str, outcome: Outcome | None) -> Change:
 
 def _without(result: Result) -> Iterator[tuple[str, Fleet]]:
     fleet, used = result.fleet, set(result.best.plan.devices)
-    groups = (
-        fleet.classes()
-        if result.planner.everything
-        else [[j for j, k in enumerate(result.planner.kinds) if k == kind] for kind in dict.fromkeys(result.planner.kinds)]
-    )
-    for group in groups:
+    for group in result.planner.alike():
         here = [i for i in group if i in used]
         if here:
             name = fleet.devices[here[0]].name + _or_another(len(group) - 1)

@@ -73,6 +73,12 @@ class Planner:
         classes = fleet.classes() if len(fleet) <= 32 else []
         self.everything = bool(classes) and exhaustive_size(classes) * size <= _EXHAUSTIVE
 
+    def alike(self) -> list[list[int]]:
+        """Devices in groups of which one stands for all: those that can be exchanged, in large fleets all of one kind."""
+        if self.everything:
+            return self.fleet.classes()
+        return [[i for i, k in enumerate(self.kinds) if k == kind] for kind in dict.fromkeys(self.kinds)]
+
     def table(self, b: int) -> Table:
         if b not in self._tables:
             self._tables[b] = Table(self.chain, b)

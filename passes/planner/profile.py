@@ -18,7 +18,7 @@ Limits: what is exchanged of a tied parameter is memory here, not time. Bytes ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -26,12 +26,10 @@ import numpy as np
 
 from ...ir.cluster import Device
 from ...ir.errors import UsageError
-from ...ir.graph import GRAD, PARAM, STATE, Graph, Module, Op, Value, written_vars
-from ...ir.ops import OPS
+from ...ir.graph import GRAD, PARAM, STATE, Graph, Module, Value
 from ...ir.types import FLOATS
 from ..cost import ROOFLINE, GraphCost, Prices
-from ..partition import chain_of, forward_graph, positions_of, replicable
-from ..wire import travelling
+from ..partition_chain import chain_of, crossing_bytes, forward_graph, moving_spans, moving_users, names_to_split_at, params_behind
 from .chain import Amount, Calls, Chain, Floats, Layer, Times
 
 MOST_LAYERS = 96
@@ -120,14 +118,15 @@ class _Sized:
             raise UsageError("the model computes nothing from its inputs: there is no operation to plan for")
         forward = forward_graph(module)
         self.backward = module.graphs.get("B")
-        position = positions_of(self.chain)
-        self.names = [op.loc if position.get(op.loc) == i else _first_name(op) for i, op in enumerate(self.chain)]
+        self.names = names_to_split_at(self.chain)
         self.made = {v: i for i, op in enumerate(self.chain) for v in op.outs}
         by_name = {v.name: i for v, i in self.made.items()}
         self.forward_cost = GraphCost(forward), [self.made.get(op.outs[0]) if op.outs else None for op in forward.ops]
         self.backward_at = _places(self.backward, by_name) if self.backward is not None else []
         self.backward_cost = GraphCost(self.backward) if self.backward is not None else None
-        self.params = _params_read(module, forward, self.chain)
+        behind = params_behind(module)
+        # The parameters that each operation reads, also through values that any stage can compute.
+        self.params = [set[str]().union(*(behind.get(v, ()) for v in op.ins)) for op in self.chain]
 
     # -------------------------------------------------------------------------------------------- seconds
 
@@ -190,23 +189,11 @@ class _Sized:
 
     # -------------------------------------------------------------------------------------------- layers and bytes
 
-    def crossing(self, floats: bool = False) -> Floats:
-        """Entry i: bytes of values made before operation i and used at or after it, as they would travel."""
-        delta = np.zeros(len(self.chain) + 1)
-        last: dict[Value, int] = {}
-        for i, op in enumerate(self.chain):
-            last.update((v, i) for v in op.ins if v in self.made)
-        for value, at in last.items():
-            if not floats or value.type.dtype in FLOATS:
-                size = travelling(value.type, self.wire)
-                delta[self.made[value] + 1] += size
-                delta[at + 1] -= size
-        return np.cumsum(delta)
-
     def cuts(self, device: Device, most: int) -> list[int]:
         """Where layers begin: the cheapest place in every stretch of equal time, and never where a stage may not start."""
-        work, crossing, count = self.work(device), self.crossing(), len(self.chain)
-        allowed = [i for i in range(1, count) if i not in self._inside_spans()]
+        work, crossing, count = self.work(device), crossing_bytes(self.chain, self.wire), len(self.chain)
+        inside = {i for first, last in moving_spans(self.chain).values() for i in range(first + 1, last + 1)}
+        allowed = [i for i in range(1, count) if i not in inside]
         ends = np.concatenate([[0.0], np.cumsum(work)])
         if len(allowed) < most:
             return [0, *allowed]
@@ -215,20 +202,13 @@ class _Sized:
             stretch.setdefault(int(ends[i] / max(ends[-1], 1e-300) * (most - 1)), []).append(i)
         return [0, *sorted(min(places, key=lambda i: (crossing[i], i)) for places in stretch.values())]
 
-    def _inside_spans(self) -> set[int]:
-        """Places between the operations that touch a variable which the forward graph changes."""
-        moving, found = written_vars(forward_graph(self.module)), set[int]()
-        for name in moving:
-            at = [i for i, op in enumerate(self.chain) if OPS[op.kind].effect and op.var == name]
-            found.update(range(at[0] + 1, at[-1] + 1))
-        return found
-
     def layers(self, cuts: Sequence[int]) -> list[Layer]:
         ends = [*cuts[1:], len(self.chain)]
-        crossing, back = self.crossing(), self.crossing(floats=True) if self.backward is not None else np.zeros(len(self.chain) + 1)
+        crossing, back = crossing_bytes(self.chain, self.wire), np.zeros(len(self.chain) + 1)
+        if self.backward is not None:
+            back = crossing_bytes(self.chain, self.wire, FLOATS)
         saved, fed = self._saved(cuts), self._fed(cuts)
-        changed = written_vars(forward_graph(self.module))
-        moving = [i for i, op in enumerate(self.chain) if OPS[op.kind].effect and op.var in changed]
+        moving = [i for users in moving_users(self.chain).values() for i in users]
         found = []
         for number, (first, last) in enumerate(zip(cuts, ends, strict=True)):
             names = {name for i in range(first, last) for name in self.params[i]}
@@ -282,10 +262,6 @@ class _Sized:
         return found
 
 
-def _first_name(op: Op) -> str:
-    return op.outs[0].name if op.outs else op.var
-
-
 def _places(backward: Graph, position: Mapping[str, int]) -> list[int | None]:
     """Where each operation of the backward graph belongs: with its forward operation, sums of gradients with the first of their operands."""
     made: dict[Value, int] = {}
@@ -296,17 +272,3 @@ def _places(backward: Graph, position: Mapping[str, int]) -> list[int | None]:
         if at is not None:
             made.update(dict.fromkeys(op.outs, at))
     return found
-
-
-def _params_read(module: Module, forward: Graph, chain: Sequence[Op]) -> list[set[str]]:
-    """The parameters that each operation of the chain reads, also through values that any stage can compute, such as a transposed weight."""
-    anywhere, of = replicable(forward), dict[Value, frozenset[str]]()
-    for op in forward.ops:
-        if op.outs and anywhere.issuperset(op.outs):
-            own = frozenset((op.var,)) if op.kind == "read" and module.vars[op.var].role == PARAM else frozenset[str]()
-            of.update(dict.fromkeys(op.outs, own.union(*(of.get(v, frozenset()) for v in op.ins))))
-    return [set(_joined(of.get(v, ()) for v in op.ins)) for op in chain]
-
-
-def _joined(parts: Iterable[Iterable[str]]) -> Iterable[str]:
-    return (name for part in parts for name in part)

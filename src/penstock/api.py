@@ -101,7 +101,7 @@ def describe_plan(
     from penstock.passes.precision import PrecisionOptions
     from penstock.passes.recompute import RecomputeOptions
     from penstock.passes.wire import WireOptions
-    from penstock.placement import stage_starts
+    from penstock.placement_hints import stage_starts
     from penstock.runtime.program import microbatch_size
 
     schedule, starts = module.schedule, stage_starts(reference, module)
@@ -193,7 +193,7 @@ def plan(
     from penstock.passes.manager import Call, run_passes
     from penstock.passes.pipelines import PASSES
     from penstock.passes.schedules.dealing import fair_shares
-    from penstock.placement import follow_hints
+    from penstock.placement_hints import follow_hints
 
     microbatches = training.microbatches if training is not None else microbatches
     placed = tuple(map(tuple, devices)) or _in_groups(cluster, stages, replicas)

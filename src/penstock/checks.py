@@ -161,16 +161,10 @@ def verify_bundle(path: str, *, steps: int, seed: int, tolerance: float | None) 
         raise VerifyError("the bundle holds no reference model to compare with", where=path, hint="compile it again")
     for module in (bundle.module, reference):
         check(module, tuple(dict.fromkeys(("typed", *module.facts))))
-    weights = _all_weights(bundle)
+    weights = bundle.weights()
     if "B" in reference.graphs:
         return _verify_training(bundle, reference, weights, steps, seed, tolerance)
     return _verify_inference(bundle, reference, weights, seed, tolerance)
-
-
-def _all_weights(bundle: Bundle) -> dict[str, np.ndarray]:
-    from penstock.backends.tensor_file import map_tensors
-
-    return {name: array for stage in bundle.module.stages for name, array in map_tensors(bundle.weights_file(stage.index)).items()}
 
 
 def delay_of(module: Module) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.ir.cluster import Cluster
-from penstock.ir.cluster_file import cluster_toml, cluster_yaml
+from penstock.ir.cluster_file import cluster_text
 from penstock.ir.errors import UsageError
 from penstock.terminal import say, size, table
 
@@ -60,10 +60,9 @@ def _check_place(path: Path) -> None:
 
 def _write(cluster: Cluster, path: Path) -> None:
     """All of the file or nothing."""
-    text = cluster_yaml(cluster) if path.suffix in (".yaml", ".yml") else cluster_toml(cluster)
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.absolute().parent, delete=False) as file:
         try:
-            file.write(text)
+            file.write(cluster_text(cluster, path))
             file.close()
             os.chmod(file.name, 0o644)
             Path(file.name).replace(path)

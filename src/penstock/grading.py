@@ -142,10 +142,10 @@ def _from_computing(bundle: Bundle, rows: Sequence[Row]) -> float | None:
     cluster = bundle.module.cluster
     assert cluster is not None
     here = {entry.rank for entry in bundle.manifest.ranks if is_here(cluster.device(entry.device))}
-    counted = [row for row in rows if row[0] in here]
+    own = [row for row in rows if row[0] in here]
     _, beside = _promised(bundle)
-    rest = sum(beside[rank, kind] for rank, kind, *_ in counted)
-    promised, came = sum(row[2] for row in counted), sum(row[3] for row in counted)
+    rest = sum(beside[rank, kind] for rank, kind, *_ in own)
+    promised, came = sum(row[2] for row in own), sum(row[3] for row in own)
     return (came - rest) / (promised - rest) if _says_enough(rest, promised, came) else None
 
 

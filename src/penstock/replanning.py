@@ -25,13 +25,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from penstock.api import describe_plan
 from penstock.backends.bundle import NAMES, SOURCE, Bundle, Origin, open_bundle
 from penstock.backends.bundle_writer import write_bundle
 from penstock.backends.interface import CompileOptions, backend_of
-from penstock.backends.tensor_file import map_tensors
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import PenstockError, UsageError
 from penstock.ir.words import counted
@@ -52,9 +49,7 @@ def replan(bundle: Bundle, devices: Sequence[str], out: Path) -> str:
     shares = [fair_shares([cluster.device(name).flops for name in names], schedule.microbatches) for names in groups]
     calls = _calls(pipeline, groups, tuple(share for of_stage in shares for share in of_stage))
     module = run_passes(reference.but(cluster=cluster), calls, PASSES)
-    weights: dict[str, np.ndarray] = {}
-    for stage in bundle.module.stages:
-        weights |= map_tensors(bundle.weights_file(stage.index))
+    weights = bundle.weights()
     source = sorted(name for name in bundle.manifest.files if name.startswith(f"{SOURCE}/") and name != NAMES)
     origin = Origin(bundle.source_names or {}, [bundle.path / name for name in source]) if NAMES in bundle.manifest.files else None
     before = parse_pipeline(pipeline, PASSES)

@@ -68,12 +68,6 @@ class Forecast:
         return {rank: memory_course(self.module, rank, self.found.batches) for rank in self.found.lines}
 
 
-def devices_of(module: Module) -> dict[int, str]:
-    """Where each rank is."""
-    assert module.schedule is not None
-    return dict(enumerate(module.rank_devices()))
-
-
 def _waits_for_others(module: Module) -> bool:
     """Whether a stage takes values that are no data: stages may also have nothing to do with each other."""
     graphs = [graph for stage in module.stages if (graph := module.stage_graph(stage.index, "F")) is not None]
@@ -91,7 +85,7 @@ def forecast(module: Module, seconds: Seconds, batches: int, change: Callable[[R
         )
     if cluster is None:
         raise UsageError("names no devices", where=f"@{module.name}", hint="simulate needs a bundle, or a dump after `partition`")
-    devices = devices_of(module)
+    devices = dict(enumerate(module.rank_devices()))
     sizes = {(e.phase, e.src, e.dst): sum(v.type.nbytes for v in e.values) for e in module.edges}
     summed = {s.index: sum(module.vars[name].type.nbytes for name in summed_vars(module, s.index)) for s in module.stages}
     seats = {rank: seat for rank, name in devices.items() if (seat := seat_of(cluster, name)) is not None}

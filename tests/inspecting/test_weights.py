@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from penstock.cli import main
 from penstock.inspecting import weights
 from penstock.inspecting.subject import Subject
-from penstock.inspecting.weights import bundle_arrays, statistics
+from penstock.inspecting.weights import statistics
 
 FLOATS = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf]))
 
@@ -66,7 +66,7 @@ def test_every_element_type(dtype: Any) -> None:
 
 def test_params_shows_what_the_bundle_holds(built: Path, bundle: Subject, capsys: pytest.CaptureFixture[str]) -> None:
     assert bundle.bundle is not None
-    held = bundle_arrays(bundle.bundle)
+    held = bundle.bundle.weights()
     assert main(["inspect", str(built / "bundle"), "--params"]) == 0
     lines = capsys.readouterr().out.splitlines()
     row = next(line for line in lines if line.startswith("wte.weight "))

@@ -23,7 +23,8 @@ from penstock.ir.ops import make
 from penstock.ir.types import TensorType
 from penstock.passes.autodiff import AutodiffOptions, autodiff
 from penstock.passes.manager import Call, run_passes
-from penstock.passes.partition import PartitionOptions, chain_of
+from penstock.passes.partition import PartitionOptions
+from penstock.passes.partition_chain import chain_of
 from penstock.passes.pipelines import PASSES, training_pipeline
 
 UNARY = {"neg": torch.neg, "sin": torch.sin, "tanh": torch.tanh, "sigmoid": torch.sigmoid}

@@ -18,7 +18,8 @@ from penstock.passes import partition as partition_pass
 from penstock.passes import partition_ideals
 from penstock.passes.autodiff import AutodiffOptions, autodiff
 from penstock.passes.cost import op_seconds
-from penstock.passes.partition import PartitionOptions, chain_of, partition
+from penstock.passes.partition import PartitionOptions, partition
+from penstock.passes.partition_chain import chain_of
 from penstock.passes.pipelines import training_pipeline
 
 WIDTH = 16

@@ -13,7 +13,7 @@ from penstock.ir.errors import UsageError
 from penstock.ir.graph import PARAM
 from penstock.models import write_cnn, write_gpt, write_mlp
 from penstock.passes.cost import GraphCost
-from penstock.passes.partition import chain_of
+from penstock.passes.partition_chain import chain_of
 from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.plan import Wanted
 from penstock.passes.planner.planner import Planner

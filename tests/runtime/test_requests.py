@@ -163,7 +163,7 @@ def test_microbatches_run_one_by_one_as_they_come(stages, m, first, count, rando
         stream, seen = ActionStream(found, rank, first, feed, 1), []
         while (upcoming := stream.pop()) is not None:
             seen.append(upcoming.action)
-            list(stream.peek(3))
+            stream.receives(3)
         batches = -(-count // m)
         expected = [a for a in found.expand(rank, batches, first) if a.mb < first * m + count] if batches else []
         assert seen == expected

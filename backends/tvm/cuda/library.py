@@ -12,15 +12,13 @@ from __future__ import annotations
 import json
 
 from penstock.ir.graph import Value
-from penstock.ir.ops import complete_attrs
+from penstock.ir.ops import VIEWS, complete_attrs
 from penstock.ir.types import FLOATS
 
 from ..group import Group, Kernel, NotOneKernel
 from ..kernels.emit import HALVES
 from ..lower import LibraryCall
 from .torch_calls import CALLS, NAME, View
-
-_VIEWS = ("reshape", "transpose", "broadcast", "slice")
 
 
 def library_call(group: Group) -> Kernel:
@@ -49,7 +47,7 @@ def _base_of(group: Group, value: Value) -> tuple[Value, list[View]]:
     chain: list[View] = []
     while value in group.inline:
         op = group.inline[value]
-        if op.kind not in _VIEWS:
+        if op.kind not in VIEWS:
             raise NotOneKernel(f"{op.kind} is not a view of something in memory")
         chain.append((op.kind, complete_attrs(op)))
         value = op.ins[0]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tvm import tirx
 
 from penstock.ir.graph import Op, Slot, Value, slot_of
+from penstock.ir.ops import VIEWS
 from penstock.ir.types import ITEM_BYTES
 
 from ..group import EFFECTS, PACKED, Group, Kernel, NotOneKernel, Packing, packed_value
@@ -368,7 +369,7 @@ class Body:
         if self.is_stored(value):
             return value, linear(index, value.type.dims)
         op = self._producers.get(value) or self.group.inline[value]
-        if op.kind not in ("reshape", "transpose", "broadcast", "slice"):
+        if op.kind not in VIEWS:
             return None
         found: tuple[Value, Expr] | None = INDEXED[op.kind](self.functions, op, lambda k, i: self.address(op.ins[k], i), index)
         return found

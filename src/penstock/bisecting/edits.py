@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from penstock.bisecting.case import KERNEL, Case
-from penstock.bisecting.values import kind_of
-from penstock.ir.graph import BUFFER, PARAM, Graph, Module, Op, Value, Var, substitute
+from penstock.ir.graph import BUFFER, PARAM, Graph, Module, Op, Value, Var, graph_kind, substitute
 from penstock.ir.numpy_ops import Array
 from penstock.ir.ops import infer_op
 from penstock.ir.types import TensorType, numpy_dtype
@@ -149,7 +148,7 @@ def _as_data(case: Case, chunk: Sequence[At]) -> Case | None:
                 ops.append(op)
                 continue
             for value in op.outs:
-                array = case.values.get((kind_of(graph.name), 0, value.name))
+                array = case.values.get((graph_kind(graph.name), 0, value.name))
                 if array is None:
                     return None
                 ops.append(_datum(value, np.asarray(array), held, weights))
@@ -185,7 +184,7 @@ def _taken_short(case: Case, chunk: Sequence[At]) -> Case | None:
         table: dict[Value, Value] = {}
         ops = []
         for op in graph.ops:
-            op = Op(op.kind, substitute(op.ins, table), op.outs, op.attrs, op.loc)
+            op = op.with_ins(substitute(op.ins, table))
             same = next((v for v in op.ins if op.outs and v.type == op.outs[0].type), None)
             if same is not None and (graph.name, op.outs[0].name) in chosen:
                 table[op.outs[0]] = same

@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.bisecting.allowed import Allowed
 from penstock.bisecting.values import Seen, Spot
-from penstock.ir.graph import PARAM, Graph, Module, Namer, Op, Value, substitute
+from penstock.ir.graph import PARAM, Graph, Module, Namer, Value, substitute
 from penstock.ir.interp import run_graph
 from penstock.ir.numpy_ops import F64, Array
 from penstock.ir.ops import make
@@ -104,7 +104,7 @@ class Slopes:
         moved = make("add", (value, more), [namer.fresh(value.name)])
         at = next(i for i, op in enumerate(self.forward.ops) if value in op.outs) + 1
         changed: Mapping[Value, Value] = {value: moved.outs[0]}
-        later = [Op(op.kind, substitute(op.ins, changed), op.outs, op.attrs, op.loc) for op in self.forward.ops[at:]]
+        later = [op.with_ins(substitute(op.ins, changed)) for op in self.forward.ops[at:]]
         outs = substitute(self.forward.outs, changed)
         again = Graph(self.forward.name, (*self.forward.ins, more), outs, (*self.forward.ops[:at], moved, *later))
         results = run_graph(again, {**self.trial.parts[0], more.name: added}, self.trial.store(self.module), F64)

@@ -56,15 +56,12 @@ def dumps_trail(folder: Path, backend: str | None) -> Iterator[Trail]:
 
 @contextmanager
 def bundle_trail(bundle: Bundle) -> Iterator[Trail]:
-    from penstock.backends.tensor_file import map_tensors
-
     if bundle.reference is None:
         raise UsageError("the bundle holds no reference model to begin with", where=str(bundle.path), hint="compile it again")
     steps = [Step("reference.ir", "", bundle.reference), *_made_again(bundle)]
-    weights = {name: array for stage in bundle.module.stages for name, array in map_tensors(bundle.weights_file(stage.index)).items()}
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         original = _original_of(bundle, Path(scratch))
-        yield Trail(str(bundle.path), steps, weights, original, compiled=_Bundled(bundle))
+        yield Trail(str(bundle.path), steps, bundle.weights(), original, compiled=_Bundled(bundle))
 
 
 def _made_again(bundle: Bundle) -> Iterator[Step]:

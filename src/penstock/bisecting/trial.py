@@ -36,12 +36,13 @@ from penstock.bisecting.steps import Step
 from penstock.bisecting.values import Key, Seen, Spot, told
 from penstock.checks import delay_of, relative_error, synthetic_batch
 from penstock.ir.errors import PenstockError, VerifyError
-from penstock.ir.graph import GRAD, PARAM, Graph, Module, Var
+from penstock.ir.graph import GRAD, PARAM, Module, Var, graph_kind
 from penstock.ir.interp import DictStore, Run, Watch, initial_arrays, microbatches_of, run_graph, run_recurrence, run_schedule
 from penstock.ir.numpy_ops import F64, Array, array_dtype
 from penstock.ir.types import FLOATS, UNIT_ROUNDOFF
 from penstock.ir.verify import verify
 from penstock.ir.words import counted
+from penstock.passes.partition_chain import forward_graph
 from penstock.passes.schedules import ScheduleOptions, schedule
 
 # A pass that changes what an update does, and is meant to.
@@ -225,7 +226,7 @@ class Trial:
         return found
 
     def forward(self, module: Module, microbatch: int, store: DictStore | None = None) -> dict[str, Array]:
-        graph = _forward_graph(module)
+        graph = forward_graph(module)
         results = run_graph(graph, self.parts[microbatch], self.store(module) if store is None else store, F64)
         return {v.name: array for v, array in zip(graph.results, results, strict=True)}
 
@@ -265,7 +266,7 @@ class Trial:
         if not is_whole(module):
             self.execute(module, seen.watch)
             return
-        graph = _forward_graph(module)
+        graph = forward_graph(module)
         for k, part in enumerate(self.parts):
             run_graph(graph, part, self.store(module), F64, partial(seen.watch, graph.name, k))
         if "B" in module.graphs:
@@ -307,11 +308,7 @@ def is_whole(module: Module) -> bool:
 
 
 def updates(module: Module) -> bool:
-    return any(name.rpartition(".")[2] == "U" for name in module.graphs)
-
-
-def _forward_graph(module: Module) -> Graph:
-    return module.graphs.get("F") or module.graphs["main"]
+    return any(graph_kind(name) == "U" for name in module.graphs)
 
 
 def can_run(module: Module) -> bool:

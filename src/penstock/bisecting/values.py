@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.bisecting.allowed import Allowed
 from penstock.checks import relative_error
-from penstock.ir.graph import Op
+from penstock.ir.graph import Op, graph_kind, graph_stage
 from penstock.ir.numpy_ops import Array
 from penstock.ir.schedule import PER_BATCH
 from penstock.ir.text import print_op
@@ -36,8 +36,7 @@ class Spot:
     @property
     def stage(self) -> int | None:
         """The stage of the graph, if the model is cut into stages."""
-        head = self.graph.partition(".")[0]
-        return int(head[1:]) if "." in self.graph and head[1:].isdigit() else None
+        return graph_stage(self.graph)
 
     def lines(self) -> list[str]:
         """For people: stage, kernel, graph, operation, tensor, error, and what is allowed and why."""
@@ -86,7 +85,7 @@ class Seen:
     makers: dict[Key, tuple[str, Op]] = field(default_factory=dict)
 
     def watch(self, graph: str, number: int, op: Op, results: Sequence[Array]) -> None:
-        kind = kind_of(graph)
+        kind = graph_kind(graph)
         for value, array in zip(op.outs, results, strict=True):
             self.values.setdefault((kind, number, value.name), np.array(array))
             self.makers.setdefault((kind, number, value.name), (graph, op))
@@ -106,7 +105,3 @@ class Seen:
                 # nan, too, is off.
                 if not error <= (allowed := judge(twin, error)).error:
                     yield self.spot(key, error, allowed)
-
-
-def kind_of(graph: str) -> str:
-    return "F" if graph == "main" else graph.rpartition(".")[2]

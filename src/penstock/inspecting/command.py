@@ -192,9 +192,9 @@ def _show_traced_memory(module: Module, arguments: Namespace) -> None:
 
 def _show_params(subject: Subject, arguments: Namespace) -> None:
     from penstock.inspecting.views import show_params
-    from penstock.inspecting.weights import bundle_arrays, checkpoint_arrays, statistics
+    from penstock.inspecting.weights import checkpoint_arrays, statistics
 
-    arrays = {} if subject.bundle is None else bundle_arrays(subject.bundle)
+    arrays = {} if subject.bundle is None else subject.bundle.weights()
     if arguments.checkpoint:
         arrays, step = checkpoint_arrays(arguments.checkpoint, subject.module)
         say(f"elements after {step} steps")

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.ir.errors import UsageError
-from penstock.ir.graph import Module, Op
+from penstock.ir.graph import Module, Op, graph_kind
 from penstock.passes.kernels import divide
 
 VALUE, VARIABLE, KERNEL, NODE, PATH = "value", "variable", "kernel", "node", "path"
@@ -50,8 +50,8 @@ class Target:
         nodes that the operations came from."""
         found = tuple(_places(module, self.kind, self.name))
         if not found and self.kind == KERNEL:
-            made = {(_phase(place.graph), v.name) for place in self.places for v in place.op.outs}
-            found = tuple(place for place in _all(module) if any((_phase(place.graph), v.name) in made for v in place.op.outs))
+            made = {(graph_kind(place.graph), v.name) for place in self.places for v in place.op.outs}
+            found = tuple(place for place in _all(module) if any((graph_kind(place.graph), v.name) in made for v in place.op.outs))
         if not found and self.kind in (VALUE, KERNEL):
             nodes = {place.op.loc for place in self.places if place.op.loc}
             found = tuple(place for place in _all(module) if place.op.loc in nodes)
@@ -131,12 +131,6 @@ def _all(module: Module) -> Iterator[Place]:
     for graph in module.graphs.values():
         for position, op in enumerate(graph.ops):
             yield Place(graph.name, position, op)
-
-
-def _phase(graph: str) -> str:
-    """What a graph computes, of a stage or of the whole model: F, B, W, P, N or U."""
-    kind = graph.rpartition(".")[2]
-    return "F" if kind == "main" else kind
 
 
 def _of_kernel(module: Module, name: str) -> Iterator[Place]:

@@ -45,7 +45,7 @@ class Line:
 
 def draw(graph: Graph, most: int = MOST_RAILS) -> list[Line]:
     """The lines of a graph, in the order of its operations."""
-    quiet = {v: name for op in graph.ops if (name := _quiet(op)) is not None for v in op.outs}
+    quiet = {v: name for op in graph.ops if (name := told_operand(op)) is not None for v in op.outs}
     shown = [op for op in graph.ops if not all(v in quiet for v in op.outs) or not op.outs]
     uses: dict[Value, int] = {}
     for i, op in enumerate(shown):
@@ -66,8 +66,8 @@ def draw(graph: Graph, most: int = MOST_RAILS) -> list[Line]:
     return [replace(line, rails=line.rails.ljust(width)) for line in lines]
 
 
-def _quiet(op: Op) -> str | None:
-    """How an operation is told where it is used, if it has no line."""
+def told_operand(op: Op) -> str | None:
+    """How an operation is told where it is used, if it has no line of its own: a read of a variable, or a single constant."""
     if op.kind == "read":
         return f"@{op.var}"
     if op.kind == "const" and not isinstance(op.attrs["value"], tuple):

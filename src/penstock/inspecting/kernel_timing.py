@@ -149,12 +149,12 @@ def _random(t: TensorType, below: int | None, within: tuple[float, float], sourc
 
     from penstock.runtime.store import TORCH_DTYPES
 
-    dtype = getattr(torch, {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(t.dtype, "int64"))
+    dtype = TORCH_DTYPES[t.dtype]
     if t.dtype in FLOATS:
         low, high = within
         return torch.rand(t.dims, generator=source).mul_(high - low).add_(low).to(dtype)
     limit = 2 if t.dtype == "bool" else below if below is not None else 5
-    return torch.randint(limit, t.dims, generator=source).to(TORCH_DTYPES[t.dtype])
+    return torch.randint(limit, t.dims, generator=source).to(dtype)
 
 
 def _ranges(graph: Graph) -> dict[Value, tuple[float, float]]:

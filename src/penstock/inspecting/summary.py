@@ -13,8 +13,8 @@ from penstock.ir.graph import GRAD, PARAM, Graph, Module, stage_vars
 from penstock.ir.memory import measure_memory
 from penstock.ir.ops import cost_of
 from penstock.ir.schedule import COMPUTE, PER_BATCH
+from penstock.ir.storage import INLINE
 from penstock.passes.cost import rank_seconds
-from penstock.passes.fuse import INLINE
 
 
 @dataclass(frozen=True)

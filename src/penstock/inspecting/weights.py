@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.backends.bundle import Bundle
-from penstock.backends.tensor_file import map_tensors
-from penstock.ir.words import itemised
 from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Module
+from penstock.ir.words import itemised
 
 _PART = 1 << 20
 
@@ -77,12 +75,6 @@ def _parts(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.float64]]:
 
 
 # ------------------------------------------------------------------------------------------------ where arrays come from
-
-
-def bundle_arrays(bundle: Bundle) -> dict[str, npt.NDArray[Any]]:
-    """The initial values that a bundle holds, mapped into memory."""
-    stages = dict.fromkeys(entry.stage for entry in bundle.manifest.ranks)
-    return {name: array for stage in stages for name, array in map_tensors(bundle.weights_file(stage)).items()}
 
 
 def checkpoint_arrays(path: str | Path, module: Module) -> tuple[dict[str, npt.NDArray[Any]], int]:

@@ -22,11 +22,11 @@ from penstock.inspecting.kernels import KernelRow, kernel_rows
 from penstock.inspecting.reasons import stage_reasons
 from penstock.inspecting.sources import Source, source_of
 from penstock.inspecting.subject import Subject
-from penstock.ir.graph import Module
+from penstock.ir.graph import Module, graph_stage
 from penstock.ir.schedule import PER_BATCH
+from penstock.ir.storage import is_inline
 from penstock.ir.text import print_op
 from penstock.passes.cost import bound
-from penstock.passes.fuse import INLINE
 
 
 @dataclass(frozen=True)
@@ -128,24 +128,18 @@ def explain(subject: Subject, target: Target, record: Record, nodes: Sequence[Pl
 # ------------------------------------------------------------------------------------------------ what there is now
 
 
-def stage_of(graph: str) -> int | None:
-    """The stage of a graph by its name; None of a graph of the whole model."""
-    stage, dot, _ = graph.removeprefix("s").partition(".")
-    return int(stage) if dot and graph.startswith("s") and stage.isdecimal() else None
-
-
 def _parts(subject: Subject, places: Sequence[Place]) -> Iterator[Part]:
     module = subject.module
     fused = "fused" in module.facts and module.cluster is not None
     rows = {(row.graph, name): row for row in kernel_rows(module) for name in row.names} if fused else {}
     measured = _measured(subject) if rows else {}
     for place in places:
-        stage, op = stage_of(place.graph), place.op
+        stage, op = graph_stage(place.graph), place.op
         if stage is None and "stage" in op.attrs:
             stage = int(str(op.attrs["stage"]))
         devices = module.devices_of(stage) if stage is not None and stage < len(module.stages) else ()
         kernel = str(op.attrs.get("kernel", ""))
-        row = rows.get((place.graph, kernel or f"op{place.position}")) if not kernel.startswith(INLINE) else None
+        row = rows.get((place.graph, kernel or f"op{place.position}")) if not is_inline(op) else None
         use = _use(row, kernel or f"op{place.position}", module, measured) if row is not None else None
         yield Part(place.graph, place.position, print_op(op), stage, devices, use, fused, str(op.attrs.get("of", "")))
 
@@ -188,7 +182,7 @@ def _followers(module: Module, places: Sequence[Place]) -> Iterator[tuple[str, i
 def _crossings(module: Module, places: Sequence[Place]) -> Iterator[Crossing]:
     """What operations give to other stages or take from them."""
     made = {v for place in places for v in place.op.outs}
-    taken = {(stage_of(place.graph), v) for place in places for v in place.op.ins}
+    taken = {(graph_stage(place.graph), v) for place in places for v in place.op.ins}
     microbatches = module.schedule.microbatches if module.schedule is not None else 1
     for edge in module.edges:
         for value in edge.values:

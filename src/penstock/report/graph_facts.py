@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from penstock.ir.graph import Module, Op, Value
+from penstock.ir.graph import Module, Op, Value, graph_kind, graph_stage
 from penstock.ir.literals import print_literal
 from penstock.report.strings import Strings
 
@@ -60,7 +60,5 @@ def graph_facts(module: Module, strings: Strings) -> dict[str, Any]:
 
 def _home(name: str) -> tuple[int, str]:
     """Stage and kind of a graph: `s1.B` is B of stage 1; before the cut there are F, B and U, and before that one graph."""
-    stage, dot, kind = name.partition(".")
-    if dot and stage[:1] == "s" and stage[1:].isdecimal():
-        return int(stage[1:]), kind
-    return -1, name
+    stage = graph_stage(name)
+    return (-1, name) if stage is None else (stage, graph_kind(name))

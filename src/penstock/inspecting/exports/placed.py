@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.inspecting.why import stage_of
-from penstock.ir.graph import Graph, Module, Op
-from penstock.ir.literals import print_literal
-from penstock.passes.fuse import INLINE
+from penstock.inspecting.flow import told_operand
+from penstock.ir.graph import Graph, Module, Op, graph_kind, graph_stage
+from penstock.ir.storage import is_inline
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Placed:
 
 def forward_graphs(module: Module) -> list[Graph]:
     """The graphs of the model itself, each after those whose values it takes: forward parts of stages, or the model before it was cut."""
-    left = [graph for name, graph in module.graphs.items() if name.rpartition(".")[2] in ("F", "main")]
+    left = [graph for name, graph in module.graphs.items() if graph_kind(name) == "F"]
     known = {v.name for v in module.inputs}
     found: list[Graph] = []
     while left:
@@ -37,22 +36,14 @@ def forward_graphs(module: Module) -> list[Graph]:
 
 def placed_ops(module: Module, graph: Graph) -> Iterator[Placed]:
     for position, op in enumerate(graph.ops):
-        stage = stage_of(graph.name)
+        stage = graph_stage(graph.name)
         if stage is None and "stage" in op.attrs:
             stage = int(str(op.attrs["stage"]))
         devices = module.devices_of(stage) if stage is not None and stage < len(module.stages) else ()
-        kernel = str(op.attrs.get("kernel", ""))
-        yield Placed(
-            f"{graph.name}/{position}", op, stage, devices, "" if not kernel or kernel.startswith(INLINE) else f"{graph.name}/{kernel}"
-        )
+        kernel = "" if is_inline(op) or "kernel" not in op.attrs else f"{graph.name}/{op.attrs['kernel']}"
+        yield Placed(f"{graph.name}/{position}", op, stage, devices, kernel)
 
 
 def told_operands(graph: Graph) -> Mapping[str, str]:
     """How operands are told that are no nodes: variables and single constants, by the name of their value."""
-    found = {}
-    for op in graph.ops:
-        if op.kind == "read":
-            found[op.outs[0].name] = f"@{op.var}"
-        elif op.kind == "const" and not isinstance(op.attrs["value"], tuple):
-            found[op.outs[0].name] = print_literal(op.attrs["value"])
-    return found
+    return {op.outs[0].name: told for op in graph.ops if (told := told_operand(op)) is not None}

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from penstock.frontends.hints import Hints
 from penstock.ir.graph import Attr, Module, Op
-from penstock.passes.partition import chain_of, positions_of
+from penstock.passes.partition_chain import chain_of, names_to_split_at
 
 Changes = dict[str, Attr]
 
@@ -74,5 +74,5 @@ def stage_starts(reference: Module, planned: Module) -> list[str | None]:
 
 def _names(chain: Sequence[Op], starts: Sequence[int]) -> tuple[str, ...]:
     """What `partition` understands as these operations: the nodes that begin with them, or else their results."""
-    position = positions_of(chain)
-    return tuple(chain[i].loc if position.get(chain[i].loc) == i else chain[i].outs[0].name for i in starts)
+    names = names_to_split_at(chain)
+    return tuple(names[i] for i in starts)
