@@ -247,7 +247,7 @@ def _added_loss(main: Graph, kind: str) -> tuple[Graph, Value, Op]:
 
 def _rename(graph: Graph, old: str, new: str) -> Graph:
     table = {v: Value(new, v.type) for op in graph.ops for v in op.outs if v.name == old}
-    ops = tuple(Op(op.kind, substitute(op.ins, table), substitute(op.outs, table), op.attrs, op.loc) for op in graph.ops)
+    ops = tuple(op.renamed(table) for op in graph.ops)
     return Graph(graph.name, graph.ins, substitute(graph.outs, table), ops, graph.saved)
 
 

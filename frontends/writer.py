@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.ir.graph import BUFFER, MICROBATCH, Attr, Graph, Module, Op, Value, Var, substitute
+from penstock.ir.graph import BUFFER, MICROBATCH, Attr, Graph, Module, Op, Value, Var
 from penstock.ir.liveness import live_ops
 from penstock.ir.ops import make
 from penstock.ir.types import FLOATS, INTS, TensorType, dtype_of, numpy_dtype
@@ -163,7 +163,7 @@ class Program:
             elif value.name != name:
                 value = renamed[found] = Value(name, value.type)
             outs.append(value)
-        ops = [Op(op.kind, substitute(op.ins, renamed), substitute(op.outs, renamed), op.attrs, op.loc) for op in self.ops]
+        ops = [op.renamed(renamed) for op in self.ops]
         self.ops = [*ops, *passed]
         return outs
 
@@ -237,6 +237,10 @@ class Writer:
         self._program.ops.append(op)
         return op.outs
 
+    def cast(self, x: Value, dtype: str) -> Value:
+        """x in that element type; x itself where it has it."""
+        return x if x.type.dtype == dtype else self.emit("cast", x, dtype=dtype)
+
     def random_key(self) -> Value:
         """The key of one more use of random numbers."""
         self._program.drawn += 1
@@ -283,7 +287,4 @@ class Writer:
         """Give values that were written here other names."""
         if table:
             self._program.moved = {name: table.get(value, value) for name, value in self._program.moved.items()}
-            self._program.ops[self._first :] = [
-                Op(op.kind, tuple(table.get(v, v) for v in op.ins), tuple(table.get(v, v) for v in op.outs), op.attrs, op.loc)
-                for op in self.written()
-            ]
+            self._program.ops[self._first :] = [op.renamed(table) for op in self.written()]

@@ -53,4 +53,4 @@ def _negative_log(w: Writer, dims: tuple[int, ...]) -> Value:
 
 def _as(w: Writer, x: Value, dtype: str) -> Value:
     w.require(dtype in FLOATS, f"random numbers are of floating point, not {dtype}")
-    return x if dtype == "f32" else w.emit("cast", x, dtype=dtype)
+    return w.cast(x, dtype)

@@ -4,10 +4,31 @@ from __future__ import annotations
 
 from math import inf, pi
 
+import numpy as np
+
 from penstock.ir.graph import Value
-from penstock.ir.types import FLOATS
+from penstock.ir.types import FLOATS, numpy_dtype
 
 from ..writer import Operand, Writer
+
+
+def limits_of(dtype: str) -> tuple[float | int, float | int]:
+    """What no element of a type is below, and above."""
+    if dtype in FLOATS:
+        return -inf, inf
+    if dtype == "bool":
+        return False, True
+    limits = np.iinfo(numpy_dtype(dtype))
+    return int(limits.min), int(limits.max)
+
+
+def widened(w: Writer, x: Value) -> Value:
+    """16-bit floats as f32, which is what they are computed in; all else as it is."""
+    return w.cast(x, "f32") if x.type.dtype in ("f16", "bf16") else x
+
+
+def between(w: Writer, x: Value, low: float, high: float) -> Value:
+    return w.emit("minimum", w.emit("maximum", x, low), high)
 
 
 def power(w: Writer, x: Value, exponent: float) -> Value:
@@ -50,8 +71,8 @@ def power_of(w: Writer, x: Value, y: Value) -> Value:
     """x to a power that is computed, in the element type of x; of integers exact up to 2^53."""
     dtype = x.type.dtype
     if dtype in FLOATS:
-        return w.emit("pow", x, y if y.type.dtype == dtype else w.emit("cast", y, dtype=dtype))
-    wide = w.emit("pow", *(v if v.type.dtype == "f64" else w.emit("cast", v, dtype="f64") for v in (x, y)))
+        return w.emit("pow", x, w.cast(y, dtype))
+    wide = w.emit("pow", *(w.cast(v, "f64") for v in (x, y)))
     if y.type.dtype in FLOATS:
         return w.emit("cast", wide, dtype=dtype)
     lost = w.emit("and", w.emit("equal", x, 0), w.emit("less", y, 0))  # 0 has no inverse
@@ -80,7 +101,7 @@ def softplus(w: Writer, x: Value) -> Value:
 
 
 def hard_sigmoid(w: Writer, x: Value, alpha: float, beta: float) -> Value:
-    return w.emit("minimum", w.emit("maximum", w.emit("add", w.emit("mul", x, alpha), beta), 0.0), 1.0)
+    return between(w, w.emit("add", w.emit("mul", x, alpha), beta), 0.0, 1.0)
 
 
 def elu(w: Writer, x: Value, alpha: float, inner: float = 1.0) -> Value:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from math import prod
 
 from penstock.ir.graph import Value
-from penstock.ir.types import FLOATS
 
 from ..writer import Writer
+from .elementwise import limits_of
 from .layout import cut, reshape, transpose
 from .scans import flipped
 
@@ -32,7 +32,7 @@ def positions(w: Writer, indices: Value, axis: int, dims: Sequence[int]) -> Valu
     )
     w.require_inside(indices, dims[axis])
     strides = [prod(dims[i + 1 :]) for i in range(len(dims))]
-    wide = indices if indices.type.dtype == "i64" else w.emit("cast", indices, dtype="i64")
+    wide = w.cast(indices, "i64")
     total = from_the_front(w, wide, dims[axis])
     total = w.emit("mul", total, strides[axis]) if strides[axis] != 1 else total
     for i, size in enumerate(sizes):
@@ -74,10 +74,10 @@ def scatter_extreme(w: Writer, x: Value, axis: int, indices: Value, src: Value, 
     w.require(count > 0, "there is nothing to put")
     w.require_inside(indices, size)
     perm = [*(i for i in range(rank) if i != axis), axis]
-    wide = indices if indices.type.dtype == "i64" else w.emit("cast", indices, dtype="i64")
+    wide = w.cast(indices, "i64")
     at, what = (reshape(w, transpose(w, v, perm), (*others, 1, count)) for v in (from_the_front(w, wide, size), src))
     here = w.emit("equal", at, w.emit("iota", dtype="i64", shape=(size, 1), axis=0))
-    lowest = w.literal(lowest_of(x.type.dtype), x.type.dtype)
+    lowest = w.literal(limits_of(x.type.dtype)[0], x.type.dtype)
     offered, mine = w.emit("where", here, what, lowest), transpose(w, x, perm)
     if own:  # one among those put there, so that all equal ones have the same share of the gradient
         joined = w.emit("max", w.emit("concat", offered, reshape(w, mine, (*mine.type.dims, 1)), axis=rank), axes=(rank,), keep=False)
@@ -85,8 +85,3 @@ def scatter_extreme(w: Writer, x: Value, axis: int, indices: Value, src: Value, 
         any_here = w.emit("less", 0, w.emit("sum", w.emit("cast", here, dtype="i32"), axes=(rank,), keep=False))
         joined = w.emit("where", any_here, w.emit("max", offered, axes=(rank,), keep=False), mine)
     return transpose(w, joined, [perm.index(i) for i in range(rank)])
-
-
-def lowest_of(dtype: str) -> float | int:
-    """What no element is below."""
-    return float("-inf") if dtype in FLOATS else {"i64": -(2**63), "i32": -(2**31), "i8": -128}.get(dtype, 0)

@@ -20,7 +20,7 @@ def negative_log_likelihood(w: Writer, logs: Value, target: Value, weight: Value
     w.require(reduction in ("none", "mean", "sum"), f"reduction={reduction} is not known")
     classes, places = dims[1], target.type.dims
     dtype = logs.type.dtype
-    chosen = target if target.type.dtype == "i64" else w.emit("cast", target, dtype="i64")
+    chosen = w.cast(target, "i64")
     counts: Value | None = None
     if ignored is not None:
         counts = w.emit("not", w.emit("equal", chosen, ignored))

@@ -7,6 +7,7 @@ from math import prod
 from penstock.ir.graph import Value
 
 from ..writer import Writer
+from .elementwise import widened
 from .layout import reshape
 
 
@@ -30,10 +31,10 @@ def scaled(w: Writer, y: Value, scale: Value | None, bias: Value | None) -> Valu
 
 def rms_norm(w: Writer, x: Value, axis: int, eps: float) -> Value:
     """x over the root of its mean square over dimensions `axis` and after; 16-bit floats are computed in f32."""
-    wide = x if x.type.dtype in ("f32", "f64") else w.emit("cast", x, dtype="f32")
+    wide = widened(w, x)
     square = w.emit("mean", w.emit("mul", wide, wide), axes=tuple(range(axis, x.type.rank)), keep=True)
     y = w.emit("mul", wide, w.emit("rsqrt", w.emit("add", square, eps)))
-    return y if y.type.dtype == x.type.dtype else w.emit("cast", y, dtype=x.type.dtype)
+    return w.cast(y, x.type.dtype)
 
 
 def batch_statistics(w: Writer, x: Value) -> tuple[Value, Value, Value]:
@@ -46,5 +47,5 @@ def batch_statistics(w: Writer, x: Value) -> tuple[Value, Value, Value]:
 
 def moved(w: Writer, running: Value, new: Value, momentum: float) -> Value:
     """A running statistic with `momentum` of the newest batch in it, in its own element type."""
-    new = new if new.type == running.type else w.emit("cast", new, dtype=running.type.dtype)
+    new = w.cast(new, running.type.dtype)
     return new if momentum == 1.0 else w.emit("add", w.emit("mul", running, 1.0 - momentum), w.emit("mul", new, momentum))

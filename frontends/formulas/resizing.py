@@ -16,6 +16,7 @@ from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
 from ..writer import Writer
+from .elementwise import widened
 from .layout import expand, reshape
 
 # Along longer dimensions a product with a matrix costs more than a few lookups.
@@ -96,8 +97,7 @@ def resample(w: Writer, x: Value, axis: int, taps: Taps) -> Value:
     ):
         return pick(w, x, axis, taps.places[np.arange(count), taps.weights.argmax(axis=1)])
     w.require(x.type.dtype in FLOATS, f"interpolates floating-point operands only, got {x.type}")
-    half = x.type.dtype in ("f16", "bf16")
-    wide = w.emit("cast", x, dtype="f32") if half else x
+    wide = widened(w, x)
     dtype = np.float64 if wide.type.dtype == "f64" else np.float32
     shape = tuple(count if i == axis else 1 for i in range(len(dims)))
     if dims[axis] <= LONGEST_MATRIX:
@@ -120,7 +120,7 @@ def resample(w: Writer, x: Value, axis: int, taps: Taps) -> Value:
             y = w.emit("add", y, part)
     if taps.added.any():
         y = w.emit("add", y, taps.added.astype(dtype).reshape(shape))
-    return w.emit("cast", y, dtype=x.type.dtype) if half else y
+    return w.cast(y, x.type.dtype)
 
 
 def pick(w: Writer, x: Value, axis: int, places: np.ndarray) -> Value:

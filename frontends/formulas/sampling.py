@@ -12,16 +12,13 @@ from math import prod
 from penstock.ir.graph import Value
 
 from ..writer import Writer
+from .elementwise import between
 from .layout import reshape, transpose
 
 # An index as a whole number in floating point: where it is read, and whether it counts (None: always).
 Border = Callable[[Value, int], tuple[Value, Value | None]]
 
 _CUBIC = -0.75
-
-
-def clamped(w: Writer, x: Value, low: float, high: float) -> Value:
-    return w.emit("minimum", w.emit("maximum", x, low), high)
 
 
 def reflected(w: Writer, x: Value, low: float, high: float) -> Value:
@@ -40,19 +37,19 @@ def reflected(w: Writer, x: Value, low: float, high: float) -> Value:
 def zeros_outside(w: Writer) -> Border:
     def rule(index: Value, size: int) -> tuple[Value, Value | None]:
         inside = w.emit("and", w.emit("less_equal", w.literal(0, index.type.dtype), index), w.emit("less", index, size))
-        return clamped(w, index, 0, size - 1), inside
+        return between(w, index, 0, size - 1), inside
 
     return rule
 
 
 def ends_outside(w: Writer) -> Border:
-    return lambda index, size: (clamped(w, index, 0, size - 1), None)
+    return lambda index, size: (between(w, index, 0, size - 1), None)
 
 
 def reflections_outside(w: Writer, corners: bool) -> Border:
     def rule(index: Value, size: int) -> tuple[Value, Value | None]:
         low, high = (0.0, size - 1.0) if corners else (-0.5, size - 0.5)
-        return clamped(w, reflected(w, index, low, high), 0, size - 1), None
+        return between(w, reflected(w, index, low, high), 0, size - 1), None
 
     return rule
 
@@ -142,7 +139,7 @@ def grid_sample(w: Writer, x: Value, grid: Value, mode: str, padding: str, corne
         if mode == "nearest":
             place = w.emit("round", place)
         if padding == "border":
-            place = clamped(w, place, 0, size - 1)
+            place = between(w, place, 0, size - 1)
         elif padding == "reflection":
             low, high = (0.0, size - 1.0) if corners else (-0.5, size - 0.5)
             inside = w.emit("and", w.emit("less_equal", w.literal(low, place.type.dtype), place), w.emit("less_equal", place, high))

@@ -26,8 +26,7 @@ def fourier(w: Writer, x: Value, axis: int, length: int, *, inverse: bool, onesi
     dims, last = x.type.dims, x.type.rank - 1
     w.require(dims[-1] in (1, 2) and axis != last and length > 0, f"the last dimension of {x.type} must be the real and imaginary part")
     # In f64, because what cancels out is to be 0 and sums are long; a fast transform rounds less often.
-    narrow = x.type.dtype != "f64"
-    wide = w.emit("cast", x, dtype="f64") if narrow else x
+    wide = w.cast(x, "f64")
     count = length // 2 + 1 if onesided and not inverse else length
     have = min(dims[axis], length // 2 + 1 if onesided and inverse else length)
     angles = 2 * pi / length * np.outer(np.arange(count), np.arange(have)) * (1 if inverse else -1)
@@ -45,4 +44,4 @@ def fourier(w: Writer, x: Value, axis: int, length: int, *, inverse: bool, onesi
         if not (onesided and inverse):
             parts.append(w.emit("add", along(w, real, axis, sines), along(w, imaginary, axis, cosines)))
     y = parts[0] if len(parts) == 1 else w.emit("concat", *parts, axis=last)
-    return w.emit("cast", y, dtype=x.type.dtype) if narrow else y
+    return w.cast(y, x.type.dtype)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from math import prod
 
 import numpy as np
 
 from penstock.ir.graph import Value
-from penstock.ir.types import FLOATS
 
 from ..writer import Writer
-from .indexing import lowest_of
+from .elementwise import limits_of
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,7 @@ def largest_places(w: Writer, x: Value, out: Sequence[int], at: Window, weights:
     padded = x
     if any(at.low + at.high):
         w.require(dtype not in ("i64", "u64"), f"places in padded windows of {dtype} are not supported")
-        lowest = -inf if dtype in FLOATS else lowest_of(dtype)
-        padded = w.emit("pad", x, low=(0, 0, *at.low), high=(0, 0, *at.high), value=float(lowest))
+        padded = w.emit("pad", x, low=(0, 0, *at.low), high=(0, 0, *at.high), value=float(limits_of(dtype)[0]))
     start = w.emit("const", value=0, dtype="i64", shape=(1,) * r)
     for i in range(r):
         step = np.arange(out[i]) * (at.strides[i] * weights[i])

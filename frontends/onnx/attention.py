@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from penstock.ir.graph import Value
 
 from ..formulas.attention import capped, hide, join_heads, linear_attention, repeat_heads, rotate, sees_nothing, split_heads
+from ..formulas.elementwise import widened
 from ..formulas.layout import reshape
 from .node import Node, Result, Rule
 
@@ -142,17 +143,14 @@ def _linear_attention(n: Node) -> Sequence[Result]:
     positions = n.type().dims[1]
     n.require(positions <= MOST_POSITIONS, f"{positions} positions are not supported, {MOST_POSITIONS} at most")
 
-    def wide(x: Value) -> Value:
-        return n.emit("cast", x, dtype="f32") if x.type.dtype in ("f16", "bf16") else x
-
-    q, k, v = (wide(split_heads(n, n.value(i), count)) for i, count in enumerate((heads, own, own)))
-    state = wide(n.value(3)) if n.has(3) else None
-    decay = wide(split_heads(n, n.value(4), own)) if n.has(4) else None
-    beta = wide(split_heads(n, n.value(5), n.type(5).dims[2])) if n.has(5) else None
+    q, k, v = (widened(n, split_heads(n, n.value(i), count)) for i, count in enumerate((heads, own, own)))
+    state = widened(n, n.value(3)) if n.has(3) else None
+    decay = widened(n, split_heads(n, n.value(4), own)) if n.has(4) else None
+    beta = widened(n, split_heads(n, n.value(5), n.type(5).dims[2])) if n.has(5) else None
     scale = n.float_attr("scale") or 1.0 / math.sqrt(k.type.dims[-1])
     y, last = linear_attention(n, q, k, v, state, decay, beta, scale)
     kept = n.type(3).dtype if n.has(3) else dtype
-    y, last = (x if x.type.dtype == kind else n.emit("cast", x, dtype=kind) for x, kind in ((y, dtype), (last, kept)))
+    y, last = (n.cast(x, kind) for x, kind in ((y, dtype), (last, kept)))
     return join_heads(n, y), last
 
 

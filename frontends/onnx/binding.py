@@ -78,9 +78,14 @@ def _bind_value(value: onnx.ValueInfoProto, given: Given) -> tuple[np.ndarray | 
     return _as_declared(np.asarray(given), kind.tensor_type)
 
 
-def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Given], where: str) -> Inputs:
+def _fed(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """The inputs that no initializer stands for."""
     stored = {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
-    inputs = [value for value in graph.input if value.name not in stored]
+    return [value for value in graph.input if value.name not in stored]
+
+
+def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Given], where: str) -> Inputs:
+    inputs = _fed(graph)
     found = Inputs()
     problems: list[str] = []
     for name in known:
@@ -117,12 +122,10 @@ def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Gi
 
 def open_dimensions(path: str | Path, dims: Mapping[str, int], known: Mapping[str, Given]) -> tuple[str | None, list[str]]:
     """Of a model's symbolic dimensions that are not bound: the one that all inputs with an open dimension have first, if there is one, and the others."""
-    graph = Source(path).model.graph
-    stored = {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
     first: set[str] = set()
     others: set[str] = set()
-    for value in graph.input:
-        if value.name in stored or value.name in known or not value.type.HasField("tensor_type"):
+    for value in _fed(Source(path).model.graph):
+        if value.name in known or not value.type.HasField("tensor_type"):
             continue
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             name = dim.dim_param or f"{value.name}.{axis}"

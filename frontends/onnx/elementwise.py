@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isnan
+from math import inf, isnan
 
 from penstock.ir.graph import Value
 from penstock.ir.types import FLOATS
 
 from ..formulas.elementwise import (
+    ceil,
     clamp,
     cosh,
     elu,
@@ -53,10 +54,10 @@ def unary(write: Callable[[Node, Value], Value]) -> Rule:
     return rule
 
 
-def fold_left(kind: str) -> Rule:
+def fold_left(kind: str) -> Callable[[Node], Value]:
     """A variadic operator as a chain of binary operations."""
 
-    def rule(n: Node) -> Result:
+    def rule(n: Node) -> Value:
         total = n.value(0)
         for i in range(1, n.count):
             total = n.emit(kind, total, n.value(i))
@@ -65,10 +66,11 @@ def fold_left(kind: str) -> Rule:
     return rule
 
 
+_sum = fold_left("add")
+
+
 def _mean(n: Node) -> Result:
-    total = n.value(0)
-    for i in range(1, n.count):
-        total = n.emit("add", total, n.value(i))
+    total = _sum(n)
     return n.emit("mul", total, 1.0 / n.count) if n.count > 1 else total
 
 
@@ -163,6 +165,17 @@ def _shrink(n: Node, x: Value) -> Value:
     return n.emit("where", n.emit("less", x, -limit), n.emit("add", x, bias) if bias else x, above)
 
 
+def _infinite(n: Node) -> Result:
+    x = n.value()
+    n.require(x.type.dtype in FLOATS, f"needs a floating-point operand, got {x.type}")
+    below, above = n.int_attr("detect_negative", 1), n.int_attr("detect_positive", 1)
+    if below and above:
+        return n.emit("equal", n.emit("abs", x), inf)
+    if not below and not above:
+        return n.emit("const", value=False, dtype="bool", shape=x.type.dims)
+    return n.emit("equal", x, inf if above else -inf)
+
+
 RULES: dict[str, Rule] = {
     # one operation each
     "Add": same("add"),
@@ -195,12 +208,13 @@ RULES: dict[str, Rule] = {
     # variadic
     "Min": fold_left("minimum"),
     "Max": fold_left("maximum"),
-    "Sum": fold_left("add"),
+    "Sum": _sum,
     "Mean": _mean,
     # formulas
     "Xor": lambda n: n.emit("not", n.emit("equal", n.value(0), n.value(1))),
     "IsNaN": _not_a_number,
-    "Ceil": unary(lambda n, x: n.emit("neg", n.emit("floor", n.emit("neg", x)))),
+    "IsInf": _infinite,
+    "Ceil": unary(ceil),
     "Asin": unary(inverse_sine),
     "Acos": unary(inverse_cosine),
     "Atan": same("atan"),

@@ -9,6 +9,7 @@ import numpy as np
 
 from penstock.ir.graph import Value
 
+from ..formulas.elementwise import between, widened
 from ..formulas.layout import axis_of, cut, reshape, transpose
 from ..formulas.resizing import (
     LONGEST_MATRIX,
@@ -22,7 +23,8 @@ from ..formulas.resizing import (
     taps_around,
     tent,
 )
-from ..formulas.sampling import clamped, corners_at, ends_outside, grid_sample, images, read_between, zeros_outside
+from ..formulas.sampling import corners_at, ends_outside, grid_sample, images, read_between, zeros_outside
+from .neural import kernel_of
 from .node import Node, Result, Rule
 
 # ---------------------------------------------------------------------------------------- resizing
@@ -131,9 +133,9 @@ def _grid_sample(n: Node) -> Result:
     mode = {"bilinear": "linear", "bicubic": "cubic"}.get(n.text_attr("mode", "linear"), n.text_attr("mode", "linear"))
     dtype = x.type.dtype
     wide = "f64" if "f64" in (dtype, grid.type.dtype) else "f32"
-    x, grid = (v if v.type.dtype == wide else n.emit("cast", v, dtype=wide) for v in (x, grid))
+    x, grid = (n.cast(v, wide) for v in (x, grid))
     y = grid_sample(n, x, grid, mode, n.text_attr("padding_mode", "zeros"), bool(n.int_attr("align_corners")))
-    return y if dtype == wide else n.emit("cast", y, dtype=dtype)
+    return n.cast(y, dtype)
 
 
 def _affine_grid(n: Node) -> Result:
@@ -145,9 +147,8 @@ def _affine_grid(n: Node) -> Result:
     lines = [np.linspace(-1, 1, m) if corners else (2 * np.arange(m) + 1) / m - 1 for m in space]
     base = np.stack([*reversed(np.meshgrid(*lines, indexing="ij")), np.ones(space)], axis=-1).reshape(-1, rank + 1)
     dtype = np.float64 if theta.type.dtype == "f64" else np.float32
-    wide = theta if theta.type.dtype in ("f32", "f64") else n.emit("cast", theta, dtype="f32")
-    y = reshape(n, n.emit("matmul", base.astype(dtype), wide, tb=True), (size[0], *space, rank))
-    return y if y.type.dtype == theta.type.dtype else n.emit("cast", y, dtype=theta.type.dtype)
+    y = reshape(n, n.emit("matmul", base.astype(dtype), widened(n, theta), tb=True), (size[0], *space, rank))
+    return n.cast(y, theta.type.dtype)
 
 
 def _regions(n: Node, rois: Value, first: int, count: int, samples: int) -> Value:
@@ -182,9 +183,9 @@ def _roi_align(n: Node) -> Result:
     for at, size in ((y, height), (x_at, width)):
         inside = n.emit("and", n.emit("less_equal", n.literal(-1.0, at.type.dtype), at), n.emit("less_equal", at, float(size)))
         valid = inside if valid is None else n.emit("and", valid, inside)
-        places.append(n.emit("broadcast", clamped(n, at, 0.0, size - 1.0), shape=shape))
+        places.append(n.emit("broadcast", between(n, at, 0.0, size - 1.0), shape=shape))
     assert valid is not None
-    which = reshape(n, image if image.type.dtype == "i64" else n.emit("cast", image, dtype="i64"), (count, 1, 1))
+    which = reshape(n, n.cast(image, "i64"), (count, 1, 1))
     keep = reshape(n, valid, (*shape, 1))
     bins = (count, rows, samples, columns, samples, x.type.dims[1])
     if mode == "avg":
@@ -204,8 +205,8 @@ def _deform_conv(n: Node) -> Result:
     x, w, offset = n.value(0), n.value(1), n.value(2)
     n.require(x.type.rank == 4, f"needs two spatial dimensions, got {x.type}")
     batch, channels, *_ = x.type.dims
-    outs, per_group, *kernel = w.type.dims
-    n.require((n.ints_attr("kernel_shape") or tuple(kernel)) == tuple(kernel), f"kernel_shape differs from the weight {w.type}")
+    outs, per_group = w.type.dims[:2]
+    kernel = kernel_of(n, w)
     groups, shifts = n.int_attr("group", 1), n.int_attr("offset_group", 1)
     strides, dilations = n.ints_attr("strides") or (1, 1), n.ints_attr("dilations") or (1, 1)
     pads = n.ints_attr("pads") or (0, 0, 0, 0)

@@ -33,9 +33,9 @@ from .binding import Given, Inputs, bind
 from .control import CONTROL
 from .folding import fold, small
 from .functions import DEEPEST, MOST_NODES, call, definition, has_definition, identity
+from .hints import Marks
 from .inference import Promises, promised_by_node, promises_of, rounds_up
 from .node import Builder, Node
-from .placement import Marks
 from .report import CannotImport, Findings, report, row
 from .source import Source, node_name, our_dtype, stored_in
 from .structure import take_structure

@@ -1,11 +1,15 @@
-"""ONNX operators that find elements by the values of an index tensor, or put them there, or in an order."""
+"""ONNX operators that find elements by the values of an index tensor or of lengths, put them in an order, or accumulate along one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
-from ..formulas.indexing import from_the_front, positions
+import numpy as np
+
+from ..formulas.indexing import entries, from_the_front, positions
 from ..formulas.layout import axis_of, cut, reshape
+from ..formulas.scans import cumulative_product
 from .node import Node, Result, Rule
 
 
@@ -39,7 +43,7 @@ def _one_hot(n: Node) -> Result:
         off, on = (n.literal(x, dtype) for x in known.tolist())
     rank = indices.type.rank
     axis = axis_of(n, n.int_attr("axis", -1), rank + 1)
-    wide = indices if indices.type.dtype == "i64" else n.emit("cast", indices, dtype="i64")
+    wide = n.cast(indices, "i64")
     column = reshape(n, from_the_front(n, wide, depth), (*indices.type.dims[:axis], 1, *indices.type.dims[axis:]))
     line = n.emit("iota", dtype="i64", shape=(depth, *(1,) * (rank - axis)), axis=0)
     return n.emit("where", n.emit("equal", column, line), on, off)
@@ -58,10 +62,68 @@ def _cumsum(n: Node) -> Result:
     return n.emit("cumsum", x, axis=axis, exclusive=bool(n.int_attr("exclusive")), reverse=bool(n.int_attr("reverse")))
 
 
+def _gather_nd(n: Node) -> Result:
+    x, indices, shared = n.value(0), n.value(1), n.int_attr("batch_dims")
+    n.require(0 <= shared < min(x.type.rank, indices.type.rank), f"batch_dims={shared} does not fit {x.type} and {indices.type}")
+    if not shared:
+        return n.emit("gather", *entries(n, x, indices), axis=0)
+    n.require(x.type.dims[:shared] == indices.type.dims[:shared], f"{x.type} and {indices.type} differ in the first {shared} dimensions")
+    lead = x.type.dims[:shared]
+    batch, places, depth = prod(lead), indices.type.dims[shared:-1], indices.type.dims[-1]
+    wide = n.cast(indices, "i64")
+    flat = reshape(n, wide, (batch, prod(places), depth))
+    n.require(1 <= depth <= x.type.rank - shared, f"indices {indices.type} are too deep for {x.type}")
+    for i in range(depth):
+        n.require_inside(cut(n, flat, 2, i, i + 1), x.type.dims[shared + i])
+    own = n.emit("broadcast", n.emit("iota", dtype="i64", shape=(batch, 1, 1), axis=0), shape=(batch, prod(places), 1))
+    table = reshape(n, x, (batch, *x.type.dims[shared:]))
+    y = n.emit("gather", *entries(n, table, n.emit("concat", own, flat, axis=2)), axis=0)
+    return reshape(n, y, (*lead, *places, *x.type.dims[shared + depth :]))
+
+
+def _reverse_sequence(n: Node) -> Result:
+    """The first entries of each sequence, as many as its length, in the other order."""
+    x, batch, time = n.value(), n.int_attr("batch_axis", 1), n.int_attr("time_axis")
+    n.require({batch, time} == {0, 1}, f"batch_axis={batch} and time_axis={time} must be 0 and 1")
+    sizes = x.type.dims[:2]
+    lengths = n.cast(n.value(1), "i64")
+    lengths = reshape(n, lengths, (1, sizes[1]) if time == 0 else (sizes[0], 1))
+    line = n.emit("iota", dtype="i64", shape=(sizes[0], 1) if time == 0 else (1, sizes[1]), axis=time)
+    turned = n.emit("where", n.emit("less", line, lengths), n.emit("sub", n.emit("sub", lengths, 1), line), line)
+    other = n.emit("iota", dtype="i64", shape=(1, sizes[1]) if time == 0 else (sizes[0], 1), axis=batch)
+    row, column = (turned, other) if time == 0 else (other, turned)
+    at = n.emit("add", n.emit("mul", row, sizes[1]), column)
+    return n.emit("gather", reshape(n, x, (prod(sizes), *x.type.dims[2:])), at, axis=0)
+
+
+def _compress(n: Node) -> Result:
+    keep = n.constant(1, "the condition").reshape(-1)
+    x = n.value()
+    if not n.given("axis"):
+        x, axis = reshape(n, x, (x.type.size,)), 0
+    else:
+        axis = axis_of(n, n.int_attr("axis"), x.type.rank)
+    n.require(len(keep) <= x.type.dims[axis], f"a condition of {len(keep)} entries is longer than dimension {axis} of {x.type}")
+    places = np.flatnonzero(keep)
+    if not len(places):
+        return cut(n, x, axis, 0, 0)
+    return n.emit("gather", x, places.astype(np.int64), axis=axis)
+
+
+def _cumulative_product(n: Node) -> Result:
+    x = n.value()
+    axis = axis_of(n, n.ints(1, "the axis")[0], x.type.rank)
+    return cumulative_product(n, x, axis, exclusive=bool(n.int_attr("exclusive")), reverse=bool(n.int_attr("reverse")))
+
+
 RULES: dict[str, Rule] = {
     "Gather": _gather,
     "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
+    "Compress": _compress,
+    "ReverseSequence": _reverse_sequence,
     "OneHot": _one_hot,
     "TopK": _topk,
     "CumSum": _cumsum,
+    "CumProd": _cumulative_product,
 }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from penstock.ir.graph import Value
 
 from ..formulas.attention import capped, hide, join_heads, repeat_heads, rotate, split_heads
-from ..formulas.elementwise import hard_sigmoid, leaky
+from ..formulas.elementwise import between, hard_sigmoid, leaky
 from ..formulas.layout import cut, reshape, triangle
 from ..formulas.norms import rms_norm
 from . import layout, neural
@@ -219,10 +219,6 @@ def _rotary(n: Node) -> Result:
 # ---------------------------------------------------------------------------------------- products with something behind
 
 
-def _clip(n: Node, x: Value, low: float, high: float) -> Value:
-    return n.emit("minimum", n.emit("maximum", x, low), high)
-
-
 _ACTIVATIONS: dict[str, tuple[tuple[float, ...], Callable[..., Value]]] = {
     "": ((), lambda n, x: x),
     "Relu": ((), lambda n, x: n.emit("relu", x)),
@@ -230,7 +226,7 @@ _ACTIVATIONS: dict[str, tuple[tuple[float, ...], Callable[..., Value]]] = {
     "Sigmoid": ((), lambda n, x: n.emit("sigmoid", x)),
     "LeakyRelu": ((0.01,), leaky),
     "HardSigmoid": ((0.2, 0.5), hard_sigmoid),
-    "Clip": ((-math.inf, math.inf), _clip),
+    "Clip": ((-math.inf, math.inf), between),
 }
 
 

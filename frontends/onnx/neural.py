@@ -50,10 +50,16 @@ def window_of(n: Node, kernel: Sequence[int]) -> Window:
     return window(sizes, kernel, strides, dilations, pads, bool(n.int_attr("ceil_mode")))
 
 
-def conv(n: Node) -> Value:
-    x, w = n.value(0), n.value(1)
+def kernel_of(n: Node, w: Value) -> tuple[int, ...]:
+    """The sizes of the kernel of a convolution, which the weight and perhaps an attribute give."""
     kernel = w.type.dims[2:]
     n.require((n.ints_attr("kernel_shape") or kernel) == kernel, f"kernel_shape differs from the weight {w.type}")
+    return kernel
+
+
+def conv(n: Node) -> Value:
+    x, w = n.value(0), n.value(1)
+    kernel = kernel_of(n, w)
     groups = n.int_attr("group", 1)
     n.require(groups > 0, f"{groups} groups")
     y = n.emit("conv", x, w, groups=groups, **window_of(n, kernel).attrs)
@@ -63,9 +69,8 @@ def conv(n: Node) -> Value:
 def _conv_transpose(n: Node) -> Result:
     """The gradient of a convolution for its operand, with the roles exchanged: x takes the place of what was computed."""
     x, w = n.value(0), n.value(1)
-    kernel, sizes = w.type.dims[2:], x.type.dims[2:]
+    kernel, sizes = kernel_of(n, w), x.type.dims[2:]
     r = len(kernel)
-    n.require((n.ints_attr("kernel_shape") or kernel) == kernel, f"kernel_shape differs from the weight {w.type}")
     groups, strides = n.int_attr("group", 1), n.ints_attr("strides") or (1,) * r
     dilations, extra = n.ints_attr("dilations") or (1,) * r, n.ints_attr("output_padding") or (0,) * r
     n.require(len(sizes) == len(strides) == len(dilations) == len(extra) == r, f"attributes do not fit {r} spatial dimensions")
@@ -106,9 +111,13 @@ def _row(kind: str) -> Rule:
     return rule
 
 
+def _require_statistics_in_f32(n: Node) -> None:
+    n.require(n.int_attr("stash_type", 1) == 1, "stash_type other than 1 (statistics in f32) is not supported")
+
+
 def _layer_norm(n: Node) -> Result | Sequence[Result]:
     x = n.value()
-    n.require(n.int_attr("stash_type", 1) == 1, "stash_type other than 1 (statistics in f32) is not supported")
+    _require_statistics_in_f32(n)
     axis = axis_of(n, n.int_attr("axis", -1), x.type.rank)
     weight = x.type.dims[axis:]
     scale = expand(n, n.value(1), weight)
@@ -122,7 +131,7 @@ def _layer_norm(n: Node) -> Result | Sequence[Result]:
 
 def _rms_norm(n: Node) -> Result:
     x = n.value()
-    n.require(n.int_attr("stash_type", 1) == 1, "stash_type other than 1 (statistics in f32) is not supported")
+    _require_statistics_in_f32(n)
     axis = axis_of(n, n.int_attr("axis", -1), x.type.rank)
     y = rms_norm(n, x, axis, n.float_attr("epsilon", 1e-5))
     return n.emit("mul", y, n.value(1))
@@ -163,7 +172,7 @@ def _instance_norm(n: Node) -> Result:
 def _group_norm(n: Node) -> Result:
     x, groups = n.value(), n.int_attr("num_groups")
     n.require(groups > 0 and x.type.dims[1] % groups == 0, f"{x.type} does not divide into {groups} groups")
-    n.require(n.int_attr("stash_type", 1) == 1, "stash_type other than 1 (statistics in f32) is not supported")
+    _require_statistics_in_f32(n)
     scale, bias = n.value(1), n.value(2)
     if n.opset < 21:  # one entry per group
         n.require(scale.type.dims == bias.type.dims == (groups,), f"scale and bias must have one entry per group, got {scale.type}")
@@ -204,6 +213,18 @@ def _mean_variance(n: Node) -> Result:
     return n.emit("div", centred, n.emit("add", root(n, variance), 1e-9))
 
 
+def _hardmax(n: Node) -> Result:
+    x = n.value()
+    dims, axis = x.type.dims, n.int_attr("axis", -1 if n.opset >= 13 else 1)
+    axis = axis_of(n, axis, x.type.rank)
+    if n.opset < 13:  # all behind the axis is one row
+        x, axis = reshape(n, x, (prod(dims[:axis]), prod(dims[axis:]))), 1
+    top = n.emit("argmax", x, axis=axis)
+    top = reshape(n, top, (*x.type.dims[:axis], 1, *x.type.dims[axis + 1 :]))
+    line = n.emit("iota", dtype="i64", shape=(x.type.dims[axis], *(1,) * (x.type.rank - 1 - axis)), axis=0)
+    return reshape(n, n.emit("cast", n.emit("equal", top, line), dtype=x.type.dtype), dims)
+
+
 RULES: dict[str, Rule] = {
     # products
     "MatMul": lambda n: product(n, n.value(0), n.value(1)),
@@ -214,6 +235,7 @@ RULES: dict[str, Rule] = {
     # rows and normalisation
     "Softmax": _row("softmax"),
     "LogSoftmax": _row("log_softmax"),
+    "Hardmax": _hardmax,
     "LayerNormalization": _layer_norm,
     "RMSNormalization": _rms_norm,
     "SimplifiedLayerNormalization": _rms_norm,  # what onnxruntime called it before it was a standard

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from math import prod
 
-import numpy as np
-
 from penstock.ir.graph import Value
-from penstock.ir.types import FLOATS, INTS, numpy_dtype
+from penstock.ir.types import FLOATS, INTS
 
+from ..formulas.elementwise import between, limits_of, widened
 from ..formulas.layout import axis_of, cut, expand, reshape
 from ..formulas.products import product
 from ..writer import Refused
-from .neural import window_of
+from .neural import kernel_of, window_of
 from .node import Node, Result, Rule
 from .source import our_dtype
 
@@ -34,10 +33,6 @@ def _type_attr(n: Node, name: str) -> str | None:
         return our_dtype(number) if number else None
     except ValueError as error:
         raise Refused(str(error)) from error
-
-
-def _cast(n: Node, x: Value, dtype: str) -> Value:
-    return x if x.type.dtype == dtype else n.emit("cast", x, dtype=dtype)
 
 
 def _along(n: Node, i: int, x: Value, axis: int, block: int = 0) -> Value:
@@ -62,12 +57,10 @@ def _along(n: Node, i: int, x: Value, axis: int, block: int = 0) -> Value:
 def _saturated(n: Node, x: Value, zero: Value | None, dtype: str) -> Value:
     """round(x) + zero point within the range of an integer type. All in floats that hold it."""
     n.require(dtype in ("i8", "u8", "i16", "u16"), f"element type {dtype} is not one to quantise to")
-    y = n.emit("round", x)
-    y = _cast(n, y, "f32") if y.type.dtype in ("f16", "bf16") else y
+    y = widened(n, n.emit("round", x))
     if zero is not None:
-        y = n.emit("add", y, _cast(n, zero, y.type.dtype))
-    limits = np.iinfo(numpy_dtype(dtype))
-    return _cast(n, n.emit("minimum", n.emit("maximum", y, float(limits.min)), float(limits.max)), dtype)
+        y = n.emit("add", y, n.cast(zero, y.type.dtype))
+    return n.cast(between(n, y, *map(float, limits_of(dtype))), dtype)
 
 
 def _quantize(n: Node) -> Result:
@@ -81,12 +74,12 @@ def _quantize(n: Node) -> Result:
     precision = _type_attr(n, "precision") or ("f64" if scale.type.dtype == "f64" else "f32")
     n.require(precision in FLOATS, f"precision {precision} is no floating-point type")
     zero = _along(n, 2, x, axis, block) if n.has(2) else None
-    return _saturated(n, n.emit("div", _cast(n, x, precision), _cast(n, scale, precision)), zero, dtype)
+    return _saturated(n, n.emit("div", n.cast(x, precision), n.cast(scale, precision)), zero, dtype)
 
 
 def _less_zero(n: Node, x: Value, zero: Value | None, dtype: str) -> Value:
-    wide = _cast(n, x, dtype)
-    return wide if zero is None else n.emit("sub", wide, _cast(n, zero, dtype))
+    wide = n.cast(x, dtype)
+    return wide if zero is None else n.emit("sub", wide, n.cast(zero, dtype))
 
 
 def _dequantize(n: Node) -> Result:
@@ -95,8 +88,8 @@ def _dequantize(n: Node) -> Result:
     scale = _along(n, 1, x, axis, block)
     dtype = _type_attr(n, "output_dtype") or scale.type.dtype
     zero = _along(n, 2, x, axis, block) if n.has(2) else None
-    y = _cast(n, _less_zero(n, x, zero, "i32"), "f32")
-    return _cast(n, n.emit("mul", y, _cast(n, scale, "f32")), dtype)
+    y = n.cast(_less_zero(n, x, zero, "i32"), "f32")
+    return n.cast(n.emit("mul", y, n.cast(scale, "f32")), dtype)
 
 
 # ---------------------------------------------------------------------------------------- products
@@ -127,7 +120,7 @@ def _qlinear_matmul(n: Node) -> Result:
     scale = n.emit("mul", _per_row(n, 1, x, -2), _per_row(n, 4, y, -1))
     out = n.statistic(6)
     scale = n.emit("div", scale, reshape(n, out, ()) if out.type.size == 1 else out)
-    product = n.emit("mul", _cast(n, total, scale.type.dtype), scale)
+    product = n.emit("mul", n.cast(total, scale.type.dtype), scale)
     zero = n.statistic(7)
     return _saturated(n, product, reshape(n, zero, ()) if zero.type.size == 1 else zero, n.type(7).dtype)
 
@@ -135,8 +128,7 @@ def _qlinear_matmul(n: Node) -> Result:
 def _convolution(n: Node, w_at: int, x_zero: int, w_zero: int) -> Value:
     """The sums of a convolution, as floats that hold them exactly."""
     x, w = n.value(0), n.value(w_at)
-    kernel = w.type.dims[2:]
-    n.require((n.ints_attr("kernel_shape") or kernel) == kernel, f"kernel_shape differs from the weight {w.type}")
+    kernel = kernel_of(n, w)
     n.require(x.type.dtype in ("i8", "u8") and w.type.dtype in ("i8", "u8"), f"needs integers of 8 bits, got {x.type} and {w.type}")
     dtype = "f32" if 255 * 255 * prod(w.type.dims[1:]) < _EXACT else "f64"
     groups = n.int_attr("group", 1)
@@ -149,11 +141,11 @@ def _convolution(n: Node, w_at: int, x_zero: int, w_zero: int) -> Value:
 def _qlinear_conv(n: Node) -> Result:
     total, w = _convolution(n, 3, 2, 5), n.value(3)
     if n.has(8):
-        total = n.emit("add", total, _cast(n, reshape(n, n.value(8), (1, w.type.dims[0], *(1,) * (w.type.rank - 2))), total.type.dtype))
+        total = n.emit("add", total, n.cast(reshape(n, n.value(8), (1, w.type.dims[0], *(1,) * (w.type.rank - 2))), total.type.dtype))
     x_scale, w_scale, y_scale = (n.statistic(i) for i in (1, 4, 6))
     scale = n.emit("div", n.emit("mul", reshape(n, x_scale, ()), w_scale), reshape(n, y_scale, ()))
     scale = reshape(n, scale, () if scale.type.size == 1 else (1, scale.type.size, *(1,) * (w.type.rank - 2)))
-    product = n.emit("mul", _cast(n, total, "f32"), scale)
+    product = n.emit("mul", n.cast(total, "f32"), scale)
     return _saturated(n, product, reshape(n, n.statistic(7), ()), n.type(7).dtype)
 
 
@@ -162,7 +154,7 @@ RULES: dict[str, Rule] = {
     "DequantizeLinear": _dequantize,
     "MatMulInteger": lambda n: _product(n, 0, 2, 1, 3),
     "QLinearMatMul": _qlinear_matmul,
-    "ConvInteger": lambda n: _cast(n, _convolution(n, 1, 2, 3), "i32"),
+    "ConvInteger": lambda n: n.cast(_convolution(n, 1, 2, 3), "i32"),
     "QLinearConv": _qlinear_conv,
 }
 
@@ -174,7 +166,7 @@ def _real(n: Node, i: int) -> Value:
     """The tensor that operand i stands for; its scale and zero point come next."""
     x = n.value(i)
     zero = reshape(n, n.statistic(i + 2), ()) if n.has(i + 2) else None
-    return n.emit("mul", _cast(n, _less_zero(n, x, zero, "i32"), "f32"), reshape(n, n.statistic(i + 1), ()))
+    return n.emit("mul", n.cast(_less_zero(n, x, zero, "i32"), "f32"), reshape(n, n.statistic(i + 1), ()))
 
 
 def _requantized(n: Node, y: Value, at: int, like: int) -> Value:
@@ -206,7 +198,7 @@ def _average(n: Node) -> Result:
 def _matmul_to_float(n: Node) -> Result:
     total = _product(n, 0, 4, 1, 5)
     x, y = n.value(0), n.value(1)
-    scaled = n.emit("mul", _cast(n, total, "f32"), n.emit("mul", _per_row(n, 2, x, -2), _per_row(n, 3, y, -1)))
+    scaled = n.emit("mul", n.cast(total, "f32"), n.emit("mul", _per_row(n, 2, x, -2), _per_row(n, 3, y, -1)))
     return n.emit("add", scaled, n.value(6)) if n.has(6) else scaled
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.ir.graph import Value
 
-from ..formulas.elementwise import elu, hard_sigmoid, leaky, softplus
+from ..formulas.elementwise import between, elu, hard_sigmoid, leaky, softplus
 from ..formulas.layout import cut, reshape, transpose
 from ..formulas.recurrent import Cell, Function, gru_cell, linear, lstm_cell, plain_cell, unroll, without_hidden
 from .node import Node, Result, Rule
@@ -41,7 +41,7 @@ def _functions(n: Node, defaults: Sequence[str], directions: int) -> list[list[F
         given = [(alphas if i == 0 else betas).pop(0) if (alphas if i == 0 else betas) else x for i, x in enumerate(numbers)]
 
         def apply(x: Value) -> Value:
-            x = n.emit("minimum", n.emit("maximum", x, -clip), clip) if clip else x
+            x = between(n, x, -clip, clip) if clip else x
             return write(n, x, *given)
 
         return apply

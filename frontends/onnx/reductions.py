@@ -12,9 +12,9 @@ from math import prod
 import numpy as np
 
 from penstock.ir.graph import Value
-from penstock.ir.types import FLOATS, numpy_dtype
+from penstock.ir.types import FLOATS
 
-from ..formulas.elementwise import root
+from ..formulas.elementwise import limits_of, root
 from ..formulas.layout import axis_of, reshape
 from ..formulas.resizing import pick
 from ..formulas.scans import flipped, product_over
@@ -66,20 +66,13 @@ def _of_nothing(n: Node, axes: tuple[int, ...], keep: bool, value: float | int) 
     return n.emit("const", value=value, dtype=n.type().dtype, shape=tuple(shape))
 
 
-def _ends(dtype: str) -> tuple[float | int, float | int]:
-    if dtype in FLOATS:
-        return -math.inf, math.inf
-    limits = np.iinfo(numpy_dtype(dtype))
-    return int(limits.min), int(limits.max)
-
-
 def _extremum(largest: bool) -> Rule:
     def rule(n: Node) -> Result:
         axes, keep = _axes(n), bool(n.int_attr("keepdims", 1))
         if axes is None:
             return n.tensor(0)
         dtype = n.type().dtype
-        nothing = _of_nothing(n, axes, keep, (not largest) if dtype == "bool" else _ends(dtype)[0 if largest else 1])
+        nothing = _of_nothing(n, axes, keep, limits_of(dtype)[0 if largest else 1])
         if nothing is not None:
             return nothing
         x = n.emit("cast", n.value(), dtype="u8") if dtype == "bool" else n.value()

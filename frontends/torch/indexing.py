@@ -18,10 +18,6 @@ from ..formulas.layout import axis_of, cut, expand, reshape, transpose
 from .node import Known, Node, Result, Rule
 
 
-def _wide(n: Node, indices: Value) -> Value:
-    return indices if indices.type.dtype == "i64" else n.emit("cast", indices, dtype="i64")
-
-
 def _index_select(n: Node) -> Result:
     x = n.value()
     indices = n.value("index")
@@ -81,7 +77,7 @@ def _flat_places(n: Node, given: Sequence[object], dims: Sequence[int]) -> tuple
         part = n.tensor_value(t)
         n.require_inside(part, dims[axis])
         if len(axes) > 1:  # negative entries count from the end of their own dimension
-            part = from_the_front(n, _wide(n, part), dims[axis])
+            part = from_the_front(n, n.cast(part, "i64"), dims[axis])
         flat = part if flat is None else n.emit("add", n.emit("mul", flat, dims[axis]), part)
     assert flat is not None
     return axes, flat

@@ -166,7 +166,7 @@ class Node(Writer):
             raise Refused(tensor.reason)
         if not isinstance(tensor, Value):
             raise Refused(f"expected a tensor, got {tensor!r}")
-        return tensor if dtype in (None, tensor.type.dtype) else self.emit("cast", tensor, dtype=dtype)
+        return tensor if dtype is None else self.cast(tensor, dtype)
 
     def value(self, name: str = "self", dtype: str | None = None) -> Value:
         """An argument as a tensor of the graph. This is what makes a parameter a variable."""

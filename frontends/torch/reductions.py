@@ -36,12 +36,17 @@ def over(kind: str) -> Rule:
     return rule
 
 
+def _outermost(n: Node, x: Value, axes: tuple[int, ...], keep: bool, sign: int) -> Value:
+    """The largest element, or with a negative sign the smallest."""
+    return reduced(n, "max", x, axes, keep) if sign > 0 else flipped(n, reduced(n, "max", flipped(n, x), axes, keep))
+
+
 def _extreme(sign: int) -> Rule:
     """amax and amin."""
 
     def rule(n: Node) -> Result:
         axes, x, keep = axes_of(n), n.value(), bool(n.arg("keepdim"))
-        return reduced(n, "max", x, axes, keep) if sign > 0 else flipped(n, reduced(n, "max", flipped(n, x), axes, keep))
+        return _outermost(n, x, axes, keep, sign)
 
     return rule
 
@@ -65,8 +70,7 @@ def _whole_extreme(sign: int) -> Rule:
 
     def rule(n: Node) -> Result:
         x = n.value()
-        axes = tuple(range(x.type.rank))
-        return reduced(n, "max", x, axes, False) if sign > 0 else flipped(n, reduced(n, "max", flipped(n, x), axes, False))
+        return _outermost(n, x, tuple(range(x.type.rank)), False, sign)
 
     return rule
 

@@ -13,7 +13,7 @@ def nearest(r: int) -> Rule:
     """Places along each axis, as torch finds them for 0, 1, 2, ..."""
 
     def rule(n: Node) -> Result:
-        x = n.value("input" if "input" in n.names else "self")
+        x = n.value(_picture(n))
         for i, out in enumerate(_wanted(n)):
             line = torch.arange(x.type.dims[2 + i], dtype=torch.float64)[:, None]
             x = pick(n, x, 2 + i, _along_one(n, line, i, r, out)[:, 0].long().numpy())
@@ -22,11 +22,16 @@ def nearest(r: int) -> Rule:
     return rule
 
 
+def _picture(n: Node) -> str:
+    """What the argument is called that is resized."""
+    return "input" if "input" in n.names else "self"
+
+
 def _wanted(n: Node) -> tuple[int, ...]:
     """The sizes after resizing."""
     if n.has("output_size"):
         return n.ints("output_size")
-    x = n.type("input" if "input" in n.names else "self")
+    x = n.type(_picture(n))
     return tuple(int(size * factor) for size, factor in zip(x.dims[2:], n.arg("scale_factors"), strict=True))
 
 
@@ -62,7 +67,7 @@ def linear(r: int) -> Rule:
     """Separable interpolation: a product with a matrix of weights along each axis, which torch makes out of the unit vectors."""
 
     def rule(n: Node) -> Result:
-        x = n.value("input" if "input" in n.names else "self")
+        x = n.value(_picture(n))
         for i, (size, out) in enumerate(zip(x.type.dims[2:], _wanted(n), strict=True)):
             weights = _along_one(n, torch.eye(size, dtype=torch.float64), i, r, out)
             if not torch.equal(weights, torch.eye(size, dtype=torch.float64)):

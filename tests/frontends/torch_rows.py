@@ -259,6 +259,7 @@ INDEXING: list[Case] = [
         ("scatter_reduce.two", lambda x, k, y, h=how: A.scatter_reduce.two(x, 0, k, y, h), (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1, 2, 2]), torch.tensor(src)))
         for how, src in (("amax", [1.0, 1.0, 2.0, 5.0, 5.0]), ("amin", [1.0, 1.0, 2.0, -5.0, -5.0]))
     ),  # equal ones have equal shares of the gradient
+    ("scatter_reduce.two", lambda x, k, y: A.scatter_reduce.two(x, 0, k, y, "amax"), (torch.tensor([-9, -8, -7], dtype=torch.int16), torch.tensor([0, 0, 1]), torch.tensor([-5, -6, -3], dtype=torch.int16))),
     ("scatter.reduce", lambda x, k, y: A.scatter.reduce(x, 1, k, y, reduce="add"), (f(3, 5), i(0, 5, 2, 8), f(3, 9))),
     *(
         ("scatter_reduce.two", lambda x, k, y, h=how, s=own: A.scatter_reduce.two(x, 1, k, y, h, include_self=s), (f(3, 5), i(0, 5, 3, 8), f(3, 8)))
