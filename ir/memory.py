@@ -57,6 +57,16 @@ class Memory:
     def fixed(self) -> int:
         return self.weights + self.gradients + self.state + self.buffers
 
+    def at_peak(self) -> dict[str, int]:
+        """What fills the memory at the peak, and adds up to it. Blocks that were given back are kept, so what activations take at most is held then, too;
+        what is left of all blocks beside them and messages counts as workspace."""
+        blocks = self.peak - self.fixed - self.data
+        activations = min(self.activations, blocks)
+        boundary = min(self.boundary, blocks - activations)
+        found = {"weights": self.weights, "gradients": self.gradients, "state": self.state, "buffers": self.buffers}
+        found |= {"activations": activations, "boundary": boundary, "data": self.data}
+        return found | {"workspace": blocks - activations - boundary}
+
 
 def measure_memory(module: Module) -> dict[int, Memory]:
     """One row per rank. A schedule without drops counts as one that drops after the last computation of a microbatch."""

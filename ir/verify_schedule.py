@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .graph import Module, Value, stepped_vars, summed_vars, touched_vars, written_vars
-from .memory import measure_memory
+from .memory import Memory, measure_memory
 from .problems import Problem, op_window, step_window
 from .schedule import COMPUTE, PER_BATCH, PHASES, SENDS, TAKERS, VERSIONED, Action, Schedule
 from .simulate import Event, Rules, play, value_rules
@@ -451,14 +451,16 @@ def _check_budget(module: Module) -> Iterator[Problem]:
     if module.cluster is None:
         return
     devices = module.rank_devices()
-    used: dict[str, list[tuple[int, int]]] = {}
+    used: dict[str, list[tuple[int, Memory]]] = {}
     for rank, memory in measure_memory(module).items():
-        used.setdefault(devices[rank], []).append((rank, memory.peak))
-    for name, parts in used.items():
-        limit, total = module.cluster.device(name).memory, sum(n for _, n in parts)
+        used.setdefault(devices[rank], []).append((rank, memory))
+    for name, rows in used.items():
+        limit, total = module.cluster.device(name).memory, sum(row.peak for _, row in rows)
         if limit is not None and total > limit:
-            listed = " + ".join(f"rank {rank} {n}" for rank, n in parts)
+            listed = " + ".join(f"rank {rank} {row.peak}" for rank, row in rows)
             what = f"needs {total} bytes at the worst moment ({listed}), it has {limit}"
+            for rank, row in rows:
+                what += f"\n  rank {rank}: " + ", ".join(f"{purpose} {n}" for purpose, n in row.at_peak().items() if n)
             yield Problem(
                 f"device {name}", what, hint="more stages, fewer microbatches in flight or smaller microbatches need less", memory=True
             )

@@ -84,7 +84,7 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
         if options.mode == "auto" and chosen.peak > budget:
             problems.append(
                 f"stage {stage.index} on {place} needs {_shown(chosen.peak)} at the worst moment, even if {len(chosen.dropped)} operations are "
-                f"done again in the backward pass; it has {_shown(budget)}"
+                f"done again in the backward pass; it has {_shown(budget)}\n    {_listed(chosen.memory)}"
             )
         if chosen.dropped:
             graphs[forward.name], graphs[backward.name] = chosen.forward, chosen.backward
@@ -99,6 +99,11 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
 
 def _shown(count: int) -> str:
     return f"{format_bytes(count)} ({count} bytes)" if count >= 1024 else format_bytes(count)
+
+
+def _listed(memory: Memory) -> str:
+    """What fills the memory of a stage at the worst moment."""
+    return ", ".join(f"{purpose} {format_bytes(count)}" for purpose, count in memory.at_peak().items() if count)
 
 
 def _device(module: Module, stage: int) -> Device:
@@ -207,8 +212,12 @@ class Plan:
     forward: Graph
     backward: Graph
     copies: tuple[Op, ...]
-    peak: int
+    memory: Memory
     seconds: float
+
+    @property
+    def peak(self) -> int:
+        return self.memory.peak
 
 
 class _Stage:
@@ -231,7 +240,7 @@ class _Stage:
         if key not in self.tried:
             made = repeat(self.forward, self.backward, chosen) if chosen else Repeated(self.forward, self.backward, ())
             cost = sum(self.price[op.outs[0]] for op in made.copies)
-            self.tried[key] = Plan(chosen, made.forward, made.backward, made.copies, self.memory(made).peak, cost)
+            self.tried[key] = Plan(chosen, made.forward, made.backward, made.copies, self.memory(made), cost)
         return self.tried[key]
 
     def memory(self, made: Repeated) -> Memory:

@@ -197,7 +197,7 @@ def test_the_nearest_change_is_of_sizes_that_were_profiled(symbolic, tmp_path, c
     assert main(command("plan", symbolic, "--cluster", tight, *TRAIN, "--batch", 64)) == 4
     told = capsys.readouterr().err
     assert "hint: give cpu:" in told or "; or give cpu:" in told
-    assert re.search(r"cpu:\d holds \d+\.\d (K|M)iB, of which", told)
+    assert re.search(r"cpu:\d, which has 683\.6 KiB, holds \d+\.\d (K|M)iB:\n  weights ", told)
     assert " bytes" not in told
 
 

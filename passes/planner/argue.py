@@ -219,13 +219,19 @@ def nearest(chain: Chain, fleet: Fleet, wanted: Wanted) -> DoesNotFit:
         times = f"{factor:.3f}" if factor < 100 else f"{math.ceil(factor)}"
         device, held = fleet.devices[tight], outcome.judged.memory[tight]
         what += (
-            f": with {times} times of it something would, and then {device.name} holds {format_bytes(held.total)}, of which "
-            f"{format_bytes(held.weights)} are weights, {format_bytes(held.gradients)} gradients, {format_bytes(held.state)} optimiser state, "
-            f"{format_bytes(held.activations)} activations; it has {format_bytes(device.memory or 0)}"
+            f": with {times} times of it something would, and then {device.name}, which has {format_bytes(device.memory or 0)}, "
+            f"holds {format_bytes(held.total)}:{_listed(held)}"
         )
         others = f" and the others {times} times their memory, {device.name}" if len(fleet) > 1 else ""
         hints.append(f"give {device.name}{others} {_at_least(held.total)}")
     return DoesNotFit(what, where="planner", hint="; or ".join(hints))
+
+
+def _listed(held: Bytes) -> str:
+    """What fills the memory of a device, a line for each purpose; together they are all of it."""
+    parts = {name: format_bytes(count) for name, count in held.named().items() if count}
+    width, digits = max(map(len, parts), default=0), max(map(len, parts.values()), default=0)
+    return "".join(f"\n{name.ljust(width)}  {count.rjust(digits)}" for name, count in parts.items())
 
 
 def _at_least(count: int) -> str:

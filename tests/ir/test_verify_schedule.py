@@ -460,7 +460,9 @@ def test_memory_over_the_budget_of_a_device_is_told(two):
         return two.but(cluster=Cluster((Device("cpu:0", spaces=(("ram", size),)), Device("cpu:1"))))
 
     peak = bisect_left(range(10**4), True, key=lambda n: _fits(cluster(n)))
-    assert f"device cpu:0: needs {peak} bytes at the worst moment (rank 0 {peak}), it has {peak - 1}" in message(cluster(peak - 1))
+    told = message(cluster(peak - 1))
+    assert f"device cpu:0: needs {peak} bytes at the worst moment (rank 0 {peak}), it has {peak - 1}\n  rank 0: weights " in told
+    assert sum(map(int, re.findall(r" (\d+)(?:,|$)", told.split("rank 0: ")[1].splitlines()[0]))) == peak
     together = cluster(peak).but(stages=tuple(replace(stage, place="cpu:0") for stage in two.stages))
     assert re.search(
         rf"device cpu:0: needs \d+ bytes at the worst moment \(rank 0 {peak} \+ rank 1 \d+\), it has {peak}", message(together)

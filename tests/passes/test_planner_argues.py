@@ -102,7 +102,7 @@ def test_says_why_devices_are_left_out() -> None:
 
 def test_what_does_not_fit_says_what_would() -> None:
     """The memory it names is enough, and a percent less is not."""
-    found = 0
+    found, short, named, units = 0, 0, set[str](), {"B": 1, "KiB": 1024, "MiB": 1 << 20}
     for seed in range(2000, 2040):
         rng = Random(seed)
         chain, fleet = draw_chain(rng, 3), draw_fleet(rng, 2, False)
@@ -114,6 +114,13 @@ def test_what_does_not_fit_says_what_would() -> None:
             said = error
         assert said.exit_code == 4
         factor, hint = float(said.what.split("with ")[1].split()[0]), said.hint
+        # What fills the device is all of what it holds, but for what is rounded to tenths of a unit; the control is what was listed once.
+        rows = re.findall(r"(holds|\n[a-z]+) +([\d.]+) (B|KiB|MiB)\b", said.what)
+        held, rounded = {name.strip(): float(n) * units[unit] for name, n, unit in rows}, sum(0.05 * units[unit] for _, _, unit in rows)
+        whole = held.pop("holds")
+        assert abs(whole - sum(held.values())) <= rounded
+        short += whole - sum(held.get(name, 0.0) for name in ("weights", "gradients", "state", "activations")) > rounded
+        named |= held.keys()
         for part, fits in ((factor, True), (factor * 0.99, False)):
             grown = fleet.but([replace(d, spaces=(("ram", int(d.memory * part)),)) if d.memory else d for d in fleet.devices])
             assert (best_of_all(chain, grown, wanted, "2bw", "none") < inf) == fits
@@ -126,6 +133,8 @@ def test_what_does_not_fit_says_what_would() -> None:
         )
         found += 1
     assert found >= 8
+    assert short
+    assert {"weights", "gradients", "state", "activations", "boundary", "workspace", "base"} <= named
 
 
 def test_what_was_given_is_not_proposed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -210,6 +211,7 @@ def test_what_fits_nowhere_is_refused_with_the_best_that_there_is(tmp_path: Path
     ) as caught:
         planned(gpt(tmp_path), 2, "1f1b", "auto", 9000)
     assert caught.value.exit_code == 4
+    assert re.search(r"\n    weights .*, gradients .*, activations .*, workspace ", caught.value.what)
     with pytest.raises(DoesNotFit, match="it has 9000"):
         planned(gpt(tmp_path), 2, "1f1b", "none", 9000)
 
