@@ -87,18 +87,36 @@ def is_place(path: Path) -> bool:
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     """The checkpoint that a user's path means: a checkpoint itself, or the newest one of a directory of them. Nothing in it is checked."""
-    root = Path(os.path.abspath(path))
+    root = directory_meant(path)
     if is_place(root):
         return root
     found = candidates(root)
     if not found and not (root / LATEST).is_file():
-        hint = "give a directory that --checkpoint wrote"
-        raise UsageError(f"there is no checkpoint: neither {INDEX} nor {LATEST} is there", where=str(path), hint=hint)
+        raise _missing(path)
     name = latest_name(root)
     if not found or (name and not is_saved(name)):
         there = ", ".join(sorted(p.name for p in found)) or "none"
         raise VerifyError(f"{LATEST} names {name!r}, which is not a checkpoint here", where=str(path), hint=f"there are {there}")
     return found[0]
+
+
+def directory_meant(path: str | os.PathLike[str]) -> Path:
+    """The directory that a user's path names: the pointer to the newest checkpoint stands for the directory that it is in."""
+    root = Path(os.path.abspath(path))
+    return root.parent if root.name == LATEST and not root.is_dir() else root
+
+
+def _missing(path: str | os.PathLike[str]) -> UsageError:
+    """The error for a path without a checkpoint, which says what to give instead."""
+    root = Path(os.path.abspath(path))
+    hint = "give a directory that --checkpoint wrote"
+    if is_place(root.parent):
+        return UsageError("is a part of a checkpoint", where=str(path), hint=f"give the whole of it, {root.parent}")
+    if there := [place.name for place in candidates(root.parent)]:
+        hint = f"{root.parent} stands for its newest checkpoint; it has {', '.join(there[:8])}{' and more' * (len(there) > 8)}"
+    if not root.exists():
+        return UsageError("there is no checkpoint: nothing is there", where=str(path), hint=hint)
+    return UsageError(f"there is no checkpoint: neither {INDEX} nor {LATEST} is there", where=str(path), hint=hint)
 
 
 def choose(path: str | os.PathLike[str]) -> Chosen:

@@ -69,6 +69,8 @@ class Process:
     def __init__(self) -> None:
         self.pid = 0
         self.refusal = ""
+        # How its server ended, if it ended with that.
+        self.orphaned = ""
         self._code: int | None = None
         self._began, self._ended = threading.Event(), threading.Event()
         self._lock = threading.Lock()
@@ -99,9 +101,9 @@ class Process:
         self.refusal = why
         self._began.set()
 
-    def end(self, code: int) -> None:
+    def end(self, code: int, orphaned: str = "") -> None:
         with self._lock:
-            self._code = code
+            self._code, self.orphaned = code, orphaned
         self._began.set()
         self._ended.set()
 
@@ -182,9 +184,11 @@ class Server:
         code = self._server.wait()
         with self._lock:
             self.lost = True
-            self.failure = f"the process that ranks are forked from {ending(code)}\n{tail(self._log)}".rstrip()
+            said = tail(self._log)
+            self.failure = f"the process that ranks are forked from {ending(code)}\n{said}".rstrip()
+            named = f"the process that ranks are forked from (process {self.pid} on {socket.gethostname()})"
             for process in self._processes.values():
-                process.end(code)
+                process.end(code, f"{named} {ending(code)}, and all ranks with it\n{said}".rstrip())
             self._processes.clear()
             self._log.close()
             self._socket.close()

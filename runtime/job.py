@@ -31,6 +31,7 @@ from ..ir.rates import Rate
 from .batches import check_batch, share_of_batch, take_batch
 from .checkpoint import step_name
 from .choosing import choose
+from .claims import Claims
 from .control import (
     Arrays,
     Audit,
@@ -124,6 +125,8 @@ class Job:
         self._busy = self._closed = False
         self.peak_bytes = [0] * bundle.world_size
         self.base_bytes = [0] * bundle.world_size
+        # The directories that it saves into.
+        self.claims = Claims()
         # The longest that a save had to wait for the one before, in seconds.
         self.save_waited = 0.0
         self.traces: list[list[Event]] = [[] for _ in range(bundle.world_size)]
@@ -229,13 +232,15 @@ class Job:
 
     def save(self, directory: str | os.PathLike[str], *, background: bool = False, keep_last: int | None = None) -> Path:
         """Write a checkpoint of the step reached; its path. In the `background` a copy of the state is written while training goes on: the
-        checkpoint is there when the next save begins or the job is closed. `keep_last` removes older ones, but for so many in all."""
+        checkpoint is there when the next save begins or the job is closed. `keep_last` removes older ones, but for so many in all. From the first save
+        on the directory is the job's until that is closed: no other may save there."""
         if keep_last is not None and keep_last < 1:
             raise UsageError(f"keep_last must be 1 or more, got {keep_last}")
         place = Path(os.path.abspath(directory))
         with self._paused():
             self._begin()
             try:
+                self.warnings += self.claims.hold(place)
                 self.workers.send_all(Save(str(place), self.steps_done, background, keep_last))
                 for _ in self._until_done():
                     pass
@@ -261,6 +266,7 @@ class Job:
             return
         self._closed = True
         if self.workers.ended:  # by a failure that the caller has seen
+            self.claims.close()
             return
         try:
             if self.inference is not None:
@@ -271,6 +277,7 @@ class Job:
                 pass
         finally:
             self.workers.close()
+            self.claims.close()
 
     def abort(self) -> None:
         """End the workers at once."""
@@ -278,6 +285,7 @@ class Job:
         if self.inference is not None:
             self.inference.abort()
         self.workers.end()
+        self.claims.close()
 
     def __enter__(self) -> Job:
         return self

@@ -32,6 +32,7 @@ from ..ir.errors import PeerLost, PenstockError, UsageError
 from ..ir.graph import Module
 from . import restarts
 from .choosing import decide_together
+from .claims import Claims, Held
 from .clocks import measure_offset
 from .control import Alive, Arrays, Channel, Done, Evaluate, Evaluated, Gathered, Message, Planned, Record, Run, Setup, Step, Stop, Trace
 from .data import check_data
@@ -139,11 +140,17 @@ def run_rank(
     status.show("joining")
     group = Group(join_place(seat, interface, options.timeout, open_trust(options.secret, options.tls)), rank, world, options.timeout)
     present = _gather_keepers(group, Present(seat.host, interface.address, interface.name, os.getpid(), watch), channel)
+    told = []
+    claims = Claims(restarts.run_name())
+    if options.checkpoint is not None:
+        # By rank 0, which alone puts directories and pointers in their places.
+        directory = options.checkpoint
+        told = decide_together(group, "claim", lambda: Held(claims.hold(directory)), Held).warnings
     planned = []
     if fewer:
         status.show("planning")
-        bundle, told = _plan_together(group, bundle, options, present, channel)
-        planned.append(told)
+        bundle, plan = _plan_together(group, bundle, options, present, channel)
+        planned.append(plan)
     warnings = check_hosts(bundle, present)
     module = bundle.module
     assert module.schedule is not None
@@ -163,7 +170,7 @@ def run_rank(
             print(f"penstock: the run goes on from {place}", file=sys.stderr, flush=True)
         for text in planned:
             print(f"penstock: {text}", file=sys.stderr, flush=True)
-        for warning in beginning.words if beginning.again else [*start.warnings, *warnings]:
+        for warning in [*told, *(beginning.words if beginning.again else [*start.warnings, *warnings])]:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         samples = microbatch_size(module) * module.schedule.microbatches
         append = start.place is not None or beginning.again
@@ -237,6 +244,7 @@ def run_rank(
                 metrics.evaluated(done, Evaluation(mean_loss(evaluation, microbatch_size(module), together), evaluation))
         if options.checkpoint is not None and options.saves_after(done, end):
             if record is not None:
+                claims.hold(options.checkpoint)
                 record = restarts.note_save(options, record, done)
             worker.obey(options.save_after(done, end))
     if options.trace is not None:
@@ -258,6 +266,7 @@ def run_rank(
     if metrics is not None:
         metrics.close()
         restarts.finish(options)
+        claims.close()
     # The store may live in rank 0 or in the launcher: nobody leaves before all are done.
     group.gather("end", b"")
     worker.obey(Stop())

@@ -39,7 +39,7 @@ from .logs import Follower, chosen_ranks, tail
 from .mesh import Bye, Mesh, Pulse, Said, Told, Verdict
 from .options import RunOptions
 from .status import Patience, StatusBoard, await_saves, describe_line, is_stopped
-from .trouble import ending, error_of, named, others, place, reached
+from .trouble import ending, error_of, named, newest_checkpoint, others, place, reached
 from .trust import open_trust
 
 # The stronger the sooner: what a rank knows of itself comes before what others see of it.
@@ -74,6 +74,7 @@ def become_rank(options: RunOptions) -> None:
         code = keeper.keep()
     finally:
         keeper.end()
+    keeper.tell_end(code)
     sys.stdout.flush()
     sys.exit(code)
 
@@ -238,6 +239,19 @@ class Keeper:
             self._mesh.close()
         self._listener.close()
         self._channel.close()
+
+    def tell_end(self, code: int) -> None:
+        """Say what is left of a run that its launcher ended, once for all ranks, when what was being saved is there."""
+        failed = any(trouble.kind in ("error", "died", "silent") for trouble in self._troubles.values())
+        if self._signal is None or code != 128 + self._signal or self.rank or failed:
+            return
+        steps, directory = max(self._steps, self._own_steps()), self.options.checkpoint
+        told = reached(steps - 1 if steps else None, directory)
+        if directory is None:
+            told += "; nothing was saved, because no --checkpoint was given"
+        elif newest_checkpoint(directory) is not None:
+            told += f"; --resume {directory} goes on from there, as does a start under the name of this run"
+        print(f"penstock: ended by {signal.Signals(self._signal).name}: {told}", file=sys.stderr, flush=True)
 
     # -------------------------------------------------------------------------------------------- what is seen
 

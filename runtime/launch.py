@@ -39,6 +39,8 @@ START_SECONDS = 120.0
 _CAUSE_SECONDS = 1.5
 _TERMINATE_SECONDS = 2.0
 _POLL_SECONDS = 0.2
+# The system ends processes where it has no more.
+_MEMORY_HINT = "if memory ran out, use more stages or smaller microbatches"
 # How long a rank may give no sign of life, and how long one that lives may keep another one waiting.
 HEARTBEAT, TIMEOUT = 10.0, 600.0
 
@@ -274,8 +276,12 @@ class Workers:
         # One that has ended well did so because it was told to, in the course of the others' end.
         dead = sorted((r for r in range(self.count) if codes[r] is not None and r not in reports), key=lambda r: codes[r] == 0)
         own = [r for r, report in reports.items() if report.error != PeerLost.__name__]
-        if dead:
-            return dead[0], self._death(dead[0], codes[dead[0]], doing, note, tails[dead[0]])
+        # The system kills all ranks with the process that they were forked from; one that had ended before is a cause of its own.
+        alone = [r for r in dead if not self._processes[r].orphaned]
+        if dead and not alone:
+            return None, self._orphans(dead[0], codes[dead[0]], doing, note)
+        if alone:
+            return alone[0], self._death(alone[0], codes[alone[0]], doing, note, tails[alone[0]])
         if silent and not own:
             return silent[0], self._stillness(silent[0], heard[silent[0]], silent[0] in stopped, doing, note)
         first = min(reports, key=lambda r: (reports[r].error == PeerLost.__name__, r != rank), default=None)
@@ -293,9 +299,14 @@ class Workers:
     def _death(self, rank: int, code: int | None, doing: dict[int, str], note: str, tail: str) -> PeerLost:
         assert code is not None
         what = f"{self._named(rank)} {ending(code)} during {describe_line(doing[rank])}"
-        hint = "if memory ran out, use more stages or smaller microbatches" if code == -signal.SIGKILL else ""
+        hint = _MEMORY_HINT if code == -signal.SIGKILL else ""
         said = "; ".join([what, note, *others(doing, rank)]) + (f"\n{tail}" if tail else "")
         return PeerLost(said, where=self._place(rank, doing[rank]), hint=hint)
+
+    def _orphans(self, rank: int, code: int | None, doing: dict[int, str], note: str) -> PeerLost:
+        first, *rest = self._processes[rank].orphaned.splitlines()
+        said = "; ".join([first, note, *others(doing)])
+        return PeerLost("\n".join([said, *rest]), where="launch", hint=_MEMORY_HINT if code == -signal.SIGKILL else "")
 
     def _stillness(self, rank: int, heard: float, stopped: bool, doing: dict[int, str], note: str) -> PeerLost:
         seconds = time.monotonic() - heard

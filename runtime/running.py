@@ -10,6 +10,7 @@ are run again, with the same numbers, and stand in the metrics once.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from pathlib import Path
 from ..backends.bundle import open_bundle
 from ..ir.errors import PenstockError, UsageError
 from ..ir.rates import Rate
-from .checkpoint import step_name
+from ..ir.words import counted
+from .checkpoint import saved_step, step_name
+from .claims import Claims
 from .elastic import replan
 from .hosts import in_group
 from .keeper import become_rank
@@ -106,11 +109,17 @@ def run_bundle(
     if in_group():
         become_rank(options)
     run = _LocalRun(options)
-    while True:
-        try:
-            return run.go_on()
-        except PenstockError as error:
-            run.recover(error)
+    try:
+        while True:
+            try:
+                return run.go_on()
+            except PenstockError as error:
+                run.recover(error)
+    except (KeyboardInterrupt, SystemExit) as end:
+        end.add_note(run.told())
+        raise
+    finally:
+        run.claims.close()
 
 
 class _LocalRun:
@@ -119,6 +128,7 @@ class _LocalRun:
     def __init__(self, options: RunOptions) -> None:
         self.options = options
         self.restarts = 0
+        self.claims = Claims()
         # Where checkpoints of this run come, and what stood there before.
         self._places: list[tuple[Path, int | None]] = []
         self._first: int | None = None
@@ -144,6 +154,7 @@ class _LocalRun:
 
         options, saved = self.options, self.saved
         self._done = 0
+        claimed = self.claims.hold(options.checkpoint) if options.checkpoint is not None else []
         resume = options.resume if saved is None else str(saved)
         bundle = open_bundle(self._bundle)
         if self._first is None:
@@ -161,9 +172,10 @@ class _LocalRun:
             nan=options.nan,
             log_ranks=[rank for rank in self._shown if rank < bundle.world_size],
         )
+        job.claims = self.claims.lent()
         job.workers.checkpoints = options.checkpoint if saved is not None else None
         with job:
-            for warning in job.warnings if not self.restarts else ():
+            for warning in [*job.warnings, *claimed] if not self.restarts else ():
                 print(f"warning: {warning}", file=sys.stderr)
             start = job.steps_done
             self._first = start if self._first is None else self._first
@@ -222,6 +234,22 @@ class _LocalRun:
         self.restarts += 1
         print(f"penstock: error: {error}", file=sys.stderr)
         print(f"penstock: restart {self.restarts} of {self.options.max_restarts}, from {self._from}", file=sys.stderr, flush=True)
+
+    def told(self) -> str:
+        """How far a run came that is ended from outside, what is saved of it, and how to go on."""
+        options, saved = self.options, self.saved
+        done = f"after {len(self._losses)} of {counted(options.steps, 'step')}" if self._first is not None else "before the first step"
+        if options.checkpoint is None:
+            return f"{done}; nothing was saved, because no --checkpoint was given"
+        begun = self._places[-1][0] if self._places else None
+        torn = f"; {begun.name} was not finished" if begun not in (None, saved) else ""
+        if saved is not None and self._first is not None:
+            left = self._first + options.steps - saved_step(saved)
+            hint = f"--resume {shlex.quote(options.checkpoint)} --steps {left} goes on from there" if left else "this was the last one"
+            return f"{done}; the newest checkpoint is {saved}{torn}\n  hint: {hint}"
+        every = "" if options.checkpoint_every else "\n  hint: without --checkpoint-every there is one checkpoint, at the end"
+        kept = f"; what it began from is as it was, {options.resume}" if options.resume is not None else ""
+        return f"{done}; nothing was saved yet{torn}{kept}{every}"
 
     @property
     def _from(self) -> str:

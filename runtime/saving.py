@@ -14,7 +14,7 @@ ends when that is there, as long as it gets on (`status.await_saves`).
     .step-000100.<token>.tmp     being written                .step-000100.<token>.old     replaced by one of the same step
     .latest.<token>.tmp          the pointer, being written   .step-000100.<token>.gone    being removed
 
-One run at a time may save into a directory: the next save takes what lies there under these names for left over.
+One run at a time may save into a directory (claims.py): the next save takes what lies there under these names for left over.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from .checkpoint import (
     saved_steps,
     step_name,
 )
+from .claims import make_directories
 from .control import Setup
 from .group import Group
 from .program import microbatch_size
@@ -252,9 +253,7 @@ def _unwritable(directory: Path, error: BaseException) -> PenstockError:
 
 def start_save(directory: Path, step: int) -> Path:
     """The working directory of a checkpoint, made by rank 0, with nothing of dead saves beside it."""
-    for missing in reversed([folder for folder in (directory, *directory.parents) if not folder.exists()]):
-        missing.mkdir(exist_ok=True)
-        flush_directory(missing.parent)
+    make_directories(directory)
     clear_away(directory)
     work = directory / f".{step_name(step)}.{secrets.token_hex(4)}.tmp"
     work.mkdir()

@@ -89,6 +89,7 @@ def test_verifying(trained: tuple[Path, dict[str, np.ndarray]], capsys: pytest.C
     assert f"step-000002: {file.name}: SHA-256 is" in err
     assert ".step-000004.00ff.tmp was left by a save" in err
     assert call(capsys, "verify", copy / "step-000003")[0] == 0
+    assert call(capsys, "ls", copy / "latest")[1] == call(capsys, "ls", copy)[1]
     shutil.rmtree(copy / "step-000003")
     assert "latest names 'step-000003', which is not there" in call(capsys, "verify", copy)[2]
 

@@ -23,6 +23,8 @@ from penstock.ir.text import parse_module, print_module
 from penstock.model_arguments import SCHEDULE_KINDS
 from penstock.models import write_gpt, write_mlp
 from penstock.passes.schedules import SCHEDULES
+from penstock.runtime.control import Step
+from penstock.runtime.metrics import Metrics
 
 
 def call(*words: str | Path) -> int:
@@ -107,6 +109,43 @@ def test_run_writes_metrics_and_resume_goes_on_bitwise(built: Path, tmp_path: Pa
     assert losses(tmp_path / "a.jsonl") + losses(tmp_path / "b.jsonl") == whole
     record = json.loads((tmp_path / "whole.jsonl").read_text().splitlines()[0])
     assert {"step", "loss", "lr", "samples", "step_s", "samples_per_s", "grad_norm"} <= set(record)
+
+
+@pytest.mark.parametrize(("number", "code", "how"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")])
+def test_a_run_that_is_ended_says_what_is_saved_of_it(
+    number: int, code: int, how: str, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it says goes on from there."""
+    add = Metrics.add
+
+    def stop(self: Metrics, step: Step) -> None:
+        add(self, step)
+        if step.step == 2:
+            os.kill(os.getpid(), number)
+
+    def ended(*more: str | Path) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(Metrics, "add", stop)
+            words = ["run", str(built / "bundle"), "--steps", "6", "--timeout", "60", *map(str, more)]
+            if number == signal.SIGINT:
+                assert main(words) == code
+            else:
+                with pytest.raises(SystemExit, match=str(code)):
+                    main(words)
+        (told,) = [line for line in capsys.readouterr().err.split("penstock: ") if line.startswith(how)]
+        return told
+
+    assert ended() == f"{how} after 3 of 6 steps; nothing was saved, because no --checkpoint was given\n"
+    told = ended("--checkpoint", tmp_path / "ck")
+    assert told.startswith(f"{how} after 3 of 6 steps; nothing was saved yet\n  hint: without --checkpoint-every")
+    told = ended("--checkpoint", tmp_path / "ck", "--checkpoint-every", "2", "--checkpoint-wait")
+    place = tmp_path / "ck" / "step-000002"
+    assert (
+        told
+        == f"{how} after 3 of 6 steps; the newest checkpoint is {place}\n  hint: --resume {place.parent} --steps 4 goes on from there\n"
+    )
+    assert call("run", built / "bundle", *told.split("hint: ")[1].split()[:4]) == 0
+    assert "step 6/6" in capsys.readouterr().err
 
 
 def test_verify_compares_the_bundle_with_the_recurrence(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,6 +257,11 @@ def test_an_illegal_schedule_is_refused_with_the_checkers_words(built: Path, tmp
         (["inspect", "{t}/none"], "none"),
         (["opt", "{m}", "-p", "simplify"], "cannot read"),
         (["frobnicate"], "invalid choice"),
+        (["run", "{t}", "--stepz", "3"], "unrecognized arguments: --stepz 3\n  hint: `penstock run --help`"),
+        (["run"], "required: BUNDLE\n  hint: `penstock run --help`"),
+        (["checkpoint"], "required: ls|verify|export\n  hint: `penstock checkpoint --help`"),
+        (["checkpoint", "ls", "{t}", "--all"], "unrecognized arguments: --all\n  hint: `penstock checkpoint ls --help`"),
+        (["--all"], "required: COMMAND\n  hint: `penstock --help`"),
         (["run", "{t}"], "manifest"),
     ],
 )

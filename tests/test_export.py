@@ -314,7 +314,7 @@ def test_places_are_checked_before_the_work(trained, tmp_path):
 def test_a_failed_export_leaves_the_old_file(trained, tmp_path, monkeypatch):
     folder, _ = trained
     out = tmp_path / "out.onnx"
-    ps.export(folder / "bundle", onnx=out)
+    ps.export(folder / "bundle", checkpoint=folder / "ckpt" / "step-000002", onnx=out)
     before = out.read_bytes()
 
     def fail(*_: object) -> None:
@@ -325,6 +325,29 @@ def test_a_failed_export_leaves_the_old_file(trained, tmp_path, monkeypatch):
         ps.export(folder / "bundle", checkpoint=folder / "ckpt", onnx=out)
     assert out.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["out.onnx"]
+
+
+@once
+def test_the_model_itself_is_not_replaced(trained, tmp_path):
+    """Under none of its names, nor by what is no model; as it was compiled it may take the place of its like."""
+    folder, _ = trained
+    model = shutil.copy(folder / "model.onnx", tmp_path / "model.onnx")
+    (tmp_path / "link.onnx").symlink_to("model.onnx")
+    (tmp_path / "hard.onnx").hardlink_to(model)
+    before = model.read_bytes()
+    for name in ("model.onnx", "x/../model.onnx", "link.onnx", "hard.onnx"):
+        with pytest.raises(UsageError, match="is the model that the bundle was compiled from"):
+            ps.export(folder / "bundle", checkpoint=folder / "ckpt", onnx=tmp_path / name)
+        with pytest.raises(UsageError, match="is the model that the bundle was compiled from"):
+            ps.export(folder / "bundle", safetensors=tmp_path / name)
+    with pytest.raises(UsageError, match="is the model that the bundle was compiled from"):
+        ps.export(folder / "bundle", onnx=model, annotate=lambda found: None)
+    assert model.read_bytes() == before
+    ps.export(folder / "bundle", onnx=model)
+    # The control: other weights are another file, and what is no model is none either.
+    (tmp_path / "none.onnx").write_text("")
+    for name in ("trained.onnx", "trained.onnx", "none.onnx"):
+        ps.export(folder / "bundle", checkpoint=folder / "ckpt", onnx=tmp_path / name)
 
 
 @once

@@ -208,6 +208,7 @@ def test_weights_inside_of_loops_and_branches(tmp_path):
         job.save(tmp_path / "ckpt")
         parameters = job.parameters()
     assert parameters.keys() == {"looped", "taken", "outer"}
+    (tmp_path / "out.onnx").unlink()
     ps.export(bundle, checkpoint=tmp_path / "ckpt", onnx=tmp_path / "out.onnx")
     trained = onnx.load(tmp_path / "out.onnx")
     stored_now = {t.name: numpy_helper.to_array(t) for g in all_graphs(trained.graph) for t in g.initializer}

@@ -19,7 +19,7 @@ from penstock import __version__
 from penstock.argument_types import positive_number, seed_number, whole_number
 from penstock.ir.errors import DoesNotFit, PenstockError, UsageError
 from penstock.ir.exhaustion import is_out_of_memory
-from penstock.ir.words import visible
+from penstock.ir.words import visible, visible_lines
 from penstock.model_arguments import RATE_HELP, SCHEDULE_KINDS, add_dump_arguments, add_model_arguments
 from penstock.verify_arguments import add_verify_arguments
 
@@ -56,9 +56,13 @@ def _run(words: list[str], verbose: bool) -> int:
             raise
         print(f"penstock: error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("penstock: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(_ended("interrupted", error), file=sys.stderr)
         return 130
+    except SystemExit as error:
+        if hasattr(error, "__notes__"):
+            print(_ended("terminated", error), file=sys.stderr)
+        raise
     except Exception as error:
         if isinstance(error, BrokenPipeError):
             # Whoever read our output has gone; give the interpreter nothing left to flush.
@@ -69,6 +73,11 @@ def _run(words: list[str], verbose: bool) -> int:
         code, said = _told(error)
         print(f"penstock: {said}", file=sys.stderr)
         return code
+
+
+def _ended(how: str, error: BaseException) -> str:
+    """What is said of a command that was ended from outside; it may have left word of how far it came."""
+    return " ".join([f"penstock: {how}", *map(visible_lines, getattr(error, "__notes__", ()))])
 
 
 def _told(error: Exception) -> tuple[int, str]:
@@ -88,7 +97,12 @@ def _told(error: Exception) -> tuple[int, str]:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """What the arguments say, and defaults for those that are not given."""
-    return _parser().parse_args(words)
+    arguments, unknown = _parser().parse_known_args(words)
+    # argparse leaves what a command does not know to the parser above it, whose help has none of the command's arguments.
+    command: argparse.ArgumentParser = vars(arguments).pop("explained_by")
+    if unknown:
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
 
 
 def _dashes(word: str) -> str:
@@ -114,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         parser.add_argument("-v", "--verbose", action="store_true", help="show the traceback of an error")
+        parser.set_defaults(explained_by=parser)
         return parser
 
     demo = add("demo", "export a small GPT, compile it for two local CPU devices, train it with 2bw, and show the loss fall")
@@ -402,13 +417,16 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, place, text in (
+    rows = (
         ("ls", "DIR", "list the checkpoints of a directory"),
         ("verify", "DIR|CHECKPOINT", "compare all files with their hashes"),
         ("export", "DIR|CHECKPOINT", "write parameters by the model's names; of a directory, those of the newest checkpoint"),
-    ):
+    )
+    # The placeholder is what an error says is missing.
+    actions = parser.add_subparsers(dest="action", metavar="|".join(name for name, _, _ in rows), required=True)
+    for name, place, text in rows:
         action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        action.set_defaults(explained_by=action)
         action.add_argument("place" if name == "export" else "path", metavar=place)
         action.add_argument("--json", action="store_true", help="print JSON")
         if name == "export":

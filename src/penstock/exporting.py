@@ -84,7 +84,8 @@ def export(
     `annotate` may write words into the ONNX model before it is written."""
     outs = {flag: Path(os.path.realpath(path)) for flag, path in (("--onnx", onnx), ("--safetensors", safetensors)) if path is not None}
     bundle, place = _find(Path(source), None if checkpoint is None else Path(checkpoint))
-    _check_places(outs, bundle)
+    changed = place is not None or annotate is not None
+    _check_places(outs, bundle, changed)
     names = _names_of(bundle, onnx is None)
     if onnx is not None and bundle.source_structure is None:
         raise UsageError("was not compiled from an ONNX model", where=str(bundle.path), hint="--safetensors writes its weights")
@@ -104,9 +105,9 @@ def export(
 def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:
     """The bundle, and the checkpoint if there is one. A checkpoint that stands alone says where its bundle was."""
     from penstock.runtime.checkpoint import INDEX, LATEST, read_index
-    from penstock.runtime.choosing import find_checkpoint
+    from penstock.runtime.choosing import directory_meant, find_checkpoint
 
-    if not ((source / INDEX).exists() or (source / LATEST).exists()):
+    if not ((source / INDEX).exists() or (directory_meant(source) / LATEST).exists()):
         return open_bundle(source), None if checkpoint is None else find_checkpoint(checkpoint)
     if checkpoint is not None:
         raise UsageError("is a checkpoint itself", where=str(source), hint=f"penstock export BUNDLE --checkpoint {source}")
@@ -118,8 +119,8 @@ def _find(source: Path, checkpoint: Path | None) -> tuple[Bundle, Path | None]:
     return open_bundle(there), place
 
 
-def _check_places(outs: Mapping[str, Path], bundle: Bundle) -> None:
-    """Refuse places where nothing can be written, all of them at once, before the work."""
+def _check_places(outs: Mapping[str, Path], bundle: Bundle, changed: bool) -> None:
+    """Refuse places where nothing can be written, and that of the model itself where it would be `changed`, all of them at once, before the work."""
     from penstock.frontends.onnx.structure import data_file
     from penstock.runtime.places import file_problem, is_inside
 
@@ -132,12 +133,27 @@ def _check_places(outs: Mapping[str, Path], bundle: Bundle) -> None:
             problems.append(f"{flag} {path}: is not a plain file")
         elif is_inside(str(path), os.path.realpath(bundle.path)):
             problems.append(f"{flag} {path}: is inside the bundle, which would be damaged by it")
+    for flag, path in outs.items():
+        if (changed or flag != "--onnx") and _is_source(path, bundle):
+            problems.append(f"{flag} {path}: is the model that the bundle was compiled from, or a copy of it; give the result another name")
     if len({path for _, path in places}) < len(places):
         problems.append(f"{' and '.join(outs)} name the same file")
     if problems:
         raise UsageError("; ".join(problems), where="export")
     for path in outs.values():
         path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _is_source(path: Path, bundle: Bundle) -> bool:
+    """Whether a file holds, with its external data, what the bundle was compiled from, whatever it is called."""
+    if bundle.source_structure is None or not path.is_file() or path.suffix == ".safetensors":
+        return False
+    from penstock.frontends.onnx.source import Source
+
+    try:
+        return Source(path).digest() == bundle.manifest.source_hash
+    except UsageError:  # it is no model
+        return False
 
 
 _HINT = "weights of graphs inside of functions may stand for several; --safetensors writes them, by names of ours"

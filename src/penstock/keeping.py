@@ -19,7 +19,7 @@ from penstock.backends.bundle_writer import flush_directory
 from penstock.backends.tensor_file import write_tensors
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
 from penstock.runtime.checkpoint import Index, left_behind, read_index, read_tensors, saved_steps
-from penstock.runtime.choosing import damage_of, find_checkpoint, is_place, latest_name
+from penstock.runtime.choosing import damage_of, directory_meant, find_checkpoint, is_place, latest_name
 from penstock.runtime.places import file_problem, is_inside
 from penstock.terminal import say, size, table
 
@@ -57,7 +57,7 @@ def list_command(arguments: Namespace) -> None:
 
 def _places(given: str) -> list[Path]:
     """The checkpoint of a path, or all of a directory, oldest first."""
-    path = Path(os.path.abspath(given))
+    path = directory_meant(given)
     if is_place(path):
         return [path]
     found = list(reversed(saved_steps(path)))

@@ -163,7 +163,17 @@ def test_finding_checkpoints(saved, tmp_path):
     root, _, _ = saved
     assert find_checkpoint(root) == root / "step-000007"
     assert find_checkpoint(root / "step-000003") == root / "step-000003"
-    with pytest.raises(UsageError, match="there is no checkpoint"):
+    # The pointer stands for the directory; what only looks like a checkpoint is answered with what there is.
+    assert find_checkpoint(root / "latest") == root / "step-000007"
+    for given, told in (("step-7", "nothing is there"), ("newest", "nothing is there"), ("latest/step-7", "nothing is there")):
+        with pytest.raises(UsageError, match=told) as caught:
+            find_checkpoint(root / given)
+        known = f"{root} stands for its newest checkpoint; it has step-000007, step-000006, step-000003"
+        assert caught.value.hint == ("give a directory that --checkpoint wrote" if "/" in given else known)
+    with pytest.raises(UsageError, match="is a part of a checkpoint") as caught:
+        find_checkpoint(root / "step-000003" / "index.json")
+    assert caught.value.hint.endswith(str(root / "step-000003"))
+    with pytest.raises(UsageError, match="there is no checkpoint: neither"):
         find_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("../../etc\n")
     with pytest.raises(VerifyError, match="which is not a checkpoint here"):

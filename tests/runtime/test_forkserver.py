@@ -108,10 +108,13 @@ def test_ranks_end_with_their_server(bundle_of):
     pids = job.workers.process_ids()
     losses = job.run(cycle(make_batches(4, 2)))
     next(losses)
+    told = rf"^launch: the process that ranks are forked from \(process {parent_of(pids[0])} on .*\) was killed by SIGKILL, and all ranks with it; last finished step"
     os.kill(parent_of(pids[0]), signal.SIGKILL)
-    with pytest.raises(PeerLost, match="was killed by SIGKILL"):
+    with pytest.raises(PeerLost, match=told) as caught:
         for _ in losses:
             pass
+    assert caught.value.rank is None
+    assert "if memory ran out" in caught.value.hint
     assert wait_until(lambda: not [pid for pid in pids if is_running(pid)])
     job.close()
 

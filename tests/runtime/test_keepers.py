@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import failures
 from namespaces import available
 
+from penstock.ir.errors import UsageError
 from penstock.runtime import restarts
 from penstock.runtime.control import Alive, Channel, DataSpec
 from penstock.runtime.mesh import Hello, Mesh, Proof, Pulse
@@ -162,10 +164,16 @@ def test_a_group_goes_on_where_it_was(bundle_of, tmp_path):
     more = ("--checkpoint", str(tmp_path / "ckpt"), "--checkpoint-every", "100")
     running = start(path, tmp_path, steps, more=more)
     assert failures.wait_for(lambda: failures.steps_in(tmp_path / "m.jsonl") > 130)
+    with pytest.raises(UsageError, match=r"is in use: process .* saves checkpoints there"):
+        run_bundle(path, steps=1, checkpoint=tmp_path / "ckpt", progress=False)
     for process in running:
         process.terminate()
-    finish(running)
+    said = finish(running)
     assert [process.returncode for process in running] == [143, 143]
+    assert re.search(
+        rf"penstock: ended by SIGTERM: last finished step \d+, newest checkpoint .*; --resume {tmp_path}/ckpt goes on", said[0]
+    )
+    assert "ended by" not in said[1]
     assert (tmp_path / "ckpt" / restarts.FILE).exists()
     before = failures.steps_in(tmp_path / "m.jsonl")
     assert before < steps
