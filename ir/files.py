@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from .errors import UsageError
+from .errors import PenstockError, UsageError
 from .graph import Module
 from .ops import complete_attrs
 from .problems import LIMIT, Problem, op_window, to_error
 from .text import parse_module
+from .verify import verify
 
 
 def read_text(path: Path, expected: str = "expected a text file") -> str:
@@ -27,8 +28,19 @@ def read_module(path: Path, expected: str = "expected an IR file") -> Module:
     text = read_text(path, expected)
     module = parse_module(text, str(path))
     if problems := list(islice(_strange_operations(module), LIMIT)):
-        raise to_error(module.name, problems)
+        error = to_error(module.name, problems)
+        error.where = f"{path}: {error.where}"
+        raise error
     return module
+
+
+def verify_read(module: Module, path: str | Path) -> None:
+    """Verify what was read from a path, which errors name."""
+    try:
+        verify(module)
+    except PenstockError as error:
+        error.where = f"{path}: {error.where}"
+        raise
 
 
 def _strange_operations(module: Module) -> Iterator[Problem]:

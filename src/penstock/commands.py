@@ -20,6 +20,7 @@ from penstock.inspecting.command import inspect_command as inspect_command
 from penstock.inspecting.subject import load_module
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import DoesNotFit, PenstockError, UsageError
+from penstock.ir.files import verify_read
 from penstock.ir.text import print_module
 from penstock.simulating import simulate_command as simulate_command
 from penstock.terminal import Progress, say
@@ -439,6 +440,7 @@ def opt_command(arguments: Namespace) -> None:
     before = load_module(arguments.file)
     if arguments.dump_ir and Path(arguments.file).resolve().parent == Path(arguments.dump_ir).resolve():
         raise UsageError(f"{arguments.file} lies in it, and a dump may take its place", where="--dump-ir", hint="give another folder")
+    verify_read(before, arguments.file)
     dump = dump_of(arguments)
     module = run_passes(before, calls, PASSES, dump=dump)
     if dump is not None:

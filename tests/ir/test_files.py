@@ -32,6 +32,7 @@ def test_operations_and_attributes_that_there_are_not_are_told_at_once(tmp_path:
     strange = text("rule", {"twice": 1})
     with pytest.raises(VerifyError) as caught:
         read_module(write(tmp_path, strange))
+    assert caught.value.where == f"{tmp_path / 'm.ir'}: @m"
     assert "unknown operation 'rule'" in str(caught.value)
     assert "neg has no attribute 'twice'" in str(caught.value)
 

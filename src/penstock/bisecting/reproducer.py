@@ -31,12 +31,11 @@ from penstock.bisecting.values import Spot
 from penstock.checks import synthetic_batch
 from penstock.frontends.names import legal
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
-from penstock.ir.files import read_module
+from penstock.ir.files import read_module, verify_read
 from penstock.ir.graph import Module, Stage, signature, slot_of
 from penstock.ir.numpy_ops import Array
 from penstock.ir.text import print_module
 from penstock.ir.types import numpy_dtype
-from penstock.ir.verify import verify
 from penstock.ir.words import counted
 from penstock.passes.fuse import choose_kernels
 from penstock.passes.manager import parse_pipeline, run_passes
@@ -248,7 +247,7 @@ def read_data(path: str) -> tuple[dict[str, Array], list[dict[str, Array]]]:
 def verify_ir(path: str, *, passes: str | None, data: str | None, steps: int, seed: int, tolerance: float | None, backend: str) -> int:
     """What passes do to what a module computes; or, without passes, what its kernels compute against the interpreter."""
     module = read_module(Path(path))
-    verify(module)
+    verify_read(module, path)
     weights, batches = read_data(data) if data is not None else ({}, [])
     if passes is None:
         return _verify_graphs(module, path, data, weights, batches, seed, tolerance, backend)
