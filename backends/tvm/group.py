@@ -10,10 +10,14 @@ Nothing here needs TVM: what was compiled before is found without loading it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.ir.errors import PenstockError
+from penstock.ir.exhaustion import is_out_of_memory
 from penstock.ir.graph import ANNOTATIONS, Attr, Graph, Module, Op, Slot, Value
 from penstock.ir.storage import INLINE, is_inline
 from penstock.ir.text import parse_module, print_graph
@@ -25,10 +29,34 @@ EFFECTS = ("accum", "write", "take")
 # Operations with this mark read a variable that no graph changes: the kernel may take it in an order of its own.
 PACKED = "packed"
 _NAME = "k"
+_HOME = "/backends/tvm/"
 
 
 class NotOneKernel(Exception):
     """These operations cannot be computed by one kernel of ours."""
+
+
+class RuleFailed(Exception):
+    """What is written down for an operation makes no kernel: an error in it. The cause is that error."""
+
+    def __init__(self, kinds: Sequence[str], error: Exception) -> None:
+        lines = str(error).strip().splitlines() or [""]
+        last = [frame for frame in traceback.extract_tb(error.__traceback__) if _HOME in frame.filename]
+        place = f" (backends/tvm/{last[-1].filename.rpartition(_HOME)[2]}:{last[-1].lineno})" if last else ""
+        super().__init__(f"no kernel can be made of {', '.join(dict.fromkeys(kinds))}: {type(error).__name__}: {lines[-1]}{place}")
+
+
+@contextmanager
+def rules_of(ops: Sequence[Op]) -> Iterator[None]:
+    """An error of what is written down for operations names them; where these lie within each other, the innermost."""
+    try:
+        yield
+    except (NotOneKernel, RuleFailed, PenstockError, OSError):
+        raise
+    except Exception as error:
+        if not ops or is_out_of_memory(error):
+            raise
+        raise RuleFailed([op.kind for op in ops], error) from error
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ from penstock.ir.errors import UsageError
 from penstock.ir.exhaustion import is_out_of_memory
 from penstock.ir.graph import Graph
 
-from .group import Group, NotOneKernel, kernel_of, parameters_of, parse_graphs, parse_group
+from .group import Group, NotOneKernel, RuleFailed, kernel_of, parameters_of, parse_graphs, parse_group, rules_of
 from .load import pack_name
 from .lower import functions_text, kernel_text, make_kernel, relax_module
 from .messages import Answer, Call, Failed, Job, Linked, LinkStage, Made, MakeKernel, Named, NameTarget, Refused
 from .pipeline import PIPELINE
 from .plan import Lowered, Step
-from .target import machine_of, tvm_target
+from .target import Machine, machine_of, tvm_target
 
 # TVM's builders are the process's own.
 ONE_AT_A_TIME = threading.Lock()
@@ -56,9 +56,12 @@ def do(job: Job) -> Answer:
 def _failed(error: Exception) -> Failed:
     if is_out_of_memory(error):
         return Failed("the system gave no more memory", "`--jobs 1` compiles one kernel at a time", memory=True)
+    if isinstance(error, RuleFailed):
+        told = "".join(traceback.format_exception(error.__cause__))
+        return Failed(str(error), "-v shows where; `--backend numpy` compiles nothing", rule=True, traceback=told)
     if isinstance(error, RuntimeError):
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return Failed(f"TVM: {lines[-1]}", "g++ must be on the PATH; `--dump-ir` shows the kernels")
+        return Failed(f"TVM: {lines[-1]}", "g++ must be on the PATH")
     if isinstance(error, OSError):
         return Failed(f"{error}", "is there room in the folder for temporary files, and a compiler to link with?")
     return Failed(f"{type(error).__name__}: {error}", traceback="".join(traceback.format_exception(error)))
@@ -67,8 +70,14 @@ def _failed(error: Exception) -> Failed:
 def compile_kernel(job: MakeKernel) -> Made | Refused:
     """One kernel for one target."""
     machine = machine_of(job.target)
+    group = parse_group(job.group)
+    with rules_of(group.ops):
+        return _compiled(job, group, machine)
+
+
+def _compiled(job: MakeKernel, group: Group, machine: Machine) -> Made | Refused:
     try:
-        kernel = make_kernel(parse_group(job.group), machine)
+        kernel = make_kernel(group, machine)
     except NotOneKernel as refusal:
         return Refused(str(refusal))
     functions = {job.symbol: kernel.function}

@@ -86,12 +86,14 @@ class Linked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A mistake of the user (`usage`), of the tools, or, with a traceback, of our own; or none: there was not enough `memory`."""
+    """A mistake of the user (`usage`), of the tools, or, with a traceback, in what is written down for an operation (`rule`) or elsewhere in our own; or
+    none: there was not enough `memory`."""
 
     what: str
     hint: str = ""
     usage: bool = False
     memory: bool = False
+    rule: bool = False
     traceback: str = ""
 
 

@@ -19,6 +19,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.ir.errors import UnsupportedModel
 from penstock.ir.graph import Graph, Op, Value, substitute
 from penstock.ir.liveness import drop_dead
 from penstock.ir.ops import OPS
@@ -239,7 +240,10 @@ def _make_kernels(graphs: Sequence[Graph], make: Make) -> list[list[Step]]:
 def _step_alone(group: Group, made: tuple[str, Kernel] | NotOneKernel) -> Step:
     if isinstance(made, NotOneKernel):
         op = group.ops[0]
-        raise AssertionError(f"no kernel for {op.kind} {op.ins} -> {op.outs}: {made}")
+        types = [", ".join(str(v.type) for v in values) for values in (op.ins, op.outs)]
+        what = f"there is no kernel for {op.kind} of {types[0] or 'nothing'} that gives {types[1] or 'nothing'}: {made}"
+        hint = f"`penstock ops {op.kind}` shows what there is for it; `--backend numpy` needs no kernels"
+        raise UnsupportedModel(what, where=op.loc, hint=hint)
     name, kernel = made
     return Step(group, kernel, name)
 

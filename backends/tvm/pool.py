@@ -217,10 +217,11 @@ class Pool:
 def _checked(job: Job, answer: Answer) -> Answer:
     if not isinstance(answer, Failed):
         return answer
-    if answer.traceback:
-        raise AssertionError(f"{title(job)}: {answer.traceback}")
+    own = AssertionError(f"{title(job)}: {answer.traceback}") if answer.traceback else None
+    if own is not None and not answer.rule:
+        raise own
     kind = UsageError if answer.usage else DoesNotFit if answer.memory else BuildError
-    raise kind(answer.what, where="" if answer.usage else title(job), hint=answer.hint)
+    raise kind(answer.what, where="" if answer.usage else title(job), hint=answer.hint) from own
 
 
 __all__ = ["BuildError", "Pool"]

@@ -17,13 +17,16 @@ from typing import Any
 import pytest
 from tvm_cases import chain
 
+from penstock.backends.interface import CompileOptions
 from penstock.backends.tvm import fingerprint, pool
 from penstock.backends.tvm.build import build_graphs
 from penstock.backends.tvm.group import Group, rename
+from penstock.backends.tvm.kernels import elements
 from penstock.backends.tvm.messages import Made, MakeKernel, Refused
 from penstock.backends.tvm.pool import BuildError, Pool
 from penstock.backends.tvm.store import Store
-from penstock.ir.errors import UsageError
+from penstock.cli import main
+from penstock.ir.errors import UnsupportedModel, UsageError
 
 BOUND_S = 60.0
 
@@ -166,6 +169,35 @@ def test_our_own_mistakes_come_with_their_place(workers: list[Any], tmp_path: Pa
     wrong = MakeKernel("module @m {\n  graph @k() {\n    return\n  }\n}", "host", "nothing_0", str(tmp_path / "k.o"))
     with Pool() as crew, pytest.raises(AssertionError, match=r"kernel nothing.*Traceback"):
         crew.run([wrong])
+
+
+def test_a_rule_that_makes_no_kernel_is_told_by_its_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it fails by itself or where its result is used, for who compiles and for who asks what there is. Without one the operation is not supported."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))  # refusals are kept
+    assert main(["ops", "exp"]) == 0
+    assert "kernels for CPUs: yes\n" in capsys.readouterr().out, "the control"
+    for rule, told in (
+        (lambda f, a, x: x.nothing, "AttributeError"),
+        (lambda f, a, x: f.larger(x, "1"), ""),
+        (lambda f, a, x: (x, x), "ValueError"),
+    ):
+        monkeypatch.setitem(elements.POINTWISE, "exp", rule)
+        with (
+            Pool() as crew,
+            pytest.raises(BuildError, match=rf"^kernel exp: no kernel can be made of exp: {told}.* \(backends/tvm/\S+:\d+\)\n") as caught,
+        ):
+            crew.run([job("exp", tmp_path)])
+        assert "Traceback" in str(caught.value.__cause__)
+        assert main(["ops", "exp"]) == 0
+        assert "kernels for CPUs: no: no kernel can be made of exp: " in capsys.readouterr().out
+    monkeypatch.delitem(elements.POINTWISE, "exp")
+    with pytest.raises(
+        UnsupportedModel, match=r"there is no kernel for exp of f32\[.*\] that gives f32\[.*\]: exp is not an elementwise"
+    ) as refused:
+        build_graphs((chain("s0.F", "exp"),), tmp_path / "s0.so", CompileOptions(jobs=1))
+    assert "`penstock ops exp`" in refused.value.hint
 
 
 def children_of(pid: int) -> list[int]:

@@ -21,7 +21,7 @@ from penstock.ir.graph import Op, Slot, Value, slot_of
 from penstock.ir.ops import VIEWS
 from penstock.ir.types import ITEM_BYTES
 
-from ..group import EFFECTS, PACKED, Group, Kernel, NotOneKernel, Packing, packed_value
+from ..group import EFFECTS, PACKED, Group, Kernel, NotOneKernel, Packing, packed_value, rules_of
 from ..pipeline import HOLDS_BOOLS
 from ..target import Machine
 from .elements import INDEXED, POINTWISE, Index, axis_of, element, forward_index, has_element_rule, linear
@@ -181,10 +181,11 @@ class Body:
             return expr
         op = self._producers.get(value) or self.group.inline[value]
         if not has_element_rule(op.kind):
-            raise NotOneKernel(f"{op.kind} has no single element")
-        results = element(self.functions, self.computed(op), lambda k, i: self.at(op.ins[k], i), index)
-        for out, expr in zip(op.outs, results, strict=True):
-            self._frame[out, key[1]] = (expr if op.kind in ("const", "iota") else self.emit.bind(expr), index)
+            raise NotOneKernel(f"there is no rule for one element of {op.kind}")
+        with rules_of([op]):
+            results = element(self.functions, self.computed(op), lambda k, i: self.at(op.ins[k], i), index)
+            for out, expr in zip(op.outs, results, strict=True):
+                self._frame[out, key[1]] = (expr if op.kind in ("const", "iota") else self.emit.bind(expr), index)
         return self._frame[key][0]
 
     def computed(self, op: Op) -> Op:

@@ -13,11 +13,13 @@ from penstock.ir.numpy_ops import NUMPY
 from penstock.ir.ops import ANY, OPS, Needs, OpDef
 from penstock.passes.decompose import DECOMPOSE, DecomposeOptions
 from penstock.passes.vjp import FLAT, STATISTICS, STOPS, VJP
+from penstock.reference import trial
 from penstock.reference.coverage import STATE, coverage
 from penstock.reference.passes import known
 from penstock.terminal import table
 
 _TYPES = {bool: "bool", int: "int", float: "float", str: "word", tuple: "list", object: "any"}
+_CPUS = "kernels for CPUs"
 _DIMENSIONS = "a name is a dimension, `...` any leading ones; n may be split over devices, n+ into partial sums, n^ stays whole"
 
 
@@ -45,7 +47,7 @@ def op_help(name: str) -> Iterator[str]:
     yield f"gradient: {_gradient(name)}"
     yield f"interpreter: {_place(NUMPY.get(name)) if name in NUMPY else 'reads and writes variables' if row.family == STATE else 'no'}"
     for device, kinds in _kernels():
-        yield f"{device}: {_kernel(row, kinds)}"
+        yield f"{device}: {_kernel(row, kinds, tried=device == _CPUS)}"
     if name in DECOMPOSE:
         kept = (
             f", which leaves it alone where that pays (keep=[{','.join(DecomposeOptions().keep)}])"
@@ -87,13 +89,16 @@ def _kernels() -> Iterator[tuple[str, frozenset[str]]]:
     from penstock.backends.tvm.kernels import MAIN
     from penstock.backends.tvm.kernels.elements import INDEXED, POINTWISE
 
-    yield "kernels for CPUs", frozenset((*MAIN, *INDEXED, *POINTWISE))
+    yield _CPUS, frozenset((*MAIN, *INDEXED, *POINTWISE))
     yield "kernels for CUDA", KINDS
 
 
-def _kernel(row: OpDef, kinds: frozenset[str]) -> str:
+def _kernel(row: OpDef, kinds: frozenset[str], tried: bool) -> str:
     if row.name in kinds:
-        return "yes"
+        if not tried or (example := trial.example_of(row)) is None:
+            return "a rule, which was not tried here"
+        trouble = trial.trouble_with(example)
+        return f"no: {trouble}" if trouble else "yes"
     if row.family == STATE:
         return "yes: variables are parameters of kernels"
     return "that of what it is taken apart into" if row.name in DECOMPOSE else "no"
