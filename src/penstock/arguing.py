@@ -204,8 +204,9 @@ def predicted_facts(predicted: Predicted) -> dict[str, Any]:
 
 
 def planner_facts(search: Search) -> dict[str, Any]:
-    """What the planner found, for plan.json."""
+    """What the planner found, for plan.json. `passed_over` is why another plan of the schedule that is faster by the formulas was not taken, if there is one."""
     chosen = search.chosen
+    other = _against(search.result.outcomes[chosen.plan.schedule].step, chosen.step) != "the same"
     return {
         "step_s": chosen.step,
         "bound_s": chosen.bound,
@@ -215,6 +216,8 @@ def planner_facts(search: Search) -> dict[str, Any]:
         "schedules": {kind: outcome.step for kind, outcome in search.result.outcomes.items()},
         "refused": dict(search.refused),
         "left_out": search.left_out,
+        **({"passed_over": _passed_over(search)} if other else {}),
+        **({"simulated": {kind: found.step for kind, found in search.refined.items()}} if search.refined else {}),
         **({"what_if": _steps(search)} if len(search.result.fleet.devices) <= _FEW_DEVICES else {}),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from penstock.inspecting.why import why
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.text import print_op
 from penstock.models import write_mlp
+from penstock.passes.cost import shown_seconds
 
 
 def test_a_value_a_variable_a_kernel_a_node_and_a_module(bundle: Subject) -> None:
@@ -155,6 +157,16 @@ def test_what_the_planner_would_have_taken_otherwise(tmp_path: Path, capsys: pyt
     for name in planner["what_if"]:
         assert sum(reason.startswith(f"what if: {name}: ") for reason in reasons) == 1
     assert not any("no plans were compared" in reason for reason in reasons)
+    schedule, usual = subject.plan["schedule"], planner["schedules"][subject.plan["schedule"]]
+    assert any(re.search(rf"no plan of {schedule} (for what was given is faster|takes less)", reason) for reason in reasons)
+    # One that was chosen by simulation: formulas are compared with formulas, and what they would have taken is told.
+    slower = planner | {"step_s": 1.1 * usual, "proven": False, "passed_over": "but not when it is simulated", "simulated": {"2bw": 1.0}}
+    slower["what_if"] = {"schedule 2bw": 0.9 * usual, "memory without limit": usual}
+    told = stage_reasons(subject.module, 0, subject.plan | {"schedule": "1f1b", "planner": slower | {"schedules": {"1f1b": usual}}})
+    assert f"by these formulas another plan of 1f1b takes {shown_seconds(usual)}, but not when it is simulated" in told
+    assert f"what if: memory without limit: {shown_seconds(usual)} per batch, +0.0%" in told
+    assert f"what if: schedule 2bw: {shown_seconds(0.9 * usual)} per batch, -10.0%, but 1.000 s simulated" in told
+    assert not [reason for reason in told if "faster" in reason]
     # A plan that is not as we write it is said to be so.
     for key in ("step_s", "schedules"):
         broken = {**subject.plan, "planner": {**planner, key: None}}

@@ -38,6 +38,8 @@ class _Planner(msgspec.Struct):
     left_out: list[str]
     limited_by: str = ""
     what_if: dict[str, float | None] = {}
+    passed_over: str = ""
+    simulated: dict[str, float] = {}
 
 
 class _Plan(msgspec.Struct):

@@ -52,19 +52,31 @@ def _load(module: Module, stage: int, predicted: Mapping[str, Any]) -> Iterator[
 
 
 def _alternatives(plan: Mapping[str, Any], planner: Mapping[str, Any]) -> Iterator[str]:
-    step = float(planner["step_s"])
+    step, schedule = float(planner["step_s"]), plan.get("schedule", "")
+    # What was chosen by simulation may be slower by the formulas than the best by these, which all that is left is compared with.
+    usual = float(planner["schedules"].get(schedule, step))
     if planner["proven"]:
-        yield f"by the planner's formulas no plan is faster than its {shown_seconds(step)} per batch"
+        yield f"by the planner's formulas no plan of {schedule} for what was given is faster than its {shown_seconds(step)} per batch"
     else:
-        yield f"the planner's formulas give {shown_seconds(step)} per batch, and no plan takes less than {shown_seconds(float(planner['bound_s']))}"
-    changes = planner.get("what_if", {})
+        bound = shown_seconds(float(planner["bound_s"]))
+        yield f"the planner's formulas give {shown_seconds(step)} per batch, and no plan of {schedule} takes less than {bound} by them"
+    if "passed_over" in planner:
+        yield f"by these formulas another plan of {schedule} takes {shown_seconds(usual)}, {planner['passed_over']}"
+    changes, simulated = planner.get("what_if", {}), planner.get("simulated", {})
+    yield f"with one thing changed in what was given, by the formulas, against {shown_seconds(usual)}:"
     for kind, seconds in planner["schedules"].items():
         if kind != plan.get("schedule") and kind not in planner["refused"] and f"schedule {kind}" not in changes:
-            yield f"what if: schedule {kind}: {_against(float(seconds), step)}"
+            yield f"what if: schedule {kind}: {_against(float(seconds), usual)}"
     for kind, reason in planner["refused"].items():
         yield f"refused: {kind}: {str(reason).splitlines()[0]}"
     for name, seconds in changes.items():
-        yield f"what if: {name}: " + ("nothing fits" if seconds is None else _against(float(seconds), step))
+        kind = name.removeprefix("schedule ")
+        if kind in planner["refused"]:
+            continue
+        told = "nothing fits" if seconds is None else _against(float(seconds), usual)
+        if kind in simulated and seconds is not None and float(seconds) < usual:
+            told += f", but {shown_seconds(float(simulated[kind]))} simulated"
+        yield f"what if: {name}: {told}"
     if planner["left_out"]:
         yield f"{counted(len(planner['left_out']), 'device')} left out: {', '.join(planner['left_out'])}"
 

@@ -125,7 +125,8 @@ def _placement(material: Material, predicted: Predicted, memory: Mapping[int, Me
                 "in_flight": memory[rank].in_flight,
             }
         )
-    return {"ranks": ranks, "notes": [[n.origin, n.text] for n in module.notes], "planner": plan.get("planner")}
+    notes = [[n.origin, n.text] for n in module.notes]
+    return {"ranks": ranks, "notes": notes, "schedule": plan.get("schedule"), "planner": plan.get("planner")}
 
 
 def _first_node(module: Module, stage: int) -> str:

@@ -23,7 +23,7 @@ function placementView() {
   const columns = [["rank"], ["stage"], ["device"], ["starts at", "code"], ["microbatches", "number"], ["time per batch"], ["busy"], ["peak memory"], ["in flight", "number"]];
   return {
     node: el("div", {}, view.title("Placement", "Which device runs which part of the model, and what that costs it, as predicted."),
-      panel("Ranks", table(columns, rows, { caption: "Ranks", sortable: true })), reasons(place), whatIf(place.planner)),
+      panel("Ranks", table(columns, rows, { caption: "Ranks", sortable: true })), reasons(place), whatIf(place)),
   };
 }
 
@@ -34,7 +34,10 @@ function reasons(place) {
   if (planner) {
     const gap = planner.bound_s ? 1 - planner.bound_s / planner.step_s : 0;
     told.push(["planner", `${seconds(planner.step_s)} per batch by its formulas, limited by ${planner.limited_by}; ` +
-      (planner.proven ? "by these no plan is faster" : `no plan takes less than ${seconds(planner.bound_s)}, ${percent(gap)} less`)]);
+      (planner.proven ? `by these no plan of ${place.schedule} for what was given is faster`
+        : `no plan of ${place.schedule} takes less than ${seconds(planner.bound_s)}, ${percent(gap)} less`)]);
+    const usual = best(place);
+    if (planner.passed_over) told.push(["planner", `by its formulas another plan of ${place.schedule} takes ${seconds(usual)}, ${planner.passed_over}`]);
     for (const [schedule, step] of Object.entries(planner.schedules || {})) told.push(["schedule", `the best plan of ${schedule} takes ${seconds(step)}`]);
     for (const [schedule, why] of Object.entries(planner.refused || {})) told.push(["refused", `${schedule}: ${why}`]);
     if (planner.left_out && planner.left_out.length) told.push(["left out", planner.left_out.join(", ")]);
@@ -42,12 +45,20 @@ function reasons(place) {
   return panel("Reasons", el("ul", { class: "reasons" }, [...told, ...lines].map(([origin, words]) => el("li", {}, el("span", { class: "origin" }, origin), el("span", {}, words)))));
 }
 
-function whatIf(planner) {
+// What changes are compared with: formulas with formulas, although another plan may have been chosen by simulation.
+function best(place) {
+  const found = (place.planner.schedules || {})[place.schedule];
+  return found === undefined ? place.planner.step_s : found;
+}
+
+function whatIf(place) {
+  const planner = place.planner;
   const changes = planner && planner.what_if ? Object.entries(planner.what_if) : [];
   if (!changes.length) return null;
-  const most = Math.max(planner.step_s, ...changes.map(([, step]) => step || 0));
+  const usual = best(place);
+  const most = Math.max(usual, ...changes.map(([, step]) => step || 0));
   const rows = changes.map(([name, step]) => [name, step === null ? "nothing fits" : seconds(step),
-    step === null ? "" : el("span", { class: "with-bar long" }, step === planner.step_s ? "the same" : `${percent(Math.abs(step / planner.step_s - 1))} ${step > planner.step_s ? "slower" : "faster"}`,
-      bar([[step / most, step > planner.step_s ? "slower" : "faster"]], name))]);
-  return panel("What if", table([["change"], ["time per batch", "number"], ["against this plan"]], rows, { caption: "What would change the plan" }));
+    step === null ? "" : el("span", { class: "with-bar long" }, step === usual ? "the same" : `${percent(Math.abs(step / usual - 1))} ${step > usual ? "slower" : "faster"}`,
+      bar([[step / most, step > usual ? "slower" : "faster"]], name))]);
+  return panel("What if", table([["change"], ["time per batch", "number"], ["by the formulas, against " + seconds(usual)]], rows, { caption: "What would change the plan" }));
 }
