@@ -6,7 +6,7 @@ of the memory that it arrived in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -14,8 +14,6 @@ from ..ir.graph import Value
 from ..ir.parcels import Parcel, parcels
 from ..ir.types import TensorType
 from .store import CPU, TORCH_DTYPES, Recycled, allocate
-
-Lend = Callable[[], torch.Tensor]
 
 
 class Packing:

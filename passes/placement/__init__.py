@@ -10,7 +10,8 @@ coarsen     fewer ideals, where there are too many
 bounds      what no split can be better than
 programme   linear and integer programmes for the solver
 free        the best split of any kind, by integer programming
-latency     the time of one sample alone, and the placement it is smallest for
+calls       when nodes run where one sample goes through alone
+latency     the placement for which that takes least
 latency_programme   the same by integer programming, for what is too large to search
 sources     weights, shapes and masks, which a sample need not wait for
 """

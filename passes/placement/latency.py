@@ -1,141 +1,28 @@
 """The time of one sample alone, from its inputs to its last output, and the placement for which it is smallest. For inference only.
 
-An accelerator (a device that pays transfers) takes one set of nodes and runs it as one call:
-
-    start(call)  = the last end of nodes elsewhere whose outputs the set uses
-    end(call)    = start + sum of times + transfers of what comes in and of what goes out, each once per node;  all nodes of the set end then
-
-The host (devices that pay none) runs each node by itself, as soon as what it uses has ended, and as many at once as there are to run: how many CPUs there are does
-not matter, only whether there are any. The latency is the last end. No call may wait for itself through others: sets are contiguous, and
-accelerators can be put in an order. Colours share an accelerator or are all on the host; memory limits hold.
-
-Small problems are searched in full: colours in the order of the graph, every place, as long as a path through what is placed and the rest at its
-fastest is below the best that is known. Where that takes more than `tries` steps an integer programme goes on (latency_programme.py), if it is not too large. All
-of it starts from the best of a few placements, improved by moving one colour at a time.
+What the latency of a placement is, calls.py says. Small problems are searched in full: colours in the order of the graph, every place, as long as
+a path through what is placed and the rest at its fastest is below the best that is known. Where that takes more than `tries` steps an integer
+programme goes on (latency_programme.py), if it is not too large. All of it starts from the best of a few placements, improved by moving one
+colour at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
-import networkx as nx
-
-from ...ir.errors import DoesNotFit, UsageError
+from ...ir.errors import DoesNotFit
 from .bounds import check_room
+from .calls import Places, latency
 from .contiguous import split_contiguously
-from .problem import Placement, Problem, Progress, holds
+from .latency_programme import minimise
+from .problem import Placement, Problem, Progress
 from .sources import without_sources
-from .units import Units, units_of
+from .units import units_of
 
 TRIES = 20_000
 NODES = 2_000
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where colours may be: accelerators, each by itself, and per kind of host device one place for all of them. Nodes stand in an order of the graph."""
-
-    problem: Problem
-    units: Units
-    unit_of: tuple[int, ...]
-    order: tuple[int, ...]
-    users: tuple[tuple[int, ...], ...]
-    makers: tuple[tuple[int, ...], ...]
-    kind_of: tuple[int, ...]
-    device_of: tuple[int, ...]
-
-    @staticmethod
-    def of(problem: Problem) -> Places:
-        if any(node.backward for node in problem.nodes):
-            raise UsageError("the latency of a sample is that of inference: the workload has backward nodes", hint="plan for throughput")
-        units = units_of(problem, contiguous=False)
-        unit_of = [0] * len(problem.nodes)
-        for unit, nodes in enumerate(units.nodes):
-            for node in nodes:
-                unit_of[node] = unit
-        graph = nx.DiGraph()
-        graph.add_nodes_from(range(len(problem.nodes)))
-        graph.add_edges_from(problem.edges)
-        kinds = problem.devices
-        devices = [d for d, kind in enumerate(kinds) if problem.kinds[kind].pays_transfers or kinds.index(kind) == d]
-        return Places(
-            problem,
-            units,
-            tuple(unit_of),
-            tuple(nx.lexicographical_topological_sort(graph)),
-            tuple(tuple(sorted(graph.successors(n))) for n in range(len(problem.nodes))),
-            tuple(tuple(sorted(graph.predecessors(n))) for n in range(len(problem.nodes))),
-            tuple(kinds[d] for d in devices),
-            tuple(devices),
-        )
-
-    def __len__(self) -> int:
-        return len(self.kind_of)
-
-    def is_host(self, place: int) -> bool:
-        return not self.problem.kinds[self.kind_of[place]].pays_transfers
-
-    def time(self, unit: int, place: int) -> float:
-        """Seconds of all nodes of a unit, infinity where it cannot be."""
-        kind = self.problem.kinds[self.kind_of[place]]
-        here = sum(self.problem.nodes[n].times[self.kind_of[place]] for n in self.units.nodes[unit])
-        return here if self.is_host(place) or holds(kind, self.units.memory[unit]) else inf
-
-    def has_room(self, place_of: Sequence[int]) -> bool:
-        """Whether everything can run where it is. What is nowhere yet (-1) takes nothing."""
-        held = [0.0] * len(self)
-        for unit, place in enumerate(place_of):
-            if place >= 0:
-                held[place] += self.units.memory[unit]
-                if self.time(unit, place) == inf:
-                    return False
-        return all(self.is_host(p) or holds(self.problem.kinds[self.kind_of[p]], m) for p, m in enumerate(held))
-
-    def twins(self, place: int) -> int:
-        """The first place that is like this one."""
-        return place if self.is_host(place) else next(p for p in range(len(self)) if self.kind_of[p] == self.kind_of[place])
-
-    def placement(self, place_of: Sequence[int], value: float, bound: float, notes: tuple[str, ...]) -> Placement:
-        devices = [self.device_of[place_of[unit]] for unit in self.unit_of]
-        return Placement(self.problem, tuple(devices), value, min(value, bound), notes)
-
-
-def ends(problem: Problem, device_of: Sequence[int]) -> list[tuple[float, float]] | None:
-    """When each node starts and ends, as the docstring of this file says; None where calls wait in a circle."""
-    kinds = problem.devices
-    call_of = [device if problem.kinds[kinds[device]].pays_transfers else -1 - n for n, device in enumerate(device_of)]
-    duration: dict[int, float] = {}
-    for node, call, device in zip(problem.nodes, call_of, device_of, strict=True):
-        duration[call] = duration.get(call, 0.0) + node.times[kinds[device]]
-    waits: dict[int, set[int]] = {call: set() for call in duration}
-    crossing: set[tuple[int, int]] = set()
-    for source, target in problem.edges:
-        a, b = call_of[source], call_of[target]
-        if a != b:
-            waits[b].add(a)
-            crossing |= {(source, a), (source, b)}
-    for n, call in sorted(crossing):
-        duration[call] += problem.nodes[n].transfer if call >= 0 else 0.0
-    graph = nx.DiGraph()
-    graph.add_nodes_from(duration)
-    graph.add_edges_from((a, b) for b, before in waits.items() for a in sorted(before))
-    start: dict[int, float] = {}
-    try:
-        for call in nx.topological_sort(graph):
-            start[call] = max((start[a] + duration[a] for a in waits[call]), default=0.0)
-    except nx.NetworkXUnfeasible:
-        return None
-    return [(start[call], start[call] + duration[call]) for call in call_of]
-
-
-def latency(places: Places, place_of: Sequence[int]) -> float:
-    """The last end, infinity where the placement is not allowed."""
-    if not places.has_room(place_of):
-        return inf
-    found = ends(places.problem, [places.device_of[place_of[unit]] for unit in places.unit_of])
-    return inf if found is None else max(end for _, end in found)
 
 
 def place_for_latency(problem: Problem, tries: int = TRIES, nodes: int = NODES, progress: Progress | None = None) -> Placement:
@@ -155,8 +42,6 @@ def _place(places: Places, tries: int, nodes: int, progress: Progress | None) ->
         if search.value == inf:
             raise DoesNotFit("no placement fits the memory of the devices", hint="add devices or memory")
         return places.placement(search.best, search.value, search.value, (f"{size}: searched in full",))
-    from .latency_programme import minimise
-
     found, bound, count = minimise(places, search.best if search.value < inf else None, search.value, nodes, progress)
     value = latency(places, found) if found is not None else inf
     if value >= search.value:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from .latency import Places, ends
+from .calls import Places, ends
 from .problem import Progress
 from .programme import Programme
 

@@ -11,9 +11,10 @@ import time
 from argparse import Namespace
 
 from penstock.ir.errors import UsageError
+from penstock.passes.placement.calls import ends
 from penstock.passes.placement.contiguous import split_contiguously
 from penstock.passes.placement.free import split_freely
-from penstock.passes.placement.latency import ends, place_for_latency
+from penstock.passes.placement.latency import place_for_latency
 from penstock.passes.placement.problem import Placement, loads
 from penstock.passes.placement.workload import Workload, load_workload
 from penstock.terminal import Progress, say, size, table, terminal_width

@@ -14,13 +14,13 @@ from typing import Any
 from penstock.ir.errors import UsageError
 from penstock.ir.schedule import MOST_MICROBATCHES
 from penstock.ir.words import itemised
+from penstock.passes.precision import PRECISIONS
 from penstock.passes.recompute import MODES
 from penstock.passes.schedules import SCHEDULES
 from penstock.passes.wire import WIRES
 
 _READ = ("schedule", "microbatches", "samples_per_microbatch", "precision", "wire", "recompute", "stages")
 _TOLD = ("memory", "model", "notes", "pipeline", "planner", "predicted")
-_PRECISIONS = ["f32", "bf16", "f16"]
 _STAGE = ("stage", "starts_at", "devices", "shares")
 
 
@@ -45,8 +45,8 @@ def load_plan_file(path: str | Path, devices: Sequence[str]) -> tuple[dict[str, 
     samples = found.get("samples_per_microbatch")
     if samples is not None and (type(samples) is not int or not 1 <= samples < 2**31):
         problems.append(f"samples_per_microbatch must be a number from 1 on, got {samples!r}")
-    if found.get("precision", "f32") not in _PRECISIONS:
-        problems.append(f"precision {found['precision']!r} is none of {', '.join(_PRECISIONS)}")
+    if found.get("precision", "f32") not in PRECISIONS:
+        problems.append(f"precision {found['precision']!r} is none of {', '.join(PRECISIONS)}")
     if found.get("wire", "f32") not in list(WIRES):
         problems.append(f"wire {found['wire']!r} is none of {', '.join(WIRES)}")
     stages = found.get("stages", [])

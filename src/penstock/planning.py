@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock import api
 from penstock.grading import best_prices
 from penstock.ir.cluster import Cluster
-from penstock.ir.errors import DoesNotFit, UsageError, VerifyError
+from penstock.ir.errors import DoesNotFit, PenstockError, UsageError, VerifyError
 from penstock.ir.words import itemised
 from penstock.passes.planner.argue import Change, Result, counterfactuals, plan_chain
 from penstock.passes.planner.chain import Chain
@@ -117,19 +117,9 @@ def plan_best(
     """The best plan for batches of so many samples: what `--batch` asks for. `load` gives the model with so many samples per microbatch, for each of the
     `sizes` to choose from, or as it is for None. The fastest of `schedules` is taken, by default of those that compute what plain training does; `replicas`
     is the most devices of a stage, 0 for any number; `recompute` is auto, none or all; further options are those of `penstock.plan`."""
-    from penstock.runtime.program import microbatch_size
-
     library = {"cuda_libraries": options.get("cuda_libraries", "torch")}
     alone = replace(training, microbatches=1)
-    models: dict[int, api.Model] = {}
-    for size in sizes:
-        model = load(size)
-        found = microbatch_size(model.module)
-        if size is not None and found != size:
-            raise UsageError(f"with microbatches of {size} the model's inputs are of {found} samples", hint="which dimension is the batch?")
-        if batch % found:
-            sizes_of(batch, found)
-        models[found] = model
+    models = _load_models(load, sizes, batch)
 
     def profile_in(precision: str | None, sizes: Sequence[int], progress: api.ProgressHook | None = None) -> Profile:
         modules = {
@@ -183,11 +173,32 @@ def plan_best(
             refined[kind] = near
     if (plan := carried_out(result, _tries(profile, result, spared, refined), refined)) is not None:
         return plan
+    raise _all_refused(refused)
+
+
+def _load_models(load: Load, sizes: Sequence[int | None], batch: int) -> dict[int, api.Model]:
+    """The model at each of the sizes, by samples per microbatch; UsageError where a batch cannot be made of such microbatches."""
+    from penstock.runtime.program import microbatch_size
+
+    models: dict[int, api.Model] = {}
+    for size in sizes:
+        model = load(size)
+        found = microbatch_size(model.module)
+        if size is not None and found != size:
+            raise UsageError(f"with microbatches of {size} the model's inputs are of {found} samples", hint="which dimension is the batch?")
+        if batch % found:
+            sizes_of(batch, found)
+        models[found] = model
+    return models
+
+
+def _all_refused(refused: Mapping[str, Exception]) -> PenstockError:
+    """The error where the passes take no plan, with the reason for each schedule."""
     reasons = itemised(f"{kind}: {first_reason(str(error))}" for kind, error in refused.items())
     what = f"what the planner chose was refused by the passes:{reasons}"
     if any(isinstance(error, VerifyError) for error in refused.values()):
-        raise UsageError(what, hint="--replicas 1, or a plan by hand (--stages, --split-at), may do")
-    raise DoesNotFit(what, hint="more devices, or smaller microbatches or batches, need less")
+        return UsageError(what, hint="--replicas 1, or a plan by hand (--stages, --split-at), may do")
+    return DoesNotFit(what, hint="more devices, or smaller microbatches or batches, need less")
 
 
 def _for_size(progress: api.ProgressHook, size: int) -> api.ProgressHook:

@@ -9,7 +9,8 @@ import pytest
 from drawn_placements import draw_problem, try_all_latencies
 
 from penstock.ir.errors import DoesNotFit, UsageError
-from penstock.passes.placement.latency import ends, place_for_latency
+from penstock.passes.placement.calls import ends
+from penstock.passes.placement.latency import place_for_latency
 from penstock.passes.placement.problem import Kind, Node, Problem
 from penstock.passes.placement.sources import without_sources
 

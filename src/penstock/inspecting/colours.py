@@ -36,7 +36,6 @@ _IR = re.compile(
     re.VERBOSE,
 )
 _ACTION = re.compile(r"\b(?:\d+)?[A-Z]{1,2}\d+@(\d+)")
-_SEQUENCE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def wanted() -> bool:
@@ -46,11 +45,6 @@ def wanted() -> bool:
 
 def paint(text: str, style: str) -> str:
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if text else text
-
-
-def plain_text(text: str) -> str:
-    """Text without its colours."""
-    return _SEQUENCE.sub("", text)
 
 
 def paint_ir(text: str) -> str:
