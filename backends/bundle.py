@@ -15,8 +15,8 @@
     source/model.onnx.data   elements that stay with the source model, where it had them in a file of their own
     source/rest.safetensors  tensors of the state dict that are no variables, when the source model was of torch
 
-`open_bundle` checks names, sizes and hashes of everything before any of it is parsed or loaded, and says all that is wrong in one error. Names
-in a manifest are relative, contain no `..`, and links are refused. Who writes bundles is bundle_writer.py.
+`open_bundle` checks names, sizes and hashes of everything before any of it is parsed or loaded, and says all that is wrong in one error.
+Names in a manifest are relative, contain no `..`, and links are refused. Who writes bundles is bundle_writer.py.
 
 A bundle is code: hashes find damage, they do not make a stranger's bundle safe to run.
 """
@@ -145,7 +145,8 @@ class Bundle:
 
     @cached_property
     def source_names(self) -> dict[str, list[str]] | None:
-        """The source model's names of every variable that it stored, and of inputs and outputs that it spells otherwise; None in a bundle of a module that no frontend read."""
+        """The source model's names of every variable that it stored, and of inputs and outputs that it spells otherwise; None in a
+        bundle of a module that no frontend read."""
         if NAMES not in self.manifest.files:
             return None
         path = self.path / NAMES

@@ -1,9 +1,9 @@
 """The interface every back end implements: compile the graphs of stages into files, load those of one stage into a callable program.
 
-In: a scheduled module and stage numbers. Out of `compile_stages`: for each stage its files in a folder, named relative to it, so that a bundle
-can be moved. All stages are given at once, so that a back end can compile what they have in common once, and use all cores.
-Out of `load_stage`: a StageProgram, whose `call` follows the convention of `penstock.ir.graph.signature`: positional arguments are the
-graph's inputs, then one tensor per slot in order of first use; results are its outputs, then the saved values. Slots are updated in place.
+In: a scheduled module and stage numbers. Out of `compile_stages`: for each stage its files in a folder, named relative to it, so that a
+bundle can be moved. All stages are given at once, so that a back end can compile what they have in common once, and use all cores. Out of
+`load_stage`: a StageProgram, whose `call` follows the convention of `penstock.ir.graph.signature`: positional arguments are the graph's
+inputs, then one tensor per slot in order of first use; results are its outputs, then the saved values. Slots are updated in place.
 
 A slot's tensor may be passed twice (`latest` and `next` of a variable with one version); programs give the right result then too.
 Programs are not re-entrant: one caller at a time for each StageProgram.
@@ -49,7 +49,8 @@ class StageProgram(Protocol):
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 
     def watch(self, graph: str, args: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Temporary] | None]:
-        """`call`, and what memory it took beside its results, in the order of allocation; None where the back end cannot tell. Slower than a call."""
+        """`call`, and what memory it took beside its results, in the order of allocation; None where the
+        back end cannot tell. Slower than a call."""
 
     def hold(self, graph: str, slots: Sequence[torch.Tensor]) -> None:
         """A promise: these tensors, one per slot of the graph, keep their values from now on. The program may keep what it makes of them.
@@ -69,7 +70,8 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class StageSources:
-    """The code of a stage for people: calls in order, sources of kernels by name, the functions that call them, and what a compiler for GPUs is given."""
+    """The code of a stage for people: calls in order, sources of kernels by name, the functions that call them,
+    and what a compiler for GPUs is given."""
 
     target: str
     calls: tuple[KernelCall, ...]
@@ -90,8 +92,8 @@ class Viewer(Protocol):
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How to compile. `target` names an instruction set (`host`, or a name the back end knows); `jobs` is the most processes to compile with,
-    one per core if not given; `viewer` is shown what was made, which costs nothing where there is none."""
+    """How to compile. `target` names an instruction set (`host`, or a name the back end knows); `jobs` is the most processes to compile
+    with, one per core if not given; `viewer` is shown what was made, which costs nothing where there is none."""
 
     target: str = "host"
     jobs: int | None = None

@@ -1,9 +1,10 @@
-"""Who vouches for a bundle. In: a file with a secret key, which those who compile and those who run share. Out: `manifest.hmac` beside the manifest:
+"""Who vouches for a bundle. In: a file with a secret key, which those who compile and those who run share.
+Out: `manifest.hmac` beside the manifest:
 
     HMAC-SHA256(key, "penstock bundle\\n" + manifest.json), in hexadecimal
 
-The manifest has the hashes of all other files, so that one signature stands for every byte of the bundle. Where PENSTOCK_BUNDLE_KEY names a key
-file, `compile` signs what it writes, and a bundle without a signature that fits is opened by nobody: no command, no rank.
+The manifest has the hashes of all other files, so that one signature stands for every byte of the bundle. Where PENSTOCK_BUNDLE_KEY names a
+key file, `compile` signs what it writes, and a bundle without a signature that fits is opened by nobody: no command, no rank.
 
 Whoever has the key can sign, too: it tells friends from strangers, not one friend from another. An older bundle that was signed stays good.
 """

@@ -31,7 +31,8 @@ _CHUNK = 1 << 24
 def write_tensors(
     path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None, progress: Callable[[int], None] | None = None
 ) -> tuple[str, int]:
-    """Write the file and give its SHA-256 and size. Arrays that are not contiguous are copied one at a time. `progress` hears of bytes of tensors."""
+    """Write the file and give its SHA-256 and size. Arrays that are not contiguous are copied one at a time.
+    `progress` hears of bytes of tensors."""
     dtypes = {name: dtype_of(array.dtype) for name, array in tensors.items()}
     order = sorted(tensors, key=lambda name: (-ITEM_BYTES[dtypes[name]], name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -19,9 +19,10 @@ bundle, the median of the rounds; and processor seconds of all its processes, wh
 torch.compile is timed as its users meet it: the first step of training (forward and backward of one microbatch, with an empty cache) less a
 later one; torch has the whole model in one process.
 
-With --tvm inference of the same file is compiled for one process: by Penstock to a bundle, with an empty cache; by TVM's importer and `tvm.compile` with its default
-pipeline to a shared library (wall time of the whole process for both); with --torch by torch.compile, too, the first call less a later one. With --run
-what they compiled is called once, and results are compared with onnxruntime's: only for small models, as TVM's default kernels are plain loops.
+With --tvm inference of the same file is compiled for one process: by Penstock to a bundle, with an empty cache; by TVM's importer and
+`tvm.compile` with its default pipeline to a shared library (wall time of the whole process for both); with --torch by torch.compile, too,
+the first call less a later one. With --run what they compiled is called once, and results are compared with onnxruntime's: only for small
+models, as TVM's default kernels are plain loops.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def torch_once(shape_text: str, model_file: str, infers: str) -> dict[str, Any]:
 
 
 def tvm_once(model_file: str, library: str, runs: str) -> dict[str, Any]:
-    """TVM's own importer and default pipeline, to a shared library; with `runs` the largest relative difference of its results from onnxruntime's."""
+    """TVM's own importer and default pipeline, to a shared library; with `runs` the largest relative
+    difference of its results from onnxruntime's."""
     import onnx
     import tvm
     from tvm.relax.frontend.onnx import from_onnx

@@ -9,7 +9,8 @@ Columns, in milliseconds of one call of a stage graph:
     rates      the roofline with the rates that the doctor measured, of the fused graph          table   the sum of its kernels, each timed by itself
     guessed    the roofline with the rates of Cluster.local, when nothing was measured            / ...   that over measured
 
-Processor time of one thread is what other programs change least; caches and memory they still share. No claim is checked here: the table is the result.
+Processor time of one thread is what other programs change least; caches and memory they still share. No claim
+is checked here: the table is the result.
 """
 
 from __future__ import annotations

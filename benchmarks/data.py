@@ -3,8 +3,8 @@
     python benchmarks/data.py                           all rows: about a minute
     python benchmarks/data.py --only slow --json data.json
 
-One rank trains a small MLP on images (12288 numbers a sample, 64 samples a microbatch, 4 microbatches a step) with the worker's own code, in this process, on one
-thread; data come from a file, whose pages are in memory. Rows:
+One rank trains a small MLP on images (12288 numbers a sample, 64 samples a microbatch, 4 microbatches a step) with the worker's own code,
+in this process, on one thread; data come from a file, whose pages are in memory. Rows:
 
 npz         samples of a mapped .npz in order: a copy of what lies together
 npz-shuffle the same with --shuffle: samples are gathered from all over the file
@@ -12,8 +12,9 @@ parquet     a .parquet, shuffled; the column is in memory since it was opened (l
 slow        the shuffled .npz behind a source that makes every read of a microbatch wait: for half of its computation, for as long, and for
             twice as long (`slow-0.5`, `slow-1`, `slow-2`), as a disk or network would
 
-With and without take turns, round after round; figures are medians over rounds. `read` is the time of reading a step's microbatches by themselves, `rest` that of the step less that of
-reading. Without the thread a step takes rest + read; with it, it cannot take less than the longer of the two: `bound`. That both ways give the same arrays is tested (tests/runtime/test_feeds.py).
+With and without take turns, round after round; figures are medians over rounds. `read` is the time of reading a step's microbatches by
+themselves, `rest` that of the step less that of reading. Without the thread a step takes rest + read; with it, it cannot take less than the
+longer of the two: `bound`. That both ways give the same arrays is tested (tests/runtime/test_feeds.py).
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", nargs="+", default=list(NAMES), metavar="ROW", help=f"of {', '.join(NAMES)}; slow is all three")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="turns of each way (default: 7)")
     parser.add_argument("--steps", type=int, default=12, metavar="N", help="steps per turn (default: 12)")

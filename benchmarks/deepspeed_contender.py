@@ -2,7 +2,8 @@
 
     python deepspeed_contender.py SHAPE_JSON MODEL.onnx WARMUP RANK PORT
 
-DeepSpeed is no dependency: `DS_BUILD_OPS=0 pip install deepspeed` puts it beside this project without its compiled operations, which none of this needs.
+DeepSpeed is no dependency: `DS_BUILD_OPS=0 pip install deepspeed` puts it beside this project without its
+compiled operations, which none of this needs.
 """
 
 from __future__ import annotations

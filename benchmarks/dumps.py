@@ -7,10 +7,11 @@
     warm     the libraries are in it, and so are their sources, as a compile with a dump leaves them
     first    the libraries are in it, but nobody has asked for sources yet
 
-Wall seconds from the start of the interpreter to its end, and processor seconds of all its processes, which other work on the machine changes little;
-medians of the rounds. With and without take turns, and who begins changes. Bytecode of modules is kept, as Python does it unless told otherwise. The exit code is 1 where a dump adds more than `--most` to the processor
-seconds of a cold or a warm compile. The first dump of what was compiled without one makes the texts of all kernels, once. Without `--dump-ir` nothing
-of a dump is even imported (tests/test_dumping.py).
+Wall seconds from the start of the interpreter to its end, and processor seconds of all its processes, which other work on the machine
+changes little; medians of the rounds. With and without take turns, and who begins changes. Bytecode of modules is kept, as Python
+does it unless told otherwise. The exit code is 1 where a dump adds more than `--most` to the processor seconds of a cold or a warm
+compile. The first dump of what was compiled without one makes the texts of all kernels, once. Without `--dump-ir` nothing of a dump
+is even imported (tests/test_dumping.py).
 """
 
 from __future__ import annotations

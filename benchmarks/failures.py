@@ -1,13 +1,13 @@
-"""Failures of random ranks at random moments, and whether the job ends in time, says the right thing, leaves nobody behind and goes on as if
-nothing had been.
+"""Failures of random ranks at random moments, and whether the job ends in time, says the right thing, leaves nobody
+behind and goes on as if nothing had been.
 
     python benchmarks/failures.py --trials 30 --json failures.json      # kill -9, SIGSTOP and network cuts of 4 ranks in network namespaces
     python benchmarks/failures.py --soak 2000 --every 200               # a local run that loses a worker every so often, and its memory
 
-A trial starts four ranks with the variables of srun, each in a namespace of its own (root, iproute2), and fails one of them: its worker or the
-keeper of it is killed or stopped, or its host is taken off the bridge. It measures the seconds until every process on all hosts has ended. Then
-the same command starts again and has to finish; its losses must be those of a run without failure, bit for bit, each step once. Exit code 1 if
-any of that does not hold.
+A trial starts four ranks with the variables of srun, each in a namespace of its own (root, iproute2), and fails one of them: its worker or
+the keeper of it is killed or stopped, or its host is taken off the bridge. It measures the seconds until every process on all hosts has
+ended. Then the same command starts again and has to finish; its losses must be those of a run without failure, bit for bit, each step once.
+Exit code 1 if any of that does not hold.
 """
 
 from __future__ import annotations
@@ -270,8 +270,9 @@ class Watched:
 
 
 def soak(steps: int, every: int, seed: int, ranks: int = 2) -> dict[str, Any]:
-    """A local run that loses a random worker every so many steps, and one that loses none. Slopes of memory in MiB per 100 steps: of the launcher,
-    which lives through all of it, of what workers had reached when they were lost, over their lives, and of workers that lose nobody."""
+    """A local run that loses a random worker every so many steps, and one that loses none. Slopes of memory in MiB per 100
+    steps: of the launcher, which lives through all of it, of what workers had reached when they were lost, over their
+    lives, and of workers that lose nobody."""
     with tempfile.TemporaryDirectory(prefix="penstock-soak-") as root:
         folder = Path(root)
         bundle = make_bundle(folder, ranks)

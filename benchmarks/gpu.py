@@ -5,8 +5,8 @@
     python benchmarks/gpu.py --compile sm_80 sm_90             only make the code for these architectures; needs nvcc, and no GPU
     python benchmarks/gpu.py --device cpu --tiny               the benchmark itself in small, on a processor: what the tests run
 
-Without a GPU it says so and ends with 0. Everything is one process on one device: graphs of one stage, called as a worker calls them, a step
-of each contender in turn. A step is a forward and a backward pass and an update, the same batch again and again. Torch computes under
+Without a GPU it says so and ends with 0. Everything is one process on one device: graphs of one stage, called as a worker calls them, a
+step of each contender in turn. A step is a forward and a backward pass and an update, the same batch again and again. Torch computes under
 autocast to bfloat16, Penstock with --precision bf16; parameters and optimiser state are float32 at both. Times are wall time between
 synchronisations, medians of the rounds. Losses have to agree with those of eager torch step by step, and fall: exit code 1 if not.
 """

@@ -12,8 +12,8 @@ real    A GPT of 4 blocks, 512 wide, one sequence of 128 tokens per request, on 
         stages over the cores, whichever is longer. onnxruntime and torch compute in one process with 2 threads; results are compared with onnxruntime's.
 large   The same with 2 blocks and 16384 tokens of vocabulary on 2 stages: results of 8 MB, which have to get out while the last stage computes.
 
-Contenders take turns, round after round; a row's figure is the median over rounds, each from the first request handed over to the last one answered:
-filling and draining the pipeline is part of it. The exit code is 1 where results are not onnxruntime's.
+Contenders take turns, round after round; a row's figure is the median over rounds, each from the first request handed over to the last one
+answered: filling and draining the pipeline is part of it. The exit code is 1 where results are not onnxruntime's.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each row (default: 3)")
     parser.add_argument("--microbatches", type=int, default=160, metavar="N", help="paced: microbatches per turn (default: 160)")

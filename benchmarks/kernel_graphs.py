@@ -1,10 +1,10 @@
 """Small graphs for the kernel benchmark, made the way the compiler makes those of a model.
 
-In: the operations of a forward computation, built in code. Out: a stage graph `s0.F`, or the pair `s0.F` and `s0.B` that the passes decompose,
-autodiff and simplify make of it, with the gradients as plain results instead of additions to variables.
+In: the operations of a forward computation, built in code. Out: a stage graph `s0.F`, or the pair `s0.F` and `s0.B` that the passes
+decompose, autodiff and simplify make of it, with the gradients as plain results instead of additions to variables.
 
-To get gradients of inputs from a pass that differentiates by variables only, an input x is written x + @x; the sum and the variable are taken out
-again afterwards. The gradient of the result comes in as an input: the loss is sum(result * dy), which is taken out of F as well.
+To get gradients of inputs from a pass that differentiates by variables only, an input x is written x + @x; the sum and the variable are
+taken out again afterwards. The gradient of the result comes in as an input: the loss is sum(result * dy), which is taken out of F as well.
 """
 
 from __future__ import annotations

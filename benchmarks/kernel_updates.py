@@ -1,7 +1,8 @@
-"""Rows of the kernel benchmark that change tensors in place: AdamW over all parameters of GPT-2 small, and adding to an embedding's gradient.
+"""Rows of the kernel benchmark that change tensors in place: AdamW over all parameters of GPT-2
+small, and adding to an embedding's gradient.
 
-In: nothing. Out: rows added to ROWS. Ours and torch's update the very same tensors, in turn, so that both find them equally cold; before the
-results are checked the tensors get their first values again.
+In: nothing. Out: rows added to ROWS. Ours and torch's update the very same tensors, in turn, so that both find them equally cold; before
+the results are checked the tensors get their first values again.
 """
 
 from __future__ import annotations

@@ -4,13 +4,14 @@
     python benchmarks/kernels.py --only 'gemm|conv.*1x1'        rows whose name matches
     python benchmarks/kernels.py --list                         names of all rows
 
-Each row is one operation or small fused group (kernel_rows.py, kernel_updates.py, kernel_memory.py). Ours is compiled like a stage of a model: the graph goes through
-`fuse`, the TVM back end compiles and loads it, and it is called with torch tensors. Torch's is the fastest of the forms it has. After a
-check of both results against float64, the two are called in turn, one call each, the first of a pair alternating. Reported is the median of the
-processor time of the thread, so that others on the core do not count; wall time stands in the JSON as well.
+Each row is one operation or small fused group (kernel_rows.py, kernel_updates.py, kernel_memory.py). Ours is compiled like a stage of a
+model: the graph goes through `fuse`, the TVM back end compiles and loads it, and it is called with torch tensors. Torch's is the fastest of
+the forms it has. After a check of both results against float64, the two are called in turn, one call each, the first of a pair alternating.
+Reported is the median of the processor time of the thread, so that others on the core do not count; wall time stands in the JSON as well.
 
 A row fails if it does not compile, does not run, or has an error above the tolerance (largest difference over largest magnitude, for each
-result), or if torch's is more than ten times that off, so that it cannot be the same thing. Failed rows stand in the table, are listed again, and make the exit code 1. README.md beside this file says how to read the output.
+result), or if torch's is more than ten times that off, so that it cannot be the same thing. Failed rows stand in the table, are listed
+again, and make the exit code 1. README.md beside this file says how to read the output.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/large_module.py                    a GPT of 250 layers, planned for two stages with 2bw: 50,000 operations, half a minute
     python benchmarks/large_module.py --layers 12
 
-The module has all facts, so that verifying it is all there is to verify. It is compared with itself (`same`), with the model before it was cut into
-stages (`cut`: every operation is in another graph and has got a kernel), and with itself where every operation has another kernel (`kernels`). `error`
-is a text with a mistake in its last line but one: it takes what parsing takes, and must name that line. Medians of processor time in one process; the
-exit code is 1 where a bound (below, seconds for 50,000 operations) is not kept, or a result is wrong.
+The module has all facts, so that verifying it is all there is to verify. It is compared with itself (`same`), with the model before it was
+cut into stages (`cut`: every operation is in another graph and has got a kernel), and with itself where every operation has another kernel
+(`kernels`). `error` is a text with a mistake in its last line but one: it takes what parsing takes, and must name that line. Medians of
+processor time in one process; the exit code is 1 where a bound (below, seconds for 50,000 operations) is not kept, or a result is wrong.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""How long `penstock inspect` takes, view by view: seconds of a fresh process from its start to its end, and the heavy libraries that it loads.
+"""How long `penstock inspect` takes, view by view: seconds of a fresh process from its start to its
+end, and the heavy libraries that it loads.
 
     python benchmarks/looking.py                                   GPT-2 small on two stages, 600 MB of weights: a minute
     python benchmarks/looking.py --layers 2 --width 64 --heads 2 --vocab 512 --positions 16
 
-The bundle is of the NumPy back end, for which there is no machine code to hash; TVM adds some MB. Each view runs `--rounds` times; the median counts. The
-first round of all finds the bundle in the page cache, as it was just written.
+The bundle is of the NumPy back end, for which there is no machine code to hash; TVM adds some MB. Each view runs `--rounds` times; the
+median counts. The first round of all finds the bundle in the page cache, as it was just written.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
     python benchmarks/memory.py                     eight configurations, then the limit
     python benchmarks/memory.py --only gpt-2bw-auto --no-limit
 
-Models are GPTs, MLPs and a convolutional network, each trained for a few steps in real worker processes. Predicted is the plan's number for a rank,
-which is about tensors; measured is the largest resident size of its process (VmHWM) less what the process took before it loaded its
-variables (interpreter, torch, TVM, code of the stage), printed as base. `auto` gives devices a memory in the middle between the peaks of `none`
-and `all`.
+Models are GPTs, MLPs and a convolutional network, each trained for a few steps in real worker processes. Predicted is the plan's
+number for a rank, which is about tensors; measured is the largest resident size of its process (VmHWM) less what the process took
+before it loaded its variables (interpreter, torch, TVM, code of the stage), printed as base. `auto` gives devices a memory in the
+middle between the peaks of `none` and `all`.
 
-The limit: both ranks may have as much private memory (RLIMIT_DATA, which needs no privileges) as they had before, and the prediction for
-the plan with recomputation and a tenth. The plan trains to the end; the one without recomputation must end with an error that says why. Linux only.
+The limit: both ranks may have as much private memory (RLIMIT_DATA, which needs no privileges) as they had before, and the
+prediction for the plan with recomputation and a tenth. The plan trains to the end; the one without recomputation must end
+with an error that says why. Linux only.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Network namespaces as hosts: each has its own interface eth0 and host name, and all are joined by a bridge in one more namespace. Needs root and
-iproute2. `shape` gives their network cards a rate; `cut` takes a host off the bridge, so that its packets vanish without a word, as when a cable is pulled behind a switch."""
+"""Network namespaces as hosts: each has its own interface eth0 and host name, and all are joined by a bridge in one more namespace. Needs
+root and iproute2. `shape` gives their network cards a rate; `cut` takes a host off the bridge, so that its packets vanish without a word,
+as when a cable is pulled behind a switch."""
 
 from __future__ import annotations
 
@@ -109,10 +110,10 @@ class Hosts:
         _ip("-n", self._spaces[0], "link", "set", f"port{host}", "master", "bridge0")
 
     def shape(self, rate: float) -> None:
-        """Let no more than so many bytes per second out of every host, and into it: a network card of that rate, in each direction by itself. A token bucket
-        (tbf) of 32 kB, less than a message, with room for all that TCP has under way. Bare acknowledgements pass it by: behind megabytes in one queue
-        they would hold up what they acknowledge, as fair queues in front of real cards do not let them. Frames are jumbo ones, because every frame goes
-        through two buckets and a bridge on the cores that compute."""
+        """Let no more than so many bytes per second out of every host, and into it: a network card of that rate, in each direction by
+        itself. A token bucket (tbf) of 32 kB, less than a message, with room for all that TCP has under way. Bare acknowledgements pass it
+        by: behind megabytes in one queue they would hold up what they acknowledge, as fair queues in front of real cards do not let them.
+        Frames are jumbo ones, because every frame goes through two buckets and a bridge on the cores that compute."""
         ways = [
             *(["qdisc del dev {} root"] if self._shaped else []),
             "qdisc add dev {} root handle 1: htb default 2",

@@ -1,11 +1,12 @@
-"""How much of the time of messages a pipeline hides behind its computations: two stages that really compute, over loopback and over slow links.
+"""How much of the time of messages a pipeline hides behind its computations: two stages that really
+compute, over loopback and over slow links.
 
     python benchmarks/overlap.py                            both: three minutes; links need root, iproute2 and tc
     python benchmarks/overlap.py --only loopback --json overlap.json
 
-Training of two stages under eager-2bw, the schedule for links on which a message takes up to a forward, through the runtime's own executor, store,
-transport and feed. Kernels are products of 256x256 matrices, as many as take a given multiple of the time of one message: 1.25 of it forwards, 2.5 backwards. So
-computations take 3.75 times a message, and the two messages of a microbatch twice a message.
+Training of two stages under eager-2bw, the schedule for links on which a message takes up to a forward, through the runtime's own executor,
+store, transport and feed. Kernels are products of 256x256 matrices, as many as take a given multiple of the time of one message: 1.25 of it
+forwards, 2.5 backwards. So computations take 3.75 times a message, and the two messages of a microbatch twice a message.
 
 compute    the computations of both stages at once, without messages
 messages   the messages of the same schedule over gloo alone, without computations
@@ -13,10 +14,11 @@ gloo       both, by torch.distributed's isend, irecv and wait in a plain loop
 over gloo  both, by the runtime, as between hosts
 shared     both, by the runtime, as on one host: through memory that the ranks share
 
-hidden = 1 - (seconds of both - seconds of compute) / seconds of messages, per microbatch. What cannot be hidden at the ends of a turn, where the pipeline
-fills and drains, is in it; `messages` are those over gloo for all contenders. Over loopback messages are copied by the same cores that compute, so not all can be hidden, whoever does it; slow links are
-network namespaces behind a token bucket (benchmarks/namespaces.py), whose packets the same two cores carry, too: computations become slower, which counts
-against whoever sends. So of the runtime there is also
+hidden = 1 - (seconds of both - seconds of compute) / seconds of messages, per microbatch. What cannot be hidden at the ends of a
+turn, where the pipeline fills and drains, is in it; `messages` are those over gloo for all contenders. Over loopback messages are
+copied by the same cores that compute, so not all can be hidden, whoever does it; slow links are network namespaces behind a token
+bucket (benchmarks/namespaces.py), whose packets the same two cores carry, too: computations become slower, which counts against
+whoever sends. So of the runtime there is also
 
 not waited for = 1 - seconds that receivers stood waiting after a message was sent / seconds of the messages by themselves
 
@@ -214,7 +216,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", choices=tuple(ROWS))
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each contender (default: 5)")
     parser.add_argument("--batches", type=int, default=6, metavar="N", help="batches per turn, of 8 microbatches (default: 6)")

@@ -1,9 +1,11 @@
-"""The shapes of the PipeDream-2BW paper, planned and simulated: 2bw against eager-2bw, 1f1b (its flush), gpipe, tensor parallelism, and no pipelining.
+"""The shapes of the PipeDream-2BW paper, planned and simulated: 2bw against eager-2bw, 1f1b (its flush),
+gpipe, tensor parallelism, and no pipelining.
 
     python benchmarks/paper_shapes.py [--devices 8 64] [--models 1.3B 2.2B 3.8B] [--batch N ...] [--json FILE]
 
-Nothing runs on GPUs. Each schedule gets its own depth, replicas, microbatch size and recomputation: the planner's best plans restricted to it are
-played event by event (runtime/simulate.py) with the same times, links and network cards, and the fastest is taken. Assumed, as the paper does not say all of it:
+Nothing runs on GPUs. Each schedule gets its own depth, replicas, microbatch size and recomputation: the planner's best plans
+restricted to it are played event by event (runtime/simulate.py) with the same times, links and network cards, and the fastest is
+taken. Assumed, as the paper does not say all of it:
 
     model     24 blocks of width 2048 (1.3 B), 2688 (2.2 B), 3552 (3.8 B), 32 heads, 512 positions, vocabulary 51200; 16 bits, Adam with 32-bit state; scores of
               attention are stored, as they were then
@@ -139,8 +141,8 @@ def no_pipelining(chain: Chain, devices: int, batch: int) -> tuple[float, str]:
 
 @cache
 def planned(model: str, devices: int, batch: int, schedule: str, recompute: str = "auto") -> tuple[float, float, str] | None:
-    """Predicted and simulated seconds of a schedule's plan, and what it is: of several candidates that which the simulation finds fastest. They are the
-    best of the cost model in each layout (which replicas are on one server, and how many there are)."""
+    """Predicted and simulated seconds of a schedule's plan, and what it is: of several candidates that which the simulation finds fastest.
+    They are the best of the cost model in each layout (which replicas are on one server, and how many there are)."""
     chain, cluster = chain_of(model), cluster_of(devices)
     planner = Planner(chain, fleet_of(cluster), Wanted(batch, (schedule,), recompute, base=BASE))
     best: dict[str, Outcome] = {}

@@ -1,12 +1,13 @@
-"""A character model of this project's own documentation, trained by 1f1b and by 2bw: what the delay of one update costs, for several optimisers.
+"""A character model of this project's own documentation, trained by 1f1b and by 2bw: what the delay of
+one update costs, for several optimisers.
 
     python benchmarks/parity.py                                          all rows: about a quarter of an hour on one core
     python benchmarks/parity.py --optimizers adamw:3e-3 --seeds 2        some of them
     python benchmarks/parity.py --json a.json --markdown docs/weight-versions.md       and write the table into that page
     python benchmarks/parity.py --read a.json b.json --markdown docs/weight-versions.md       of rows measured before
 
-A GPT of two layers (penstock.models.write_gpt) reads 48 characters of benchmarks/prose.txt, a snapshot of these pages, and tells the next one of
-each. Every seed has other weights and another order of the samples; both schedules see the same. The comparison is that of
+A GPT of two layers (penstock.models.write_gpt) reads 48 characters of benchmarks/prose.txt, a snapshot of these pages, and tells the next
+one of each. Every seed has other weights and another order of the samples; both schedules see the same. The comparison is that of
 `penstock verify --parity` (src/penstock/parity.py). The delay does not depend on the number of stages, so two are enough.
 """
 

@@ -1,9 +1,9 @@
 """What one core of this machine can do at most: multiply-adds in registers, and streaming memory.
 
-In: nothing but the machine. Out: floating-point operations per second in float32, and bytes per second read plus written. The first is a loop of
-independent multiply-adds on vectors that never leave registers, compiled for this CPU; the second is torch streaming a tensor larger than
-any cache. Both are the best of several tries, by processor time of the thread. Without a compiler the first is None, and the caller takes the
-best rate of a matrix product that it has seen.
+In: nothing but the machine. Out: floating-point operations per second in float32, and bytes per second read plus written. The first is a
+loop of independent multiply-adds on vectors that never leave registers, compiled for this CPU; the second is torch streaming a tensor
+larger than any cache. Both are the best of several tries, by processor time of the thread. Without a compiler the first is None, and the
+caller takes the best rate of a matrix product that it has seen.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def rate_of_cores(loop: RegisterLoop, cores: Sequence[int]) -> float:
 
 
 def memory_rate() -> float:
-    """Bytes read plus written per second, the best of copying, scaling in place and summing a large tensor. A copy alone would be too low a bound:
-    the lines that it writes are read first."""
+    """Bytes read plus written per second, the best of copying, scaling in place and summing a large tensor. A copy alone would be too low a
+    bound: the lines that it writes are read first."""
     source = torch.ones(COPIED)
     target = torch.empty_like(source).copy_(source)
     streams = (

@@ -3,13 +3,14 @@
     python benchmarks/placement.py                                    all rows: about a minute
     python benchmarks/placement.py --only 36k --json placement.json
 
-`diamonds LxW` is L layers of W branches side by side, as attention heads are; the number of ideals is L 2^W + 2. `bert` is a training graph of the kind that
-exporters make of a transformer: per layer query, key and value with what lies between products, two norms, weights and biases apart, and for every node a backward
-node that shares its colour; a tenth of the gradients of weights have a colour of their own (orphaned). With heads apart there are far too many ideals.
+`diamonds LxW` is L layers of W branches side by side, as attention heads are; the number of ideals is L 2^W + 2. `bert` is a training graph
+of the kind that exporters make of a transformer: per layer query, key and value with what lies between products, two norms, weights and
+biases apart, and for every node a backward node that shares its colour; a tenth of the gradients of weights have a colour of their own
+(orphaned). With heads apart there are far too many ideals.
 
-`pairs` counts pairs of ideals of which one holds the other: what a plain dynamic programme looks at. Seconds are processor time of the row's process, from
-the problem to the placement; `peak` is its resident memory, with Python and NumPy. With `--check` rows that miss the limits in them make
-the exit code 1: 36,000 ideals in 300 s and 1 GiB, 18,000 in 30 s, 2,000 nodes of training in 60 s.
+`pairs` counts pairs of ideals of which one holds the other: what a plain dynamic programme looks at. Seconds are processor time of the
+row's process, from the problem to the placement; `peak` is its resident memory, with Python and NumPy. With `--check` rows that miss the
+limits in them make the exit code 1: 36,000 ideals in 300 s and 1 GiB, 18,000 in 30 s, 2,000 nodes of training in 60 s.
 """
 
 from __future__ import annotations

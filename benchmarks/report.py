@@ -3,7 +3,8 @@
     python benchmarks/report.py                         a GPT-2-small-shaped program of two stages, as it is dumped; then one of some 5000 operations
     python benchmarks/report.py --layers 2 --width 64 --heads 4 --vocab 512 --positions 64 --deep 0
 
-The program is planned, and compiled with `--backend tvm` (the sources of its kernels are most of the data) with a dump; nothing is trained. Rows:
+The program is planned, and compiled with `--backend tvm` (the sources of its kernels are most of the
+data) with a dump; nothing is trained. Rows:
 
     gather, render      seconds: facts from modules that are in memory, as `index.html` of a dump folder is made; and facts into a page
     compile             seconds of planning and compiling with nothing in the cache, a dump and that page included

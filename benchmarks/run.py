@@ -1,15 +1,18 @@
-"""All benchmarks in one run: every section is a script of this folder, with settings for its scale; one JSON and one page of Markdown come out.
+"""All benchmarks in one run: every section is a script of this folder, with settings for its scale;
+one JSON and one page of Markdown come out.
 
     python benchmarks/run.py                                             short: a few minutes
     python benchmarks/run.py --scale full --json benchmarks/results/full.json          some twenty minutes on two cores
     python benchmarks/run.py --scale tiny --sections transport startup   only to see that it runs
     python benchmarks/run.py --read benchmarks/results/full.json         the page of a run that was written
 
-In: which sections, and how large. Out: {"scale", "machine", "sections": {name: {"command", "seconds", "exit", "load before", "load after", "found"}}}, where `found`
-is what the script wrote with --json, less single calls of kernels. The file is written after every section, so a run that is ended keeps what it has. The exit
-code is 1 where a section failed; its own exit code and its last lines are kept in the place of what it would have found.
+In: which sections, and how large. Out: {"scale", "machine", "sections": {name: {"command", "seconds", "exit", "load before", "load
+after", "found"}}}, where `found` is what the script wrote with --json, less single calls of kernels. The file is written after every
+section, so a run that is ended keeps what it has. The exit code is 1 where a section failed; its own exit code and its last lines are
+kept in the place of what it would have found.
 
-Sections run one after the other, nothing beside them. Within a section contenders take turns (turns.py), each on as many threads as the others.
+Sections run one after the other, nothing beside them. Within a section contenders take turns
+(turns.py), each on as many threads as the others.
 """
 
 from __future__ import annotations
@@ -170,8 +173,8 @@ def _run_section(name: str, section: Section, scale: str) -> dict[str, Any]:
 
 
 def _follow(command: list[str]) -> tuple[int, list[str]]:
-    """Run it and show what it says; its exit code and its last lines. A section past its time, or one that nobody waits for any more, is ended with what
-    it started."""
+    """Run it and show what it says; its exit code and its last lines. A section past its time, or one that nobody waits for
+    any more, is ended with what it started."""
     running = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -4,14 +4,14 @@
     python benchmarks/schedules.py --only 4x6 --json schedules.json     d x m
 
 Every row trains a tiny model on d stages, one worker process each, with m microbatches per batch: real messages over gloo, real stores,
-real programs; only the computations are paced (runtime/pace.py): a forward takes 20 ms, a whole backward 40 ms, of which weight gradients take 20 ms
-where they are apart. The workers sleep most of the time, so that eight of them fit on one or two cores. Rows with latency have links on
-which a message takes as long as a forward.
+real programs; only the computations are paced (runtime/pace.py): a forward takes 20 ms, a whole backward 40 ms, of which weight gradients
+take 20 ms where they are apart. The workers sleep most of the time, so that eight of them fit on one or two cores. Rows with latency have
+links on which a message takes as long as a forward.
 
 The schedules of a row take turns, a few batches each, round after round; a batch's time is that from the end of the one before to its own
-on the last stage, the row's the median. `formula` is that of docs/schedules.md, played by the simulator with the same times and latency; `over`
-is how much more was measured: what the runtime itself costs, and what sharing the cores costs. Live versions are counted by the workers' stores:
-a schedule that needs another number than its delay + 1 makes the exit code 1.
+on the last stage, the row's the median. `formula` is that of docs/schedules.md, played by the simulator with the same times and latency;
+`over` is how much more was measured: what the runtime itself costs, and what sharing the cores costs. Live versions are counted by the
+workers' stores: a schedule that needs another number than its delay + 1 makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from penstock.runtime.job import Job
 
 
 class Row(NamedTuple):
-    """`latency` in forwards; the first schedule is what the others are compared with. Behind a schedule may stand that gradients are clipped, for
-    which stages exchange their norms before every update, or that each stage lies on two devices (x2), which share the microbatches out."""
+    """`latency` in forwards; the first schedule is what the others are compared with. Behind a schedule may stand that
+    gradients are clipped, for which stages exchange their norms before every update, or that each stage lies on two devices
+    (x2), which share the microbatches out."""
 
     stages: int
     microbatches: int
@@ -150,7 +151,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--forward", type=float, default=0.02, metavar="SECONDS", help="how long a forward takes (default: 0.02)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each schedule (default: 3)")
     parser.add_argument("--batches", type=int, default=9, metavar="N", help="batches per turn (default: 9)")

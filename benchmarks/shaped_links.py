@@ -3,14 +3,16 @@
     python benchmarks/shaped_links.py                                   all rows: about three minutes
     python benchmarks/shaped_links.py --rates 25 --schedules 2bw --json links.json
 
-Hosts are network namespaces (namespaces.py; root, iproute2 with tc), each with one rank that torchrun starts as `penstock run`; a token bucket (tc tbf) lets so many MB per second out of each host and
-into it. The model is an MLP on 4 stages whose messages are 1 MB, and which computes little, because all hosts share the cores of this machine and a cluster file does not
-say so: computations and what the kernel does for frames, buckets and a bridge fit into two cores up to some 50 MB/s. With faster cards cores run short, and steps
-take longer than predicted.
+Hosts are network namespaces (namespaces.py; root, iproute2 with tc), each with one rank that torchrun starts as `penstock run`; a
+token bucket (tc tbf) lets so many MB per second out of each host and into it. The model is an MLP on 4 stages whose messages are
+1 MB, and which computes little, because all hosts share the cores of this machine and a cluster file does not say so:
+computations and what the kernel does for frames, buckets and a bridge fit into two cores up to some 50 MB/s. With faster cards
+cores run short, and steps take longer than predicted.
 
-Predicted: `penstock simulate --cluster FILE --costs measured`, every rank by itself (`--costs table` for further rates, from the same measurement). The file states
-the rate of the card less what frames take of it (8948 bytes of 9014 are ours), 100 us of latency, and nothing that comes from a run. Measured: the median of the steps in the metrics, behind
-the first three. The exit code is 1 where the two are more than 15 % apart.
+Predicted: `penstock simulate --cluster FILE --costs measured`, every rank by itself (`--costs table` for further rates, from the
+same measurement). The file states the rate of the card less what frames take of it (8948 bytes of 9014 are ours), 100 us of
+latency, and nothing that comes from a run. Measured: the median of the steps in the metrics, behind the first three. The exit code
+is 1 where the two are more than 15 % apart.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rates", type=float, nargs="+", default=[12.5, 25, 50], metavar="MB/s", help="of the cards (default: 12.5 25 50)")
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "2bw"], metavar="KIND", help="(default: 1f1b 2bw)")
     parser.add_argument(

@@ -1,14 +1,14 @@
 """How long things take to start.
 
-Commands: seconds of a fresh process from its start to its end, and the heavy libraries that it loads. Jobs: seconds from `ps.open` until all ranks of a small
-model are ready, in a process of its own, the first time and the next, and the processor seconds of all its processes meanwhile; a fork server is there the
-second time (runtime/forkserver.py).
+Commands: seconds of a fresh process from its start to its end, and the heavy libraries that it loads. Jobs: seconds from `ps.open` until
+all ranks of a small model are ready, in a process of its own, the first time and the next, and the processor seconds of all its processes
+meanwhile; a fork server is there the second time (runtime/forkserver.py).
 
     python benchmarks/startup.py                  some seconds
     python benchmarks/startup.py --rounds 21 --json startup.json
 
-Commands take turns with an interpreter that does nothing; figures are medians. `--help` is to take less than 0.4 s: exit code 1 where it does not, or where help
-loads one of the heavy libraries.
+Commands take turns with an interpreter that does nothing; figures are medians. `--help` is to take less than 0.4 s: exit code 1 where it
+does not, or where help loads one of the heavy libraries.
 """
 
 from __future__ import annotations

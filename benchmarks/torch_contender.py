@@ -1,4 +1,5 @@
-"""The same model in plain torch: two pipeline ranks over gloo under a schedule of torch.distributed.pipelining, or one process with two threads.
+"""The same model in plain torch: two pipeline ranks over gloo under a schedule of
+torch.distributed.pipelining, or one process with two threads.
 
 Written in the form that is fastest for torch on a CPU: fused attention (scaled_dot_product_attention), fused optimisers, gradients dropped
 rather than zeroed, float32 or autocast to bfloat16. First weights are those of the ONNX file that Penstock compiles.
@@ -6,8 +7,8 @@ rather than zeroed, float32 or autocast to bfloat16. First weights are those of 
     python torch_contender.py SHAPE_JSON MODEL.onnx SCHEDULE WARMUP RANK PORT               a rank; SCHEDULE is one of SCHEDULES
     python torch_contender.py SHAPE_JSON MODEL.onnx whole|accumulated WARMUP THREADS        a batch at once, or in microbatches
 
-Where a pipeline is cut its first rank measures: a microbatch forward and backward and a share of the update, piece by piece, on one thread. The cut with the
-least time of the busiest rank is taken.
+Where a pipeline is cut its first rank measures: a microbatch forward and backward and a share of the update, piece by piece, on one thread.
+The cut with the least time of the busiest rank is taken.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def train_alone(shape: Shape, model_file: Path, form: str, warmup: int, threads:
 
 
 def time_pieces(pieces: Sequence[nn.Module], shape: Shape) -> list[float]:
-    """Seconds of a microbatch in each piece, forward and backward, with its share of the update. Weights and gradients are left as they were."""
+    """Seconds of a microbatch in each piece, forward and backward, with its share of the update.
+    Weights and gradients are left as they were."""
     x, labels = (torch.from_numpy(array)[: shape.microbatch_samples] for array in next(batches(shape)))
     found = []
     for piece in pieces:

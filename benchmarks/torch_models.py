@@ -1,8 +1,8 @@
 """The models of models.py as plain torch modules, written as one writes them in torch, with the weights of the ONNX files.
 
-In: the ONNX file, and the sizes it was written with. Out: a module. Batch norms always use their stored statistics (their scales and offsets are trained),
-attention is scaled_dot_product_attention. `build` turns the ONNX initializers into a state dict, by name and shape, and refuses any that is left over.
-`pieces` of a model are modules that give its result one after the other, for pipelines to cut between.
+In: the ONNX file, and the sizes it was written with. Out: a module. Batch norms always use their stored statistics (their scales and
+offsets are trained), attention is scaled_dot_product_attention. `build` turns the ONNX initializers into a state dict, by name and shape,
+and refuses any that is left over. `pieces` of a model are modules that give its result one after the other, for pipelines to cut between.
 """
 
 from __future__ import annotations

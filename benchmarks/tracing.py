@@ -3,9 +3,10 @@
     python benchmarks/tracing.py                            a quarter of a minute
     python benchmarks/tracing.py --rounds 20 --json tracing.json
 
-What is measured is what lies between actions (benchmarks/transport.py): the processor time of the thread of rank 0 that runs actions, for a microbatch in which no kernel runs, and what a trace adds
-for each action and each entry of the memory ledger. Kernels take the same time with it and without, but for the first call of each graph, whose
-allocations are watched. Both take turns, a first of each does not count, and figures are medians.
+What is measured is what lies between actions (benchmarks/transport.py): the processor time of the thread of rank 0 that runs actions,
+for a microbatch in which no kernel runs, and what a trace adds for each action and each entry of the memory ledger. Kernels take the
+same time with it and without, but for the first call of each graph, whose allocations are watched. Both take turns, a first of each
+does not count, and figures are medians.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=["1f1b", "2bw"])
     parser.add_argument("--rounds", type=int, default=11, metavar="N", help="turns of each contender (default: 11)")
     parser.add_argument("--json", type=Path, metavar="FILE")

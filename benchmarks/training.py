@@ -11,9 +11,10 @@ Contenders (all float32, or bfloat16 with --precision bf16: torch by autocast; t
                      PipelineModule, which is left out where it is not installed: the fastest
     torch-single     one process of two threads; a batch at once, or in microbatches with gradients accumulated: the faster way
 
-What has several forms is tried in each of them, alone, before anything else is started, and the fastest enters. All contenders that enter are started and warmed up
-first and then take turns, round after round in changing order, each turn a few optimiser steps from an empty pipeline to an empty pipeline, while the
-others sleep. So whatever else the machine does hits all alike. Reported: the median over the turns. README.md beside this file says how to read the output.
+What has several forms is tried in each of them, alone, before anything else is started, and the fastest enters. All contenders that enter
+are started and warmed up first and then take turns, round after round in changing order, each turn a few optimiser steps from an empty
+pipeline to an empty pipeline, while the others sleep. So whatever else the machine does hits all alike. Reported: the median over the
+turns. README.md beside this file says how to read the output.
 """
 
 from __future__ import annotations
@@ -237,8 +238,8 @@ def rows_of(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def far_apart(found: dict[str, Any]) -> dict[str, float]:
-    """The largest relative difference of the losses of contenders, and of forms that were tried, from those of the last contender that trains the same
-    recurrence; 2bw trains another one. That is torch in one process, where it takes part."""
+    """The largest relative difference of the losses of contenders, and of forms that were tried, from those of the last contender that
+    trains the same recurrence; 2bw trains another one. That is torch in one process, where it takes part."""
     same = {name: row["losses"] for name, row in found["contenders"].items() if name != "penstock-2bw"}
     forms = {form: row["losses"] for rows in found["tried"].values() for form, row in rows.items() if "losses" in row}
     judge = next(reversed(same.values()), [])

@@ -1,7 +1,7 @@
 """What the contenders of training.py train: the model, the data and the optimiser, the same for all of them.
 
-In: sizes, from the command line. Out: the ONNX file, batches without end, and the operations of a step. `gpt` is GPT-2 small unless told otherwise,
-`bert` BERT-base with a classification head, `resnet` ResNet-50, whose batch norms use their stored statistics.
+In: sizes, from the command line. Out: the ONNX file, batches without end, and the operations of a step. `gpt` is GPT-2 small unless told
+otherwise, `bert` BERT-base with a classification head, `resnet` ResNet-50, whose batch norms use their stored statistics.
 """
 
 from __future__ import annotations
@@ -73,21 +73,21 @@ class Shape:
 
     @property
     def products_per_step(self) -> float:
-        """Floating-point operations of a GPT's matrix products with weights in a step, a multiplication and an addition being two: forwards the four of
-        a block (3, 1, 4 and 4 times width x width) and the head; backwards twice as many, for operands and for weights."""
+        """Floating-point operations of a GPT's matrix products with weights in a step, a multiplication and an addition being two: forwards
+        the four of a block (3, 1, 4 and 4 times width x width) and the head; backwards twice as many, for operands and for weights."""
         multiply_adds = self.layers * 12 * self.width**2 + self.vocab * self.width
         return 3 * 2.0 * self.units_per_step * multiply_adds
 
     @property
     def attention_per_step(self) -> float:
-        """Those of a GPT's attention: scores and weighted sums forwards, twice as many backwards, of (positions + 1) / 2 positions that one sees on
-        average. Scores that a contender computes again backwards, or computes and hides, are work of its own and do not count."""
+        """Those of a GPT's attention: scores and weighted sums forwards, twice as many backwards, of (positions + 1) / 2 positions that one
+        sees on average. Scores that a contender computes again backwards, or computes and hides, are work of its own and do not count."""
         return 3 * 2.0 * self.units_per_step * self.layers * (self.positions + 1) * self.width
 
     @property
     def flops_per_step(self) -> float:
-        """What is counted of a step: products, convolutions, attention. Left out are norms, softmax, gelu, the loss, embeddings and the optimiser: they
-        are bound by memory. Of other models than a GPT torch counts them, without computing anything."""
+        """What is counted of a step: products, convolutions, attention. Left out are norms, softmax, gelu, the loss, embeddings and the
+        optimiser: they are bound by memory. Of other models than a GPT torch counts them, without computing anything."""
         return self.products_per_step + self.attention_per_step if self.model == "gpt" else _counted(self)
 
     def to_json(self) -> str:

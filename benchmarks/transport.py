@@ -3,15 +3,16 @@
     python benchmarks/transport.py                          both parts: a minute
     python benchmarks/transport.py --only pipeline --sizes 65536 --json transport.json
 
-Three contenders take turns: Penstock with memory that the ranks share, as on one host; Penstock over gloo, as between hosts; and gloo alone.
+Three contenders take turns: Penstock with memory that the ranks share, as on one host; Penstock
+over gloo, as between hosts; and gloo alone.
 
 pipeline   Training under 1f1b and 2bw and inference, through the runtime's own executor, store, transport and feed; only the kernels are left out: a
            stage hands back tensors that were made before. Per microbatch of training there is one message each way, of inference one. `gloo` is a
            loop of torch.distributed's isend, irecv and wait with the same messages in the same order, which does nothing else.
 stream     Messages one way, as fast as they go: through the transport, posted ahead as it does it, and by isend and irecv with as many posted.
 
-Two processes on one machine, one core each where there are two. Contenders take turns in the same processes; figures are medians over turns, and each turn ends
-when both processes are done. What arrives is compared with what was sent.
+Two processes on one machine, one core each where there are two. Contenders take turns in the same processes; figures are medians over
+turns, and each turn ends when both processes are done. What arrives is compared with what was sent.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def filled(value: Value) -> torch.Tensor:
 
 
 def transports(group: Group, edges: Sequence[Edge], ends: Iterable[End], key: str) -> dict[str, Transport]:
-    """For the channels `ends` of this rank: one whose messages go through memory that both processes share, where they can, and one that has gloo carry
-    them."""
+    """For the channels `ends` of this rank: one whose messages go through memory that both processes share, where they
+    can, and one that has gloo carry them."""
     near = connect(group, ends, identity(), key)
     shared = {"shared": Transport(group.rank, edges, [0, 1], TIMEOUT, near=near)} if near else {}
     return shared | {"over gloo": Transport(group.rank, edges, [0, 1], TIMEOUT)}
@@ -341,7 +342,7 @@ def cells_of(line: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", choices=("pipeline", "stream"))
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="BYTES", help=f"of messages, multiples of {4 * WIDTH}")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))

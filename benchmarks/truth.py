@@ -1,21 +1,24 @@
-"""How well simulation predicts: step time and peak memory of real runs, predicted by `runtime/simulate.py` and `ir/memory.py`, and measured.
+"""How well simulation predicts: step time and peak memory of real runs, predicted by
+`runtime/simulate.py` and `ir/memory.py`, and measured.
 
     python benchmarks/truth.py --json truth.json                 all configurations; goes on from the file if it is there
     python benchmarks/truth.py --only gpt-2-1f1b --json x.json
     python benchmarks/truth.py --plans --json plans.json         every plan of a small model on two unequal devices, and where the chosen one lands
 
-Every configuration trains a small GPT, MLP or convolutional network in real worker processes on this host. Devices are made unequal by threads, by quotas
-on processor time (a control group for each rank; Linux, cgroup v1, root) or by one core for all ranks; links by injected latency, or by a token bucket on the loopback
-device of a network namespace of their own (root). A configuration that this host cannot make is said and left out.
+Every configuration trains a small GPT, MLP or convolutional network in real worker processes on this host. Devices are made unequal
+by threads, by quotas on processor time (a control group for each rank; Linux, cgroup v1, root) or by one core for all ranks; links
+by injected latency, or by a token bucket on the loopback device of a network namespace of their own (root). A configuration that
+this host cannot make is said and left out.
 
-Predicted from: seconds of each kind of action, measured rank by rank with nobody else running (runtime/rehearse.py; under the same quota), in turns with the runs, as the speed of a host
-drifts; how much ranks that compute at once slow each other, measured with two, or as many as there are; what messages over loopback cost, measured with a model that
-computes next to nothing, and what a worker takes beside its tensors, measured with a small GPT. Nothing is taken from the runs. Three ranks on two cores share them in the simulation as they do here.
+Predicted from: seconds of each kind of action, measured rank by rank with nobody else running (runtime/rehearse.py; under the same quota),
+in turns with the runs, as the speed of a host drifts; how much ranks that compute at once slow each other, measured with two, or as many as
+there are; what messages over loopback cost, measured with a model that computes next to nothing, and what a worker takes beside its
+tensors, measured with a small GPT. Nothing is taken from the runs. Three ranks on two cores share them in the simulation as they do here.
 
-Step time is the median over the run of the time from one update to the next on the last stage (over two steps, as patterns of 2bw may take two batches to
-come again); peak memory is that of a run whose batches are handed to the workers, as plans count them, beyond what a worker has before it
-loads its stage. Ratios are predicted / measured. Exit code 1 when the goals are missed: step time within 10 % in the
-median and 20 % at worst, memory within 10 % everywhere.
+Step time is the median over the run of the time from one update to the next on the last stage (over two steps, as patterns of 2bw may take
+two batches to come again); peak memory is that of a run whose batches are handed to the workers, as plans count them, beyond what a worker
+has before it loads its stage. Ratios are predicted / measured. Exit code 1 when the goals are missed: step time within 10 % in the median
+and 20 % at worst, memory within 10 % everywhere.
 """
 
 from __future__ import annotations
@@ -115,8 +118,8 @@ def make_plan(configuration: Configuration, folder: Path) -> ps.Plan:
 
 
 def calibrate(folder: Path) -> dict[str, float]:
-    """From two stages that hardly compute, what messages cost on this host: seconds of the rank for one, latency, seconds a byte that a send writes at
-    once, bytes per second. And how much more memory a worker takes than its tensors."""
+    """From two stages that hardly compute, what messages cost on this host: seconds of the rank for one, latency, seconds a byte that a
+    send writes at once, bytes per second. And how much more memory a worker takes than its tensors."""
     sends, trips = {}, {}
     for rows in (16, 16384, 65536):
         path = write_mlp(folder / f"small{rows}.onnx", (16, 16, 16), batch=rows)
@@ -356,7 +359,7 @@ def in_shaped_space(configuration: Configuration, report: dict[str, Any], second
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(c.name for c in CONFIGURATIONS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers; configurations that are in it are not run again")
     parser.add_argument("--calibrate", action="store_true", help="only measure what messages over loopback cost")

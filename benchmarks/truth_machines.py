@@ -1,5 +1,6 @@
-"""The unequal devices and links of truth.py, made on this host: threads, quotas on processor time, one core for all, injected latency, a token bucket on a
-loopback device. In: a Configuration. Out: control groups, prefixes of commands, workers moved to where they belong. Linux; root for quotas and buckets."""
+"""The unequal devices and links of truth.py, made on this host: threads, quotas on processor time, one core for all, injected latency,
+a token bucket on a loopback device. In: a Configuration. Out: control groups, prefixes of commands, workers moved to where they
+belong. Linux; root for quotas and buckets."""
 
 from __future__ import annotations
 

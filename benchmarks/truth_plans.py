@@ -2,10 +2,12 @@
 
     python benchmarks/truth.py --plans --json plans.json         goes on from the file if it is there
 
-A chain of eight equal products trains on two devices of this host, the second with half a core (a control group; root). The plans are those of one device,
-and those of two in both orders, cut before each of the products, under 1f1b and under 2bw: 30 plans. Two more for each schedule are chosen, for a cluster that `penstock doctor`
-measured here, the slow device within its quota: by `ps.plan`, which takes devices in their order but may cut anywhere, and by the planner (`penstock plan --batch`), which chooses all the rest, too. Each plan trains for some steps in
-worker processes, in turns: a round of all plans, then two more of the best and the chosen ones. The time of a plan is the median of its steps; predicted is what `penstock plan` says of it.
+A chain of eight equal products trains on two devices of this host, the second with half a core (a control group; root). The plans are those
+of one device, and those of two in both orders, cut before each of the products, under 1f1b and under 2bw: 30 plans. Two more for each
+schedule are chosen, for a cluster that `penstock doctor` measured here, the slow device within its quota: by `ps.plan`, which takes devices
+in their order but may cut anywhere, and by the planner (`penstock plan --batch`), which chooses all the rest, too. Each plan trains for
+some steps in worker processes, in turns: a round of all plans, then two more of the best and the chosen ones. The time of a plan is the
+median of its steps; predicted is what `penstock plan` says of it.
 
 Goal: the planner's plan is at most 5 % slower than the best one that was run under the same schedule; exit code 1 otherwise.
 """
@@ -56,8 +58,8 @@ class Candidate:
 
 
 def measured_here() -> Cluster:
-    """The two devices as doctor finds them: the fast one beside another that computes, the slow one within its quota, where half a core does less than half
-    of what a whole one does."""
+    """The two devices as doctor finds them: the fast one beside another that computes, the slow one within its quota, where half a core
+    does less than half of what a whole one does."""
     report = examine((1, 1), say=_say)
     assert report is not None
     _say("\n".join(report.problems))

@@ -1,8 +1,8 @@
 """What mkdocs does besides when it builds the site (mkdocs.yml).
 
-In: the pages of docs/, which link to files beside that folder as they would in the repository. Out: a site in which these links work, because
-every such file is a page of it below `repository/`; and an error instead of a site that would load anything from elsewhere, or holds a
-directory where a page is wanted.
+In: the pages of docs/, which link to files beside that folder as they would in the repository. Out: a site in which these links work,
+because every such file is a page of it below `repository/`; and an error instead of a site that would load anything from elsewhere, or
+holds a directory where a page is wanted.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Fine-tune a BERT-like encoder from torch: plain torch modules, nothing downloaded.
 
-Pre-trains the encoder on sentences without labels by guessing masked words, takes its weights back to torch, puts a classifier on top, and fine-tunes that
-on few labelled sentences with groups of parameters: embeddings frozen, the encoder at a tenth of the head's learning rate. Then the weights are torch's
-again.
+Pre-trains the encoder on sentences without labels by guessing masked words, takes its weights back to torch, puts a classifier on top,
+and fine-tunes that on few labelled sentences with groups of parameters: embeddings frozen, the encoder at a tenth of the head's learning
+rate. Then the weights are torch's again.
 
-Prints both losses and how many sentences of a held-out set torch classifies correctly. Fails unless masked words
-are guessed better than by how frequent each word is, frozen embeddings are what they were bit for bit, torch's loss with these weights is Penstock's, and at
-least 90 % are right.
+Prints both losses and how many sentences of a held-out set torch classifies correctly. Fails unless masked words are guessed
+better than by how frequent each word is, frozen embeddings are what they were bit for bit, torch's loss with these weights is
+Penstock's, and at least 90 % are right.
 
 Takes about a minute on two cores (README.md).
 """

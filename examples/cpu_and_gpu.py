@@ -1,9 +1,11 @@
 """Train one model on a CPU and a GPU together: a pipeline with a stage on each.
 
-Plans a small GPT for a cluster file with one CPU and one GPU, and compiles both stages. Where there is a GPU, it trains on the two. Where there is none, the bundle
-for them is still compiled if nvcc is there, and a second CPU stands in: the same cut, the same schedule, and code for CPUs.
+Plans a small GPT for a cluster file with one CPU and one GPU, and compiles both stages. Where there is a GPU, it trains on
+the two. Where there is none, the bundle for them is still compiled if nvcc is there, and a second CPU stands in: the same
+cut, the same schedule, and code for CPUs.
 
-Prints the plan, what was compiled, what ran, and the losses. Fails unless they are those of the same model on one CPU, within 1e-4 (1e-3 with a GPU), and fell.
+Prints the plan, what was compiled, what ran, and the losses. Fails unless they are those of the same model on one CPU,
+within 1e-4 (1e-3 with a GPU), and fell.
 
 Takes about a minute on two cores (README.md).
 """

@@ -1,11 +1,11 @@
 """Pre-train a small GPT from an ONNX file on your own text, with PipeDream-2BW and with 1F1B.
 
-Shows the whole way: text as a file of tokens, a model file, a bundle of two stages, training with warm-up and a cosine, clipping, a held-out text,
-metrics and checkpoints, and the trained weights back in the ONNX file. 2bw takes every gradient one update late, so that its pipeline never drains; the
-same training under 1f1b, without that delay, stands beside it.
+Shows the whole way: text as a file of tokens, a model file, a bundle of two stages, training with warm-up and a cosine, clipping, a
+held-out text, metrics and checkpoints, and the trained weights back in the ONNX file. 2bw takes every gradient one update late, so that its
+pipeline never drains; the same training under 1f1b, without that delay, stands beside it.
 
-Prints the held-out loss of both as they train, in nats per byte. Fails unless both get below the entropy of single bytes, which is as far as a model
-comes that knows only how frequent each byte is, and unless 2bw ends within 15 % of 1f1b.
+Prints the held-out loss of both as they train, in nats per byte. Fails unless both get below the entropy of single bytes, which is as far
+as a model comes that knows only how frequent each byte is, and unless 2bw ends within 15 % of 1f1b.
 
 Takes about two minutes on two cores (README.md).
 """

@@ -1,10 +1,11 @@
 """Train on two hosts under torchrun, with network namespaces of this machine as hosts.
 
-Makes two namespaces that are joined by a cable of their own, with addresses and names as two machines have, and starts on each what one types on a machine: torchrun,
-which starts `penstock run`. The bundle is made for a cluster file with both hosts, so that ranks know where they belong.
+Makes two namespaces that are joined by a cable of their own, with addresses and names as two machines have, and starts on
+each what one types on a machine: torchrun, which starts `penstock run`. The bundle is made for a cluster file with both
+hosts, so that ranks know where they belong.
 
-Prints who met where and the losses. Fails unless they are, bit for bit, those of the same bundle on one host. Namespaces need root and iproute2; without them it
-says so and ends with exit code 77. On machines of your own, take the commands that it prints.
+Prints who met where and the losses. Fails unless they are, bit for bit, those of the same bundle on one host. Namespaces need root and
+iproute2; without them it says so and ends with exit code 77. On machines of your own, take the commands that it prints.
 
 Takes about half a minute on two cores (README.md).
 """

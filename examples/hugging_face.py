@@ -1,7 +1,7 @@
 """Train a model of transformers, made from its configuration: no file, no download.
 
-Imports a GPT-2 as a torch module, trains it on two stages with its dropout, and loads the weights back into the model of transformers, which then continues
-sequences. Needs `pip install -e '.[models]'`; without transformers it says so and ends with exit code 77.
+Imports a GPT-2 as a torch module, trains it on two stages with its dropout, and loads the weights back into the model of transformers,
+which then continues sequences. Needs `pip install -e '.[models]'`; without transformers it says so and ends with exit code 77.
 
 Prints the losses, and how many tokens torch then guesses correctly. Fails unless at least 80 % are right.
 """

@@ -1,8 +1,10 @@
 """See what every pass of the compiler changes, and go on from the middle.
 
-Compiles a small MLP for two stages with 2bw, with a dump after each pass, and lists the passes. With the name of a pass it prints the lines which that one changed.
+Compiles a small MLP for two stages with 2bw, with a dump after each pass, and lists the passes. With the name of a pass it
+prints the lines which that one changed.
 
-Fails unless every dump leads to the same module: `penstock opt`, given a dump and the passes that are left, must write the last one again, byte for byte.
+Fails unless every dump leads to the same module: `penstock opt`, given a dump and the passes that are left, must
+write the last one again, byte for byte.
 
 Takes about a quarter of a minute on two cores (README.md).
 """

@@ -1,10 +1,11 @@
 """Train a residual network on generated images, and evaluate it with its running statistics.
 
-The network is a plain torch module with batch norms in training mode: their running statistics move with every microbatch, on the stage that computes
-them. Afterwards the weights go back to torch, `eval()` is called, and a second bundle, for inference, classifies held-out images in a pipeline.
+The network is a plain torch module with batch norms in training mode: their running statistics move with every microbatch, on the
+stage that computes them. Afterwards the weights go back to torch, `eval()` is called, and a second bundle, for inference,
+classifies held-out images in a pipeline.
 
-Prints the losses, and how many images are classified correctly: with the statistics of the training, and with fresh ones for comparison. Fails unless at
-least 90 % are right, every batch norm has counted all microbatches, and torch computes the same scores as the pipeline.
+Prints the losses, and how many images are classified correctly: with the statistics of the training, and with fresh ones for comparison.
+Fails unless at least 90 % are right, every batch norm has counted all microbatches, and torch computes the same scores as the pipeline.
 
 Takes about half a minute on two cores (README.md).
 """

@@ -1,10 +1,11 @@
 """Go on from a checkpoint under another plan.
 
-Trains a small GPT on two stages, and keeps a checkpoint of every quarter. Then goes on from the middle under other plans: the same one, three stages, zero-bubble
-1F1B, and half as many microbatches of twice the size. Data goes on where it was, and so do the optimiser and the learning rate.
+Trains a small GPT on two stages, and keeps a checkpoint of every quarter. Then goes on from the middle under other plans:
+the same one, three stages, zero-bubble 1F1B, and half as many microbatches of twice the size. Data goes on where it was, and
+so do the optimiser and the learning rate.
 
-Prints how far the losses of each are from those of the run that was not interrupted, relative to them. Fails unless the same plan gives them bit for bit,
-and the others within 1e-4: they add up in another order.
+Prints how far the losses of each are from those of the run that was not interrupted, relative to them. Fails unless the same plan gives
+them bit for bit, and the others within 1e-4: they add up in another order.
 
 Takes about a minute on two cores (README.md).
 """

@@ -1,6 +1,7 @@
 """Run all examples, or those that are named, one after the other, and print a table of what each took.
 
-Prints what an example printed only where it failed. Fails if one did; those that cannot run here (exit code 77) are listed with their reason.
+Prints what an example printed only where it failed. Fails if one did; those that cannot run here
+(exit code 77) are listed with their reason.
 """
 
 from __future__ import annotations

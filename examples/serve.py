@@ -1,9 +1,11 @@
 """Answer requests with a pipeline: in order, from several threads, and for latency.
 
-Compiles a BERT-like classifier from ONNX for two stages and hands it requests of one to seven sequences: all of them as a stream, whose answers come in order; from
-several threads at once, each of which waits for its own; and one at a time. Requests share microbatches where they are smaller.
+Compiles a BERT-like classifier from ONNX for two stages and hands it requests of one to seven sequences: all of them as a
+stream, whose answers come in order; from several threads at once, each of which waits for its own; and one at a time. Requests
+share microbatches where they are smaller.
 
-Prints sequences per second of the first two and the latency of the third. Fails unless every answer is onnxruntime's within 1e-4, request by request.
+Prints sequences per second of the first two and the latency of the third. Fails unless every answer is
+onnxruntime's within 1e-4, request by request.
 
 Takes about a minute on two cores (README.md).
 """

@@ -1,12 +1,14 @@
 """Train models whose values skip stages and whose weights are on several: a U-Net and an encoder-decoder like T5.
 
-The U-Net removes noise from images; what goes down is used again on the way up, so values travel past the stages in between. The encoder-decoder turns
-sequences round; every block of the decoder looks at what the encoder made, and one embedding is used by the encoder, the decoder and the scores, so each of
-these stages has a copy, and they exchange its gradients. Neither model says anything about stages: it is cut where that is cheapest.
+The U-Net removes noise from images; what goes down is used again on the way up, so values travel past the stages in between. The
+encoder-decoder turns sequences round; every block of the decoder looks at what the encoder made, and one embedding is used by the
+encoder, the decoder and the scores, so each of these stages has a copy, and they exchange its gradients. Neither model says anything
+about stages: it is cut where that is cheapest.
 
-Prints which values skip stages, which weights are on several, and both losses. Fails unless the first 20 losses of three stages are those of torch, trained on
-the same batches in one process, within 1e-3, something skips a stage, and the losses fell by a third. Later losses are not compared: where a model learns
-quickly, roundings grow, and torch is then as far from itself with weights that are changed by a ten-millionth.
+Prints which values skip stages, which weights are on several, and both losses. Fails unless the first 20 losses of three stages
+are those of torch, trained on the same batches in one process, within 1e-3, something skips a stage, and the losses fell by a
+third. Later losses are not compared: where a model learns quickly, roundings grow, and torch is then as far from itself with
+weights that are changed by a ten-millionth.
 
 Takes about a minute on two cores (README.md).
 """

@@ -1,7 +1,8 @@
 """What a model file says about where its nodes should run: hints, which a plan may follow.
 
-Nodes are known by the `loc` of the operations they became, which every pass keeps. A model may describe several pipelines, each a stage number
-for some of its nodes; and it may name the layer that a node is part of. Nothing here is checked: penstock/placement_hints.py decides what can be followed.
+Nodes are known by the `loc` of the operations they became, which every pass keeps. A model may describe several pipelines, each a
+stage number for some of its nodes; and it may name the layer that a node is part of. Nothing here is checked:
+penstock/placement_hints.py decides what can be followed.
 """
 
 from __future__ import annotations

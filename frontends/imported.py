@@ -27,9 +27,9 @@ class State:
 @dataclass(frozen=True)
 class Imported:
     """A model as read: `weights` holds the elements of each variable by its name and is read-only; `source_hash` is taken over all that was
-    read; `report` says what was folded, frozen and left out; `names` gives the source's name of everything that had to be spelled otherwise;
-    `bound` holds the elements of inputs that were bound to values; `structure` is an ONNX file without the elements of the variables;
-    `state` is the state dict of a torch module; `hints` is where the model says its nodes should run."""
+    read; `report` says what was folded, frozen and left out; `names` gives the source's name of everything that had to be spelled
+    otherwise; `bound` holds the elements of inputs that were bound to values; `structure` is an ONNX file without the elements of the
+    variables; `state` is the state dict of a torch module; `hints` is where the model says its nodes should run."""
 
     module: Module
     weights: dict[str, np.ndarray]

@@ -1,8 +1,8 @@
 """Buffers that the forward pass changes, such as the running statistics of a batch norm: graph main reads them, then writes them.
 
-In training they move once per microbatch, in the order of microbatches, on the one stage that has them. Without training nothing moves: `at_rest`
-takes the writes out. A module of torch whose outputs depend on such a buffer is refused then, because its results would be those of its first
-call for ever; calls of an ONNX model know nothing of each other anyway.
+In training they move once per microbatch, in the order of microbatches, on the one stage that has them. Without training nothing moves:
+`at_rest` takes the writes out. A module of torch whose outputs depend on such a buffer is refused then, because its results would be those
+of its first call for ever; calls of an ONNX model know nothing of each other anyway.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from penstock.ir.liveness import live_ops
 
 
 def at_rest(module: Module, pure: bool = False) -> Module:
-    """The module for inference: nothing is written, and what only went into writes is not computed. `pure`: nothing is kept from call to call in
-    the source either."""
+    """The module for inference: nothing is written, and what only went into writes is not computed. `pure`: nothing is kept
+    from call to call in the source either."""
     main = module.graphs["main"]
     moving = written_vars(main)
     if not moving:

@@ -39,7 +39,8 @@ class Names:
         return self._namer.fresh(legal(base))
 
     def new(self, base: str) -> str:
-        """A fresh name that is also the source's name for something: for tensors that the source does not name itself, or names more than once."""
+        """A fresh name that is also the source's name for something: for tensors that the source does not
+        name itself, or names more than once."""
         name = self.fresh(base)
         self._table[name] = name
         return name

@@ -55,11 +55,11 @@ _PLAIN, _STEADY = SGD(), Constant()
 
 @dataclass(frozen=True)
 class Training:
-    """`loss` is cross_entropy, mse or output:NAME; `microbatches` is how many make one step of the optimiser; `precision` is what activations
-    and products are computed in, f32, bf16 or f16, with weights kept in f32; `seed` is that of dropout; `rate` is how the learning rate of the
-    optimiser changes over the steps; of the `groups` whose pattern is found in a parameter's name the first one counts. `clip` is the largest
-    norm of the gradient of all parameters, 0 for any; updates by a gradient that is not finite are left out if `skip_nonfinite`, with `clip`,
-    and in f16."""
+    """`loss` is cross_entropy, mse or output:NAME; `microbatches` is how many make one step of the optimiser; `precision` is what
+    activations and products are computed in, f32, bf16 or f16, with weights kept in f32; `seed` is that of dropout; `rate` is how the
+    learning rate of the optimiser changes over the steps; of the `groups` whose pattern is found in a parameter's name the first one
+    counts. `clip` is the largest norm of the gradient of all parameters, 0 for any; updates by a gradient that is not finite are left out
+    if `skip_nonfinite`, with `clip`, and in f16."""
 
     loss: str
     optimizer: Optimizer = _PLAIN
@@ -165,8 +165,8 @@ def _load_groups(tables: list[object], problems: list[str]) -> tuple[Group, ...]
 
 
 def attach_loss(module: Module, training: Training, renamed: Mapping[str, str] | None = None) -> Module:
-    """`renamed` gives the model's names of outputs that are spelled otherwise. The module with a scalar loss as its only output, and `labels` among
-    its inputs where the loss needs them."""
+    """`renamed` gives the model's names of outputs that are spelled otherwise. The module with a scalar loss as its only output, and
+    `labels` among its inputs where the loss needs them."""
     main = module.graphs["main"]
     if training.loss.startswith("output:"):
         loss, inputs, ops = _own_loss(main, training.loss.removeprefix("output:"), renamed or {}), main.ins, list(main.ops)

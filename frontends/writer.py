@@ -1,7 +1,8 @@
 """The graph that a frontend writes: the program under construction, and the writer of the operations that stand for one source node.
 
-In: a rule's calls. Out: IR operations in order, the variables they read, and the elements of these. A rule that cannot go on raises `Refused`; what it
-wrote so far is then taken back with `abandon`, so that one refused node leaves no trace and the next one can be looked at.
+In: a rule's calls. Out: IR operations in order, the variables they read, and the elements of these. A rule that cannot
+go on raises `Refused`; what it wrote so far is then taken back with `abandon`, so that one refused node leaves no
+trace and the next one can be looked at.
 
 Formulas (formulas/) and the rules of all frontends write through `Writer` alone.
 """
@@ -130,7 +131,8 @@ class Program:
         return value
 
     def module(self, name: str, inputs: Sequence[Value], outputs: Iterable[tuple[str, Value]]) -> Module:
-        """The program as a module of one graph `main`, without what no output depends on. Each output gets the name that stands beside it."""
+        """The program as a module of one graph `main`, without what no output depends on. Each
+        output gets the name that stands beside it."""
         self.ops = _with_writes(self.ops, self.moved)
         outs = self._bind(inputs, outputs)
         ops = live_ops(self.ops, outs)
@@ -251,7 +253,8 @@ class Writer:
         self._program.moved[variable] = value
 
     def require_inside(self, indices: Value, size: int) -> None:
-        """Refuse indices, where they are known, outside of a dimension of that size; negative ones count from the end. Kernels do not look."""
+        """Refuse indices, where they are known, outside of a dimension of that size; negative ones
+        count from the end. Kernels do not look."""
         known = self._program.indices.get(indices)
         outside = [] if known is None else known[(known < -size) | (known >= size)].tolist()
         self.require(not outside, f"index {str(outside[:1])[1:-1]} is outside of a dimension of {size}")

@@ -1,5 +1,6 @@
-"""Which memory each action of a rank reads or writes. In: a scheduled module, a stage, the actions of one of its ranks. Out: per action whose values it works
-with and their names, and buffers of variables: the tensors that the runtime gives to the compiled graph, or to the transport."""
+"""Which memory each action of a rank reads or writes. In: a scheduled module, a stage, the actions of one of its ranks.
+Out: per action whose values it works with and their names, and buffers of variables: the tensors that the runtime gives to
+the compiled graph, or to the transport."""
 
 from __future__ import annotations
 

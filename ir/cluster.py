@@ -31,24 +31,28 @@ CUDA_RATES = {"sm_80": (1.95e13, 1.55e12), "sm_86": (3.74e13, 6.96e11), "sm_89":
 # Operations per second of one thread of a processor, and bytes per second of its memory, where nothing is said.
 THREAD_FLOPS, CPU_BANDWIDTH = 5e10, 1e10
 SAME_HOST, OTHER_HOST, HOST_TO_DEVICE = "same-host", "other-host", "host-to-device"
-# Bytes per second and seconds of pairs of devices that neither a link nor the cluster says anything of: shared memory, a fast network, PCIe.
+# Bytes per second and seconds of pairs of devices that neither a link nor the cluster says anything
+# of: shared memory, a fast network, PCIe.
 CLASSES = {SAME_HOST: (7e9, 2e-5), OTHER_HOST: (1e9, 2e-4), HOST_TO_DEVICE: (1e10, 5e-5)}
 # Seconds of a kernel's launch, and of a call of a stage, where nothing was measured.
 KERNEL_OVERHEAD, CALL_OVERHEAD = 1e-6, 5e-5
-# Seconds of a rank for one end of a message, and bytes per second that a core moves into or out of a socket: gloo on one host (benchmarks/truth.py --calibrate).
+# Seconds of a rank for one end of a message, and bytes per second that a core moves into or out of a socket: gloo on one
+# host (benchmarks/truth.py --calibrate).
 MESSAGE_OVERHEAD, SOCKET_BANDWIDTH = 6e-5, 2.2e9
-# The same of messages through memory that both ranks share, whose bytes the sender copies (penstock doctor, on the machine of docs/performance.md).
+# The same of messages through memory that both ranks share, whose bytes the sender copies (penstock doctor,
+# on the machine of docs/performance.md).
 SHARED_OVERHEAD, COPY_BANDWIDTH = 2e-5, 7e9
 EFFICIENCY_PREFIX = "efficiency."
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`spaces` are (name, bytes) pairs; the first one holds tensors. `flops` (of a large float32 product) and `bandwidth` are rates of one device,
-    all threads. What fits into `cache` bytes moves at `cache_bandwidth` (0: nothing does). `efficiency` are shares of the rates that families of
-    work reach (passes/cost.py), by name. `overhead` are seconds that a kernel takes beside its work, `call_overhead` those that a call of a
-    stage takes beside its kernels. An end of a message takes `message_overhead`, and on a CPU its bytes take processor time at `socket_bandwidth`. Between
-    CPUs of one host an end takes `shared_overhead`, and the sender copies its bytes at `copy_bandwidth`."""
+    """`spaces` are (name, bytes) pairs; the first one holds tensors. `flops` (of a large float32 product) and `bandwidth` are rates
+    of one device, all threads. What fits into `cache` bytes moves at `cache_bandwidth` (0: nothing does). `efficiency` are shares of
+    the rates that families of work reach (passes/cost.py), by name. `overhead` are seconds that a kernel takes beside its work,
+    `call_overhead` those that a call of a stage takes beside its kernels. An end of a message takes `message_overhead`, and on a CPU
+    its bytes take processor time at `socket_bandwidth`. Between CPUs of one host an end takes `shared_overhead`, and the sender
+    copies its bytes at `copy_bandwidth`."""
 
     name: str
     kind: str = "cpu"
@@ -116,8 +120,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine. `address` and `interface` say how other hosts reach it. Links to other hosts that no entry describes go through its network card:
-    `nic_bandwidth` (0: as fast as the links) is shared by all of them, in each direction; `nic_latency` comes on top of that of the link."""
+    """A machine. `address` and `interface` say how other hosts reach it. Links to other hosts that no entry describes go
+    through its network card: `nic_bandwidth` (0: as fast as the links) is shared by all of them, in each direction;
+    `nic_latency` comes on top of that of the link."""
 
     name: str
     address: str = ""
@@ -154,9 +159,9 @@ class LinkClass:
 
 
 class Path(NamedTuple):
-    """What a transfer goes through. `shares` are (name, bytes per second) of what it has in common with other transfers: network cards, those of hosts
-    by direction, as they send and receive at once. Sums of gradients go through sockets, also where messages go through memory: at `summing` bytes per
-    second at most."""
+    """What a transfer goes through. `shares` are (name, bytes per second) of what it has in common with other transfers: network cards,
+    those of hosts by direction, as they send and receive at once. Sums of gradients go through sockets, also where messages go through
+    memory: at `summing` bytes per second at most."""
 
     bandwidth: float
     latency: float
@@ -246,8 +251,8 @@ class Cluster:
         return next(((c.bandwidth, c.latency) for c in self.classes if c.kind == kind), CLASSES[kind])
 
     def path(self, a: str, b: str) -> Path:
-        """What a transfer from `a` to `b` goes through. The card of a link is shared by direction where all its links have one host in common and
-        this one leaves it; otherwise it is one medium for all. Links by class share the cards of both hosts."""
+        """What a transfer from `a` to `b` goes through. The card of a link is shared by direction where all its links have one host in
+        common and this one leaves it; otherwise it is one medium for all. Links by class share the cards of both hosts."""
         link, source, target = self.link(a, b), self.device(a), self.device(b)
         shares: list[tuple[str, float]] = []
         if link.nic:
@@ -264,8 +269,8 @@ class Cluster:
 
     @staticmethod
     def local(count: int | None = None, threads: Sequence[int] = ()) -> Cluster:
-        """CPU devices on this machine: `count` equal ones that share its threads and memory evenly, or one for each number of threads, with memory
-        in proportion to them. Rates are guesses; `penstock doctor` measures them."""
+        """CPU devices on this machine: `count` equal ones that share its threads and memory evenly, or one for each number of threads, with
+        memory in proportion to them. Rates are guesses; `penstock doctor` measures them."""
         if count is None:
             count = len(threads) or 1
         if not _whole(count) or count < 1:
@@ -291,7 +296,8 @@ class Cluster:
 
     @staticmethod
     def listed(names: str) -> Cluster:
-        """Devices of this machine, by a list such as `cpu,sm_90,sm_90`: CPU devices share its threads, architectures stand for its GPUs in order."""
+        """Devices of this machine, by a list such as `cpu,sm_90,sm_90`: CPU devices share its threads,
+        architectures stand for its GPUs in order."""
         words = [word.strip() for word in names.split(",")]
         bad = [word for word in words if word != "cpu" and not is_architecture(word)]
         if bad:

@@ -3,8 +3,9 @@
 An error says *where* it happened, *what* was found (and what was expected), and, when there is one, a *hint* that says what
 to do next. Our own bugs raise AssertionError and are not part of this hierarchy.
 
-What an error quotes comes from files and the command line, and may hold what a terminal would obey: `str` has escapes in the place of that. Ends of
-lines in `what` and `hint` stay, and what follows is indented, so that nothing quoted looks like a line of the program that prints the error.
+What an error quotes comes from files and the command line, and may hold what a terminal would obey: `str` has escapes in the
+place of that. Ends of lines in `what` and `hint` stay, and what follows is indented, so that nothing quoted looks like a
+line of the program that prints the error.
 """
 
 from __future__ import annotations

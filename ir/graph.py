@@ -25,8 +25,8 @@ Attr = Scalar | tuple[Scalar, ...]
 Attrs = Mapping[str, Attr]
 
 # Attributes that passes may write on any operation. They never change what an operation computes. `of` names the first result of the
-# forward operation that a backward operation belongs to; `library` says whose library computes it instead of a kernel of ours; `packed` that
-# its second operand never changes; the others are written by planners.
+# forward operation that a backward operation belongs to; `library` says whose library computes it instead of a kernel of ours; `packed`
+# that its second operand never changes; the others are written by planners.
 ANNOTATIONS = ("of", "stage", "mesh", "sharding", "recompute", "kernel", "library", "packed")
 
 PARAM, GRAD, STATE, BUFFER, TABLE = "param", "grad", "state", "buffer", "table"
@@ -131,7 +131,8 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """State that outlives a microbatch. `init` says where the first value comes from: `file` (the weights), `zeros`, or the elements themselves."""
+    """State that outlives a microbatch. `init` says where the first value comes from: `file` (the
+    weights), `zeros`, or the elements themselves."""
 
     name: str
     type: TensorType
@@ -153,7 +154,8 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the model and where it runs: a device name, or the name of a mesh. A stage is not a rank: each device of its mesh is one."""
+    """A part of the model and where it runs: a device name, or the name of a mesh. A stage is not a
+    rank: each device of its mesh is one."""
 
     index: int
     place: str
@@ -180,7 +182,8 @@ class Note:
 # The input that no data gives: how many microbatches came before this one since training began. Random numbers depend on it.
 MICROBATCH = "microbatch.number"
 
-# What an update hands out if it looks at the whole gradient: its norm, before clipping. An update by a gradient whose norm is not finite is skipped.
+# What an update hands out if it looks at the whole gradient: its norm, before clipping. An update by a
+# gradient whose norm is not finite is skipped.
 NORM = "gradient.norm"
 
 
@@ -262,7 +265,8 @@ def graph_stage(name: str) -> int | None:
 
 
 def graph_kind(name: str) -> str:
-    """What a graph computes, of a stage or of the whole model: F, B, W, P, N or U; `main` is the F of a model that is not differentiated."""
+    """What a graph computes, of a stage or of the whole model: F, B, W, P, N or U; `main` is the F
+    of a model that is not differentiated."""
     return "F" if name == "main" else name.rpartition(".")[2]
 
 
@@ -333,7 +337,8 @@ def signature(graph: Graph) -> Signature:
 
 
 def stage_vars(module: Module, stage: int) -> dict[str, Var]:
-    """The variables that a stage has: those that its graphs touch, and its parameters and buffers that nothing touches; in the module's order."""
+    """The variables that a stage has: those that its graphs touch, and its parameters and buffers that
+    nothing touches; in the module's order."""
     graphs = [graph for name, graph in module.graphs.items() if name.startswith(f"s{stage}.")]
     touched = {op.var for graph in graphs for op in graph.ops if op.kind in _STATEFUL}
     return {name: var for name, var in module.vars.items() if name in touched or (var.stage == stage and var.role in (PARAM, BUFFER))}

@@ -1,4 +1,5 @@
-"""HTML for notebooks: what a module shows of itself when it is the result of a cell. In: data. Out: a fragment without scripts, styles of its own or links.
+"""HTML for notebooks: what a module shows of itself when it is the result of a cell. In: data. Out: a fragment
+without scripts, styles of its own or links.
 
 Every piece of text is escaped where it goes in, so that a name is a name whatever it looks like. Long parts are cut, and say by how much.
 """

@@ -1,7 +1,9 @@
-"""Blocks of memory that lie idle long enough to be elsewhere meanwhile. In: a measured account (lives.py), and how fast a device's memory is moved. Out: for every
-block its access intervals and the longest time between two uses, and whether that is more than moving it out and back takes.
+"""Blocks of memory that lie idle long enough to be elsewhere meanwhile. In: a measured account (lives.py), and how fast a
+device's memory is moved. Out: for every block its access intervals and the longest time between two uses, and whether that
+is more than moving it out and back takes.
 
-A use is an action that makes, writes or reads what is in the block, from its begin to its end. What moving would cost others who want the link is not in it.
+A use is an action that makes, writes or reads what is in the block, from its begin to its end. What moving would
+cost others who want the link is not in it.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ class Gap:
 
 
 def way_out(cluster: Cluster, device: str) -> Way:
-    """From a GPU over the link to a CPU of its host, or to where else the cluster's class of such links leads; on a CPU to another place in host memory, where a
-    copy reads and writes at the rate of the memory."""
+    """From a GPU over the link to a CPU of its host, or to where else the cluster's class of such links leads; on a CPU to another place in
+    host memory, where a copy reads and writes at the rate of the memory."""
     found = cluster.device(device)
     if found.kind == "cpu":
         return Way("host memory", found.bandwidth / 2, 0.0)

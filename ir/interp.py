@@ -10,7 +10,8 @@ Out: graph results, or a `Run`: outputs per microbatch, the log of versions, liv
 With `precision="f64"` every float is computed in float64: that is the oracle; "typed" follows the declared element types.
 
 A module may be run at any point of its way: without versions a read takes the newest version; without send and receive actions values are
-handed over by name, and an action waits until what it needs exists. AR hands a rank's gradients of a batch to the sum over its stage; who uses it waits for all ranks, and adds in their order.
+handed over by name, and an action waits until what it needs exists. AR hands a rank's gradients of a batch to the sum over its stage; who
+uses it waits for all ranks, and adds in their order.
 """
 
 from __future__ import annotations

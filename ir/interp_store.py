@@ -88,8 +88,8 @@ def initial_arrays(module: Module, weights: Arrays, names: Sequence[str], precis
 class VersionStore:
     """Variables of one rank. Version v of a stepped parameter lives in slot v % versions, everything else has one buffer.
 
-    Gradients may have several buffers, too: those of batch t are summed in buffer t % versions. `at(version, made, batch)` fixes what a graph
-    sees: reads of `mb` want `version`, a write makes version `made`; None means newest and newest + 1.
+    Gradients may have several buffers, too: those of batch t are summed in buffer t % versions. `at(version, made, batch)` fixes what a
+    graph sees: reads of `mb` want `version`, a write makes version `made`; None means newest and newest + 1.
     """
 
     def __init__(self, variables: Mapping[str, Var], stepped: set[str], arrays: Arrays, first: int = 0) -> None:

@@ -1,4 +1,5 @@
-"""Attribute values as text. In: a literal of the grammar (text.py): numbers, words, strings, lists of them. Out: the value, and back, exactly."""
+"""Attribute values as text. In: a literal of the grammar (text.py): numbers, words, strings, lists of
+them. Out: the value, and back, exactly."""
 
 from __future__ import annotations
 

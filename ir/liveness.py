@@ -1,4 +1,5 @@
-"""What a graph does that somebody notices, and what in it no input changes: operations that results and effects need, values from state alone."""
+"""What a graph does that somebody notices, and what in it no input changes: operations that results and
+effects need, values from state alone."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""What a rank's memory holds over a run, block by block. In: blocks with the actions that take them, use them and give them back, planned (memory.py) or
-measured (runtime/ledger.py). Out: live bytes after every action, by purpose; what happens when; the first thing in which two accounts differ.
+"""What a rank's memory holds over a run, block by block. In: blocks with the actions that take them, use them and give them
+back, planned (memory.py) or measured (runtime/ledger.py). Out: live bytes after every action, by purpose; what happens when; the
+first thing in which two accounts differ.
 
-Actions are counted from 0 in the order in which the rank runs them; what is there before the first of them was taken at BEFORE. A block is live after the
-action that takes it and no longer after the one that gives it back. Temporaries of a compiled graph come and go inside of one action, so that they are
-no blocks of this account, but sizes by graph (`workspace`).
-Not in it: batches that wait in host memory, what the transport still holds because a peer has not got it yet, and freed memory that is kept for later.
+Actions are counted from 0 in the order in which the rank runs them; what is there before the first of them was taken at BEFORE. A block is
+live after the action that takes it and no longer after the one that gives it back. Temporaries of a compiled graph come and go inside of
+one action, so that they are no blocks of this account, but sizes by graph (`workspace`).
+Not in it: batches that wait in host memory, what the transport still holds because a peer has not got it yet,
+and freed memory that is kept for later.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ PURPOSES = ("weights", "gradients", "state", "buffers", "activations", "boundary
 
 
 class Life(NamedTuple):
-    """One stay in a block of memory. `owner` is the microbatch, -1 - t for batch t, None for a variable, of which it is buffer number `copy`. `given` is None
-    for what is there at the end. `uses` are the actions that make, write or read what is in it; `block` is its address, where measured."""
+    """One stay in a block of memory. `owner` is the microbatch, -1 - t for batch t, None for a variable, of which it is buffer
+    number `copy`. `given` is None for what is there at the end. `uses` are the actions that make, write or read what is in it;
+    `block` is its address, where measured."""
 
     purpose: str
     names: tuple[str, ...]
@@ -73,8 +76,8 @@ class Happening(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The memory of one rank in a run. `workspace` are the sizes of a call's temporaries by kind of graph, of graphs where they are known; `times` the
-    seconds at which actions began and ended, where measured."""
+    """The memory of one rank in a run. `workspace` are the sizes of a call's temporaries by kind of graph, of graphs where they are known;
+    `times` the seconds at which actions began and ended, where measured."""
 
     rank: int
     actions: tuple[Action, ...]
@@ -123,7 +126,8 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first thing in which a measured account is not the planned one. `step` and `action` are None where they differ for the whole run."""
+    """The first thing in which a measured account is not the planned one. `step` and `action` are
+    None where they differ for the whole run."""
 
     rank: int
     step: int | None

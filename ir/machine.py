@@ -1,7 +1,7 @@
 """What this machine has: cores, threads, caches, memory within the limits of control groups, and NVIDIA devices.
 
-Out: plain facts, read and not measured; a fact that the machine does not tell is None or empty. GPUs are asked through nvidia-ml-py when it is
-installed; why they cannot be is told, not guessed.
+Out: plain facts, read and not measured; a fact that the machine does not tell is None or empty. GPUs are asked through nvidia-ml-py when it
+is installed; why they cannot be is told, not guessed.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def _groups(name: str, controller: str = "") -> list[Path]:
-    """A file of the control group of this process and of those above it, the nearest first: of version 2, or of a controller of version 1."""
+    """A file of the control group of this process and of those above it, the nearest first: of
+    version 2, or of a controller of version 1."""
     named = rf"[0-9]+:(?:[^:\n]*,)?{controller}(?:,[^:\n]*)?" if controller else "0:"
     match = re.search(rf"^{named}:(/.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
     top = _CGROUP / controller

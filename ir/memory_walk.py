@@ -1,8 +1,9 @@
-"""One rank's actions, followed block by block: what memory they take and give back. In: a module, a stage, actions. Out: blocks as they come and go (lives.py),
-and sums and peaks of them for memory.py, which says what is counted.
+"""One rank's actions, followed block by block: what memory they take and give back. In: a module, a stage, actions. Out: blocks as they
+come and go (lives.py), and sums and peaks of them for memory.py, which says what is counted.
 
-The rules are those of the runtime, said a second time: a microbatch holds a value until no later action of it on this rank takes it; a message has its memory
-from when its receive is posted until the last value in it is let go of; what a send hands over stays until the peer has it.
+The rules are those of the runtime, said a second time: a microbatch holds a value until no later action of it on this
+rank takes it; a message has its memory from when its receive is posted until the last value in it is let go of; what a
+send hands over stays until the peer has it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from .parcels import parcels
 from .schedule import COMPUTE, PER_BATCH, PHASES, RECEIVES, Action, Schedule
 from .storage import planned_blocks
 
-# The runtime posts the receives among the next so many actions (a batch action with its sends, receives and drop is at most five of them), and
-# at most so many of one channel: one that arrives while its predecessor is worked on, one to follow.
+# The runtime posts the receives among the next so many actions (a batch action with its sends, receives and drop is at most five of them),
+# and at most so many of one channel: one that arrives while its predecessor is worked on, one to follow.
 LOOK_AHEAD = 10
 POSTED = 2
 # Sends of a channel that may be noticed to have arrived together, in messages and in bytes (runtime/senders.py).
@@ -69,7 +70,8 @@ class _Block:
 
 @dataclass(slots=True)
 class _Line:
-    """What was sent over a channel and is still held: `leaving` until the next send, `waiting` until there are enough, of so many sends and bytes."""
+    """What was sent over a channel and is still held: `leaving` until the next send, `waiting` until there
+    are enough, of so many sends and bytes."""
 
     leaving: list[tuple[Pool, int]] = field(default_factory=list)
     waiting: list[tuple[Pool, int]] = field(default_factory=list)
@@ -78,8 +80,8 @@ class _Line:
 
 
 class Walk:
-    """Follows one rank's program. `now` are the bytes of values that are saved (True), and of those that are passing through; `coming` those of messages that
-    may come before their action. With `lives`, blocks are written down when they are given back."""
+    """Follows one rank's program. `now` are the bytes of values that are saved (True), and of those that are passing through; `coming`
+    those of messages that may come before their action. With `lives`, blocks are written down when they are given back."""
 
     def __init__(self, module: Module, stage: int, *, posts: bool = True, lives: bool = False) -> None:
         self.graphs: dict[str, Graph] = {kind: g for kind in COMPUTE if (g := module.stage_graph(stage, kind))}
@@ -96,7 +98,8 @@ class Walk:
         self.targets = {kind: sum((e.src, e.phase) == (stage, kind) for e in module.edges) for kind in PHASES}
         self.held: dict[int, dict[str, _Block]] = {}
         self.now = {True: 0, False: 0}
-        # Memory of results and temporaries, of inputs of the module, and of messages; and which of these a value that was not received is in.
+        # Memory of results and temporaries, of inputs of the module, and of messages; and which of
+        # these a value that was not received is in.
         self.made, self.fed, self.messages = Pool(), Pool(), Pool()
         self.pools = (self.made, self.fed, self.messages)
         self._inputs = {v.name for v in module.inputs}
@@ -210,8 +213,8 @@ class Walk:
             self._post(waiting.popleft())
 
     def _linger(self, action: Action) -> None:
-        """What was sent stays until somebody notices that the peer has it: small messages until there are a few of a channel, and those until the next send of
-        it, say. What is saved stays anyway; values that share a message were copied into it."""
+        """What was sent stays until somebody notices that the peer has it: small messages until there are a few of a channel, and those
+        until the next send of it, say. What is saved stays anyway; values that share a message were copied into it."""
         assert action.peer is not None
         line = self._lingering.setdefault((action.kind, action.peer), _Line())
         for pool, size in line.leaving:

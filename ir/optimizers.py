@@ -171,7 +171,8 @@ def load_optimizer(given: Mapping[str, object], prefix: str, problems: list[str]
 
 
 def optimizer_of(text: str, **settings: float) -> Optimizer:
-    """The optimiser of that name, be it with settings behind it, `momentum{nesterov=true}`; those that are not given have their defaults."""
+    """The optimiser of that name, be it with settings behind it, `momentum{nesterov=true}`; those
+    that are not given have their defaults."""
     problems: list[str] = []
     found = None
     try:
@@ -189,8 +190,8 @@ def optimizer_of(text: str, **settings: float) -> Optimizer:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters whose name has a match of the regular expression `name`, and what is different for them: the kind of their optimiser, a factor
-    `lr` of the learning rate, the weight decay. Of a frozen parameter no gradient is computed."""
+    """Parameters whose name has a match of the regular expression `name`, and what is different for them: the kind of their optimiser, a
+    factor `lr` of the learning rate, the weight decay. Of a frozen parameter no gradient is computed."""
 
     name: str
     kind: str | None = None

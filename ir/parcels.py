@@ -1,8 +1,8 @@
 """Which values of an edge travel in one message. In: the values. Out: parcels, the same on both ends, as they follow from types alone.
 
-A message costs its ends processor time whatever it carries; to put several values into one costs a copy of each where they are sent, and none where they
-arrive: they stay where they lie in the message. So values of at most TOGETHER bytes share a message, and each larger one has its own; a value without
-elements is not sent. In a shared message each value begins at a multiple of 64 bytes.
+A message costs its ends processor time whatever it carries; to put several values into one costs a copy of each where they are sent, and
+none where they arrive: they stay where they lie in the message. So values of at most TOGETHER bytes share a message, and each larger one
+has its own; a value without elements is not sent. In a shared message each value begins at a multiple of 64 bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What inputs and outputs are called by those who feed a module and read its results: as in the model it came from, or as in the IR.
 
-In: our names of the inputs (or outputs), and the source's for those that had to be spelled otherwise. Out: tables from one to the other. The source's
-names go before ours where one string is both; a name that the source has twice among them means none of them, and ours stand.
+In: our names of the inputs (or outputs), and the source's for those that had to be spelled otherwise. Out: tables from one to the other.
+The source's names go before ours where one string is both; a name that the source has twice among them means none of them, and ours stand.
 """
 
 from __future__ import annotations

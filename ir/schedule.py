@@ -8,14 +8,14 @@ add to, N the part of this stage in what all stages have to agree on (the norm o
 hand out to where N and U take it; AR sums the gradients of a batch over the ranks of the stage. `str(action)` and `Action.parse` are exact
 inverses.
 
-A stage lies on one rank or on several, its replicas. Every microbatch of a batch is run by one rank of each stage, the same one in every batch, and
-the peer of a send or receive is a rank. With one rank per stage, rank r runs stage r.
+A stage lies on one rank or on several, its replicas. Every microbatch of a batch is run by one rank of each stage, the same one in every
+batch, and the peer of a send or receive is a rank. With one rank per stage, rank r runs stage r.
 
 Training has no fixed length, so a schedule is a *period*: for each rank a `start` list, run once, and a `batch` list, run once per
 batch. Both are written as for batch 1 (microbatches m .. 2m-1 of m per batch): weight versions are relative to the batch and clamped at
 0, and batch 1 is the first where no clamping hides them. `expand` turns the period into the concrete program of a run:
-shift everything by (t - 1) batches, and leave out actions of microbatches and batches that are not part of the run, which is what drains the
-pipeline. The list of one more batch is gone through at the end, because an update may stand in the list of the batch after its own.
+shift everything by (t - 1) batches, and leave out actions of microbatches and batches that are not part of the run, which is what drains
+the pipeline. The list of one more batch is gone through at the end, because an update may stand in the list of the batch after its own.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class Schedule:
 
 
 class Routes:
-    """Between which ranks a message goes: from the rank that runs a microbatch on one stage to the one that runs it on the other. What is handed out
-    once per batch is the same on all ranks of a stage, so each rank takes it from one of them, in turn."""
+    """Between which ranks a message goes: from the rank that runs a microbatch on one stage to the one that runs it on the other. What is
+    handed out once per batch is the same on all ranks of a stage, so each rank takes it from one of them, in turn."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.members, self._runners, self._per_batch = schedule.members(), schedule.runners(), schedule.microbatches

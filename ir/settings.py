@@ -1,7 +1,7 @@
 """Settings as text and as tables: `cosine{steps=1000,warmup=100}`, or the same in TOML, become a frozen dataclass, and print back.
 
-The fields of the class are the settings, the first words of their annotations the types that are allowed. Problems are collected: whoever asks
-gets all of them, in the words of the one who wrote them.
+The fields of the class are the settings, the first words of their annotations the types that are allowed. Problems are collected: whoever
+asks gets all of them, in the words of the one who wrote them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Plays a schedule on paper. In: a schedule and how long computations take. Out: when every action starts and finishes, or who waits for whom.
+"""Plays a schedule on paper. In: a schedule and how long computations take. Out: when every action
+starts and finishes, or who waits for whom.
 
-Sends are buffered and take no time of their rank, receives wait for the message, computations of one rank run one after another. A sum over the
-ranks of a stage begins with AR and goes on in the background: what uses it (P, N, U) waits for all of them. In a schedule without sends and receives yet, the forward of a stage waits for the stage before it and the
-backward for the stage after it. `latency` is what a message takes on any link. Known limits: bandwidth, and links that are not a chain
-before `communicate`; the modelled cluster is the business of runtime/simulate.
+Sends are buffered and take no time of their rank, receives wait for the message, computations of one rank run one after another. A
+sum over the ranks of a stage begins with AR and goes on in the background: what uses it (P, N, U) waits for all of them. In a
+schedule without sends and receives yet, the forward of a stage waits for the stage before it and the backward for the stage after it.
+`latency` is what a message takes on any link. Known limits: bandwidth, and links that are not a chain before `communicate`; the
+modelled cluster is the business of runtime/simulate.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ Programs = Mapping[int, Sequence[Action]]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What an action of a rank waits for (`needs`), what holds once it is done (`gives`), and what holds as soon as its turn comes (`meets`)."""
+    """What an action of a rank waits for (`needs`), what holds once it is done (`gives`), and what
+    holds as soon as its turn comes (`meets`)."""
 
     needs: Callable[[int, Action], Iterable[Event]]
     gives: Callable[[int, Action], Iterable[Event]]
@@ -68,7 +71,8 @@ def message_rules(schedule: Schedule) -> Rules:
 
 
 def value_rules(feeds: Mapping[tuple[str, int], Sequence[tuple[str, int]]], schedule: Schedule) -> Rules:
-    """Rules of a schedule without sends: `feeds[kind, stage]` are the computations of other stages, by kind and stage, that it waits for."""
+    """Rules of a schedule without sends: `feeds[kind, stage]` are the computations of other stages,
+    by kind and stage, that it waits for."""
     collective = message_rules(schedule)
 
     def needs(rank: int, action: Action) -> Iterable[Event]:
@@ -173,9 +177,9 @@ def most_in_flight(actions: Iterable[Action]) -> int:
 
 
 def format_grid(schedule: Schedule, batches: int, mark: tuple[int, int] | None = None, *, first: int = 0, width: int | None = None) -> str:
-    """One row per rank, one column per unit of time, forwards one unit and backwards two, or one and W one; U and collectives stand after the
-    computation they follow. `mark` = (rank, step) puts that action of the expanded program into brackets. With a `width` the grid goes on below
-    where a line would be longer."""
+    """One row per rank, one column per unit of time, forwards one unit and backwards two, or one and W one; U and collectives stand after
+    the computation they follow. `mark` = (rank, step) puts that action of the expanded program into brackets. With a `width` the grid goes
+    on below where a line would be longer."""
     played = simulate(schedule, batches, first=first)
     columns = round(played.finish)
     cells = {rank: ["."] * columns for rank in played.ranks}

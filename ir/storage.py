@@ -1,10 +1,10 @@
 """The blocks of memory that one call of a compiled graph takes for its temporaries. In: a graph, fused or not. Out: their sizes in bytes.
 
-Values live from the kernel that makes them to the last one that reads them; inside a kernel, and for operations computed where they are read,
-nothing is stored. Kernels run in the order the back end runs them in: as early as the last of their operations allows. Variables, inputs and
-results have memory elsewhere. A block is used again for a later value of the same element type: the smallest free one that is large enough and
-at most FAR times too large, else the largest smaller one, which grows. That is what TVM's planner does (StaticPlanBlockMemory), and blocks are
-held until the call ends.
+Values live from the kernel that makes them to the last one that reads them; inside a kernel, and for operations computed where they are
+read, nothing is stored. Kernels run in the order the back end runs them in: as early as the last of their operations allows. Variables,
+inputs and results have memory elsewhere. A block is used again for a later value of the same element type: the smallest free one that is
+large enough and at most FAR times too large, else the largest smaller one, which grows. That is what TVM's planner does
+(StaticPlanBlockMemory), and blocks are held until the call ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class _Block:
 
 
 def planned_blocks(graph: Graph) -> list[int]:
-    """Bytes of every block. Values go by their names, which are single in a graph. The verifier, the plan and reports all ask: a graph is planned once."""
+    """Bytes of every block. Values go by their names, which are single in a graph. The verifier, the plan and
+    reports all ask: a graph is planned once."""
     return list(graph.keep("blocks", _planned))
 
 

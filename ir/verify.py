@@ -14,7 +14,8 @@ ir/verify_messages.py.
     wired           sends and receives match, in order, and move exactly what the graphs need
     freed           everything is dropped once, after its last use, and fits into the memory of the device
 
-Cost: about 5 microseconds per operation for its types, 15 to 20 with all facts; the schedule of 8 stages and 32 microbatches takes 0.2 seconds.
+Cost: about 5 microseconds per operation for its types, 15 to 20 with all facts; the schedule of 8
+stages and 32 microbatches takes 0.2 seconds.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def _check_ends(
     into: Mapping[tuple[int, str], list[tuple[int, str]]],
     out: Mapping[tuple[int, str], list[int]],
 ) -> Iterator[Problem]:
-    """On one rank: all that a computation takes has come before it, and all that it makes is sent after it, each exactly once. The peer of a
-    message is a rank, what it is of the stage: any rank of it will do, as the channels show that it has it."""
+    """On one rank: all that a computation takes has come before it, and all that it makes is sent after it, each exactly once. The peer of
+    a message is a rank, what it is of the stage: any rank of it will do, as the channels show that it has it."""
     arriving = {(stage, phase, peer) for (stage, _), sources in into.items() for peer, phase in sources}
     homes, members = run.schedule.homes(), run.schedule.members()
     done: dict[tuple[str, int, int, int | None], int] = {}

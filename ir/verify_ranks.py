@@ -1,6 +1,7 @@
 """Part of the fact scheduled: which rank runs what. In: a module with a schedule. Out: problems.
 
-A stage has one rank for each of its devices, and ranks are numbered stage by stage. Where it has several, they share its work out by microbatches.
+A stage has one rank for each of its devices, and ranks are numbered stage by stage. Where it has several,
+they share its work out by microbatches.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ def itemised(problems: Iterable[str]) -> str:
 
 
 def visible(text: str) -> str:
-    """The text with escapes in the place of what a terminal would obey, or not show: control characters, and those that turn the direction."""
+    """The text with escapes in the place of what a terminal would obey, or not show: control
+    characters, and those that turn the direction."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
@@ -28,8 +29,8 @@ _BELOW = re.compile(r"  |\d+\. |$")
 
 
 def visible_lines(text: str) -> str:
-    """The same of a message that has lines. Their ends stay, and what follows the first is indented: nothing that is quoted looks like a line of the
-    program that prints it."""
+    """The same of a message that has lines. Their ends stay, and what follows the first is indented: nothing that is quoted looks like
+    a line of the program that prints it."""
     if text.isprintable():
         return text
     first, *below = map(visible, text.split("\n"))

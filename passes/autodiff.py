@@ -15,12 +15,13 @@ and whatever depends on constants and variables only (any stage can compute that
 
 What B needs from F is saved, except: what depends on constants and variables only is computed again in B (a read in B gives the version
 that F read), and layout changes, which cost nothing where they are read:
-  * of a reshape, a broadcast, the widening of a 16-bit float, a transposition that keeps rows whole, or a slice of what is split up entirely, the operand is saved and the
-    operation is repeated;
-  * a result that is only turned (result of attention, say) is saved as it is turned in the end, which is how a kernel stores it, and turned back in B.
+  * of a reshape, a broadcast, the widening of a 16-bit float, a transposition that keeps rows whole, or a slice of what is split up
+    entirely, the operand is saved and the operation is repeated;
+  * a result that is only turned (result of attention, say) is saved as it is turned in the end, which is how
+    a kernel stores it, and turned back in B.
 
-Buffers that main writes (running statistics) stay in F: they move once per microbatch, no gradient passes through what they become, and what
-depends on them is saved, because they have moved on when B runs.
+Buffers that main writes (running statistics) stay in F: they move once per microbatch, no gradient passes through what they become, and
+what depends on them is saved, because they have moved on when B runs.
 
 Known limits: first derivatives only; one loss; a parameter is read, never written, by main. Integers and booleans carry no gradient.
 A float path from a parameter to the loss through floor, sign or argmax is an error, as is an operation without a rule.
@@ -52,8 +53,8 @@ def is_repeated(op: Op) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AutodiffOptions:
-    """`microbatches` per batch: the loss of each counts 1 / microbatches. `loss_scale` is what gradients are multiplied by at first, and divided
-    by where they are accumulated; 0 for none."""
+    """`microbatches` per batch: the loss of each counts 1 / microbatches. `loss_scale` is what gradients are multiplied by at first, and
+    divided by where they are accumulated; 0 for none."""
 
     microbatches: int = 1
     loss_scale: float = 0.0

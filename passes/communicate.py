@@ -1,13 +1,14 @@
 """communicate: move values between stages. In: a scheduled module of stage graphs. Out: the same with edges and SF, RF, SB, RB actions.
 
-A graph input comes from one of three places: it is an input of the module (fed to every rank that takes it), another graph of the same
-stage made it, or a graph of another stage returns it, by name: of the same kind in forward and backward, P or N for what is exchanged once per
-batch. The third is what travels: one Edge per (source, destination, phase) carries all such values in the order in which the source returns
-them, so a value that skips stages goes straight from its producer, once per destination. Anything else is an error that lists every such input.
+A graph input comes from one of three places: it is an input of the module (fed to every rank that takes it), another graph of the
+same stage made it, or a graph of another stage returns it, by name: of the same kind in forward and backward, P or N for what is
+exchanged once per batch. The third is what travels: one Edge per (source, destination, phase) carries all such values in the order
+in which the source returns them, so a value that skips stages goes straight from its producer, once per destination. Anything else
+is an error that lists every such input.
 
-Each send stands right after the computation that makes its values, each receive right before the first one that takes them; several of them in
-the order of the peer's number. Both ends run the microbatches of one phase in the same order, so the order on a channel is the same on both.
-Where stages lie on several ranks, a microbatch goes to the rank that runs it (ir/schedule.py, Routes).
+Each send stands right after the computation that makes its values, each receive right before the first one that takes them; several of them
+in the order of the peer's number. Both ends run the microbatches of one phase in the same order, so the order on a channel is the same on
+both. Where stages lie on several ranks, a microbatch goes to the rank that runs it (ir/schedule.py, Routes).
 """
 
 from __future__ import annotations

@@ -6,19 +6,22 @@
     op_seconds(graph, device)              the same, shared out over the operations, also before kernels are chosen
     rank_seconds(module)                   F, B, W, U, ... of every rank, on its device
 
-Where the seconds of a kernel come from is a `Prices`, asked for one kernel at a time; who does not know answers None, and the next one is asked:
+Where the seconds of a kernel come from is a `Prices`, asked for one kernel at a time; who does not know
+answers None, and the next one is asked:
 
     Roofline   factor * max(operations / (rate * efficiency), bytes / (bandwidth * efficiency)) + overhead; always knows. In a graph, bytes that are in
                a cache (reach.py) move at its rate. The factor is 1 until runs show another (src/penstock/grading.py)
     a table    times of kernels that were measured on this machine, by what the kernel does and by device (src/penstock/measured.py)
     a learned model would be one more Prices: it sees the kernel as a graph (`Kernel.body`), `work_of(kernel)` and the device
 
-Work is divided by family: products, convolutions, attention, elements (element by element, reductions, rows, windows, lookups), updates (optimisers), layout. A device
-says which share of its rate and of its bandwidth a family reaches (`Device.efficiency`, measured by `penstock doctor`); what it does not say is
-EFFICIENCY below. Keys are `family` and `family.f16` for operations, and `family.bytes` for memory.
+Work is divided by family: products, convolutions, attention, elements (element by element, reductions, rows, windows,
+lookups), updates (optimisers), layout. A device says which share of its rate and of its bandwidth a family reaches
+(`Device.efficiency`, measured by `penstock doctor`); what it does not say is EFFICIENCY below. Keys are `family` and
+`family.f16` for operations, and `family.bytes` for memory.
 
-Before stage graphs exist, kernels are those that `fuse` would choose in the whole graph: an operation that would be done while its operand stands
-in registers costs its arithmetic and no memory, and a layout change nothing. A cut may part what was one kernel, which costs a little more.
+Before stage graphs exist, kernels are those that `fuse` would choose in the whole graph: an operation that would be done
+while its operand stands in registers costs its arithmetic and no memory, and a layout change nothing. A cut may part what
+was one kernel, which costs a little more.
 
 Limits: the roofline knows one cache, and no shapes (a product of few rows is slower); a kernel by itself finds nothing in a cache.
 """
@@ -166,7 +169,8 @@ ROOFLINE = Roofline()
 
 @dataclass
 class InTurn:
-    """Ask one source after the other; whoever asks takes `last` when none knows. `known` counts the kernels that the others knew, `unknown` those that they did not."""
+    """Ask one source after the other; whoever asks takes `last` when none knows. `known` counts the kernels that the others
+    knew, `unknown` those that they did not."""
 
     sources: Sequence[Prices]
     last: Roofline = ROOFLINE
@@ -229,7 +233,8 @@ def _estimates(prices: Prices) -> Roofline:
 
 @dataclass(frozen=True)
 class GraphCost:
-    """A graph divided into kernels once, to be priced on any number of devices. Kernels are those of its annotations, else what `fuse` would choose."""
+    """A graph divided into kernels once, to be priced on any number of devices. Kernels are those of its
+    annotations, else what `fuse` would choose."""
 
     graph: Graph
 
@@ -284,8 +289,8 @@ class GraphCost:
         return device.call_overhead + sum(self.kernel_seconds(device, prices, between))
 
     def op_seconds(self, device: Device, prices: Prices = ROOFLINE) -> list[float]:
-        """For each operation of the graph its part of the kernel it is in: shares are as its work by itself, and what is computed where it is
-        read costs nothing. They sum up to the kernels' seconds; the call is nobody's."""
+        """For each operation of the graph its part of the kernel it is in: shares are as its work by itself, and what is computed where it
+        is read costs nothing. They sum up to the kernels' seconds; the call is nobody's."""
         position = {id(op): i for i, op in enumerate(self._chosen.ops)}
         parts = [0.0] * len(position)
         for kernel, seconds in zip(self.kernels, self.kernel_seconds(device, prices), strict=True):

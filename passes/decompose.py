@@ -7,9 +7,10 @@ its results' names. A rule must be exact up to rounding.
                 later positions, if causal, become -inf. Nothing but the result may be used: the row statistics are the kernel's own
     batch_norm  (x - mean) * factor + bias, with one factor for a channel: scale / sqrt(var + eps)
 
-`keep` names composites that stay whole; attention does by default, because it and its gradient are one kernel each. It is decomposed all the
-same where that does not pay: with up to `_FEW` queries in a call (decoding, say), for which packing the keys costs more than looking at them
-once. Where GPUs have to do without libraries, pipelines keep nothing: products of ours read keys once for many queries, attention of ours does not.
+`keep` names composites that stay whole; attention does by default, because it and its gradient are one kernel each. It is
+decomposed all the same where that does not pay: with up to `_FEW` queries in a call (decoding, say), for which packing the keys
+costs more than looking at them once. Where GPUs have to do without libraries, pipelines keep nothing: products of ours read keys
+once for many queries, attention of ours does not.
 """
 
 from __future__ import annotations

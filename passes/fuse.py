@@ -16,8 +16,8 @@ changes, which are index arithmetic). A group is
 `packed` on a product or convolution says that its weights never change in this module, so that the kernel may take them in an order of its
 own, made once when they are loaded. Only without training: there they change with every batch, and each order needs memory of its own.
 
-Invariant: kernels can be ordered. An operation joins a group only if no other operand comes from a kernel that needs the group, and the same
-for the order of effects on one variable: who reads it comes before who writes it.
+Invariant: kernels can be ordered. An operation joins a group only if no other operand comes from a kernel that needs the group, and the
+same for the order of effects on one variable: who reads it comes before who writes it.
 
 Deterministic: decided in the order of operations, without costs. Limit: a value is never computed twice, except layouts.
 """
@@ -245,8 +245,8 @@ class _Fuser:
         return True
 
     def _is_inline_cast(self, op: Op) -> bool:
-        """The widening of a 16-bit float costs its readers nothing where it would be in memory anyway, and memory in 16 bits is half as much;
-        nor does the rounding of a variable that only products read, as they pack it."""
+        """The widening of a 16-bit float costs its readers nothing where it would be in memory anyway, and memory in 16 bits is half as
+        much; nor does the rounding of a variable that only products read, as they pack it."""
         source = op.ins[0]
         widens, rounds = source.type.dtype in _HALVES, op.outs[0].type.dtype in _HALVES
         maker = self.makers.get(source)

@@ -161,7 +161,8 @@ def _cast(scene: Scene, op: Op) -> Found:
 
 
 def _spread_operand(scene: Scene, value: Value) -> Value | Op | None:
-    """A smaller value that broadcasts to the same: the operand of a broadcast, of a reshape that adds leading ones, or a scalar constant."""
+    """A smaller value that broadcasts to the same: the operand of a broadcast, of a reshape that
+    adds leading ones, or a scalar constant."""
     op = scene.maker(value)
     if op is None or not value.type.shape:
         return None
@@ -199,8 +200,8 @@ def _implicit_broadcast(scene: Scene, op: Op) -> Found:
 
 
 def _unchanged(scene: Scene, op: Op) -> Found:
-    """A layout operation whose result has the operand's type and moves nothing: in a slice of the same size there is no room for another start or
-    step."""
+    """A layout operation whose result has the operand's type and moves nothing: in a slice of the same size there
+    is no room for another start or step."""
     return op.ins[0] if op.ins[0].type == op.outs[0].type else None
 
 

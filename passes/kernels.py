@@ -1,8 +1,8 @@
 """The kernels of a graph: which operations run as one, each as a graph of its own, and what they have to compute and to move.
 
-In: a graph with `kernel` annotations (`fuse`). Out: every operation exactly once, in a kernel, computed where it is read, or a read of a variable;
-each kernel with a body that any back end can compile and run: what it reads from other kernels are inputs, what others read of it are results,
-and variables stay variables.
+In: a graph with `kernel` annotations (`fuse`). Out: every operation exactly once, in a kernel, computed where it is read, or a read of a
+variable; each kernel with a body that any back end can compile and run: what it reads from other kernels are inputs, what others read of it
+are results, and variables stay variables.
 
     operations of a graph = operations in kernels + operations computed where they are read (or constant tables) + reads of variables
     bytes of a kernel     = what it reads from memory, seen through layout changes, + what it stores; nothing in between

@@ -1,11 +1,12 @@
 """Where ranks have to agree on something before an update, run it as late as is legal, so that nobody waits for the others.
 
-In: the schedule of F, B (and W) and U that a generator made. Out: the sum of gradients over the ranks of a stage (AR), P and N right behind the last
-backward of a batch, and, under a schedule with a delay, U right before the first forward that reads the version it makes; by then what the other
-stages hand out has arrived long ago. With a delay of one batch that is within the batch after (ir/schedule.py). Without a delay U comes right behind, as before.
+In: the schedule of F, B (and W) and U that a generator made. Out: the sum of gradients over the ranks of a stage (AR), P and N right
+behind the last backward of a batch, and, under a schedule with a delay, U right before the first forward that reads the version it makes;
+by then what the other stages hand out has arrived long ago. With a delay of one batch that is within the batch after (ir/schedule.py).
+Without a delay U comes right behind, as before.
 
-An update that waits needs the gradients of its batch kept apart from those of the next; weight-versions sees to that. Modules without AR, P and N
-are left alone, and so are stages whose update takes nothing from others.
+An update that waits needs the gradients of its batch kept apart from those of the next; weight-versions sees to that. Modules without AR, P
+and N are left alone, and so are stages whose update takes nothing from others.
 """
 
 from __future__ import annotations

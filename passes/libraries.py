@@ -1,7 +1,8 @@
 """Choosing who computes contractions on GPUs: the vendor's libraries through torch, or kernels of ours. Writes `library` annotations.
 
-In: stage graphs and the cluster. Out: on stages whose device is of kind cuda, matrix products, convolutions with their gradients, and attention
-on floats get `library=torch`; with `use=none` nothing is annotated, and every operation gets a kernel. Stages on CPUs are left alone.
+In: stage graphs and the cluster. Out: on stages whose device is of kind cuda, matrix products, convolutions with their
+gradients, and attention on floats get `library=torch`; with `use=none` nothing is annotated, and every operation gets
+a kernel. Stages on CPUs are left alone.
 
 An operation with this annotation is a kernel of its own, so nothing is fused behind it.
 """

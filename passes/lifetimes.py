@@ -1,4 +1,5 @@
-"""lifetimes: drop what is no longer needed, and say what memory that leaves in use. In: a scheduled, wired module. Out: D actions and notes.
+"""lifetimes: drop what is no longer needed, and say what memory that leaves in use. In: a
+scheduled, wired module. Out: D actions and notes.
 
 `D` stands right after the last action of a microbatch on a stage: its backward and the sends of that, or for a stage without backward its
 forward and the sends of that. After F and its sends a microbatch holds exactly what the forward graph saves (ir/memory.py); D drops

@@ -1,7 +1,7 @@
 """Runs passes: reads pipeline text, checks facts, verifies after every pass, and tells a watcher what each did.
 
-A pipeline is written `simplify,partition{stages=4},weight-versions`, in a file perhaps over many lines and with comments; options are the fields of the pass's frozen dataclass, and
-`str(call)` prints only those that differ from their defaults.
+A pipeline is written `simplify,partition{stages=4},weight-versions`, in a file perhaps over many lines and with comments; options are the
+fields of the pass's frozen dataclass, and `str(call)` prints only those that differ from their defaults.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pass:
 
     @property
     def doc(self) -> str:
-        return (self.run.__doc__ or "").split("\n\n")[0].strip()
+        return " ".join((self.run.__doc__ or "").split("\n\n")[0].split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ _OPTION = re.compile(r'\s*([\w\-]+)=("(?:[^"\\]|\\.)*"|\[(?:[^\]"]|"(?:[^"\\]|\\
 
 
 def parse_pipeline(text: str, table: dict[str, Pass], where: str = "-p") -> list[Call]:
-    """The calls that print as `text`. A line end may stand for a comma, and `//` begins a comment. One UsageError lists every unknown pass and option;
-    `where` says where the text is from."""
+    """The calls that print as `text`. A line end may stand for a comma, and `//` begins a comment. One UsageError lists every unknown pass
+    and option; `where` says where the text is from."""
     calls: list[Call] = []
     problems: list[str] = []
     # Blanks in place of comments: everything stays where it is, for messages.
@@ -150,7 +150,8 @@ def count_ops(module: Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one pass did. `started` is a time of `time.perf_counter`; `ms` has the verifier in it; `rest` is the pipeline that goes on from there."""
+    """What one pass did. `started` is a time of `time.perf_counter`; `ms` has the verifier in it; `rest` is
+    the pipeline that goes on from there."""
 
     number: int
     call: str

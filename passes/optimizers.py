@@ -10,12 +10,11 @@ In: a differentiated module. Out: graph U, and state variables beside each param
     lion       sgd whose gradient is sign(beta1 * m + (1 - beta1) * g)        @w.lion
     muon       sgd whose gradient is orthogonal(m), for matrices              @w.muon; adamw for all that is no matrix
 
-g is what @w.grad holds, the gradient of the mean loss of the batch; `take` leaves it zero. State is read and written here alone, so one copy of it
-is enough under every schedule. Two counters: @step is the number of batches, which the learning rate follows; @updates the number n of updates,
-which bias corrections follow. The rate is data, read from @lr and @lr.curve (ir/rates.py), and so is what it is multiplied
-by for some parameters, @lr.factor. Scalars are computed in float64, once for all
-parameters of a rank, and rounded to the element type of the parameter. Every gradient comes through `_gradient`, every new value goes through
-`_write`.
+g is what @w.grad holds, the gradient of the mean loss of the batch; `take` leaves it zero. State is read and written here alone, so one
+copy of it is enough under every schedule. Two counters: @step is the number of batches, which the learning rate follows; @updates the
+number n of updates, which bias corrections follow. The rate is data, read from @lr and @lr.curve (ir/rates.py), and so is what it is
+multiplied by for some parameters, @lr.factor. Scalars are computed in float64, once for all parameters of a rank, and rounded to the
+element type of the parameter. Every gradient comes through `_gradient`, every new value goes through `_write`.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ _QUINTIC, _ROUNDS, _LEAST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
-    """`kind` is one of ir/optimizers.py; settings that are None have the defaults of the kind, and those it does not have must be None. `rate` is
-    a schedule of ir/rates.py, `groups` are groups of parameters, as text."""
+    """`kind` is one of ir/optimizers.py; settings that are None have the defaults of the kind, and those it does not have must be None.
+    `rate` is a schedule of ir/rates.py, `groups` are groups of parameters, as text."""
 
     kind: str = "sgd"
     lr: float | None = None

@@ -1,29 +1,32 @@
 """Choose which stage every operation runs in: a planner, so it only writes `stage=` annotations, `Var.stage` and the stage lines.
 
-In: graph F (and B and U when training), and a cluster. Out: the same operations, annotated; stage i runs on device i of the cluster, or on those
-that `devices` names for it, which share the microbatches of a batch out among them and each have a copy of the stage's variables.
+In: graph F (and B and U when training), and a cluster. Out: the same operations, annotated; stage i runs on device i of the cluster, or on
+those that `devices` names for it, which share the microbatches of a batch out among them and each have a copy of the stage's variables.
 
 The operations of F, in their order, are cut into `stages` contiguous ranges. With comp(i, j, s) the time of operations i..j-1 and their
-backward operations on device s, and comm(i, s) the time to move what crosses the cut before operation i, as it travels (activations forward, their
-gradients back) from device s-1 to s, a dynamic programme finds the cuts that minimise
+backward operations on device s, and comm(i, s) the time to move what crosses the cut before operation i, as it travels (activations
+forward, their gradients back) from device s-1 to s, a dynamic programme finds the cuts that minimise
 
     max over stages s of  comp(cut[s], cut[s+1], s) + comm(cut[s], s)
 
-Then sets of operations that are no ranges, but depend forward only, are looked for in the same terms (partition_ideals.py), and taken where they are faster: branches
-whose operations take turns in the graph need not be cut across. With `split_at` or `only_at` stages are ranges.
+Then sets of operations that are no ranges, but depend forward only, are looked for in the same terms (partition_ideals.py), and taken where
+they are faster: branches whose operations take turns in the graph need not be cut across. With `split_at` or `only_at` stages are ranges.
 
-Seconds are those of passes/cost.py: the kernels that `fuse` would choose, shared out over their operations. A parameter lives on the stage that reads it. Where several stages read it
-(tied weights), each has a copy, and they exchange their parts of its gradient once per batch (passes/shared.py). That is counted as transfer,
-spread over the `microbatches` of a batch, so that cuts keep such operations together where it costs too much.
-Backward operations follow the forward operation they belong to; sums of gradients run on the lowest stage among their operands, so that
-one tensor travels instead of several; updates run where the parameter lives. Operations that depend on constants only are not annotated:
-every stage that needs them computes them. A variable that F changes (a running statistic) is on one stage: no cut lies between the operations that
-read it and the one that writes it.
+Seconds are those of passes/cost.py: the kernels that `fuse` would choose, shared out over their operations. A parameter lives on the
+stage that reads it. Where several stages read it (tied weights), each has a copy, and they exchange their parts of its gradient once
+per batch (passes/shared.py). That is counted as transfer, spread over the `microbatches` of a batch, so that cuts keep such
+operations together where it costs too much.
+Backward operations follow the forward operation they belong to; sums of gradients run on the lowest stage among their operands, so that one
+tensor travels instead of several; updates run where the parameter lives. Operations that depend on constants only are not annotated: every
+stage that needs them computes them. A variable that F changes (a running statistic) is on one stage: no cut lies between the operations
+that read it and the one that writes it.
 
-A stage on several devices takes as long per batch as the slowest of them for its share; its time per microbatch is that over all microbatches.
+A stage on several devices takes as long per batch as the slowest of them for its share; its time per
+microbatch is that over all microbatches.
 
-Where stages do not fit into the memory of their devices (an estimate, partition_memory.py), cuts are looked for that do: a stage that fits only if its forward is
-computed again takes that much longer, and one that does not fit at all is no choice, unless there is no other. Nothing is refused here.
+Where stages do not fit into the memory of their devices (an estimate, partition_memory.py), cuts are looked for that do: a stage
+that fits only if its forward is computed again takes that much longer, and one that does not fit at all is no choice, unless
+there is no other. Nothing is refused here.
 
 Known limits: sets that are no ranges are looked for without memory, and taken if they happen to fit.
 """
@@ -68,8 +71,8 @@ class PartitionOptions:
     """`split_at` overrides the search: names of values or locs; each starts a new stage. `only_at` are the same kind of names: if there are
     any, the search starts stages at them only. `microbatches` is how many make a batch. `devices` names those of every stage, with blanks
     between several, and `shares` says how many of the microbatches each of them runs, rank by rank (as many each as can be if not given).
-    `schedule`, `recompute` (auto, none or all) and `wire`, the element type of float32 values between stages, are what will be done: without a
-    schedule memory is not looked at."""
+    `schedule`, `recompute` (auto, none or all) and `wire`, the element type of float32 values between stages, are what will be done:
+    without a schedule memory is not looked at."""
 
     stages: int = 0
     split_at: tuple[str, ...] = ()
@@ -250,7 +253,8 @@ class _Costs:
 
 
 def _best_cuts(costs: _Costs, count: int, only_at: Sequence[str], needs: Needs | None) -> list[int]:
-    """First operation of every stage; nothing where none of them fits. best[s, j] is the smallest bottleneck of the first j operations over stages 0 .. s."""
+    """First operation of every stage; nothing where none of them fits. best[s, j] is the smallest bottleneck of the
+    first j operations over stages 0 .. s."""
     n = len(costs.chain)
     allowed = np.full(n + 1, not only_at)
     if only_at:
@@ -377,8 +381,8 @@ def _reading_stages(forward: Graph, stage_of: Mapping[int, int], params: Mapping
 
 
 def _place_vars(module: Module, readers: Mapping[str, set[int]]) -> dict[str, Var]:
-    """Parameters live where they are read, and what the forward graph changes where it does; gradients and optimiser state, named after them, live
-    with them. The rest is replicated, also what several stages read."""
+    """Parameters live where they are read, and what the forward graph changes where it does; gradients and optimiser state, named after
+    them, live with them. The rest is replicated, also what several stages read."""
     home = {name: min(stages) for name, stages in readers.items() if len(stages) == 1}
     vars: dict[str, Var] = {}
     for var in module.vars.values():
@@ -395,9 +399,9 @@ def _owner(var: Var) -> str:
 def _backward_stages(
     backward: Graph, by_name: Mapping[str, int], vars: Mapping[str, Var], again: set[Value], earliest: Mapping[str, int]
 ) -> dict[int, int]:
-    """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the parameter's stage if it has one,
-    the `earliest` of several where the gradient depends on variables only. Forward values that are computed again are computed where they are used,
-    so they get none."""
+    """The stage of the forward operation; for sums of gradients the lowest among the operands; for `accum` the parameter's stage if it
+    has one, the `earliest` of several where the gradient depends on variables only. Forward values that are computed again are computed
+    where they are used, so they get none."""
     anywhere = from_state_alone(backward) | again
     made_on: dict[Value, int] = {}
     stages: dict[int, int] = {}

@@ -1,6 +1,6 @@
 """The chain of operations that stages are cut from, as `partition` and the planner see it. In: a module, or the chain of its forward graph.
-Out: which operations are in the chain and how they are named, where no stage may start, which parameters operations read, and what goes over
-the cuts: arrays of bytes whose entry i is of the cut before operation i.
+Out: which operations are in the chain and how they are named, where no stage may start, which parameters operations read, and what goes
+over the cuts: arrays of bytes whose entry i is of the cut before operation i.
 """
 
 from __future__ import annotations

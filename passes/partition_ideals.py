@@ -1,15 +1,17 @@
 """Stages that need not follow the order of the graph: better sets of operations than its best ranges, where there are any.
 
-In: the operations of a chain in the order of the graph, what they and what travels take (the same costs as for ranges), and the value of the best ranges.
-Out: a stage for every operation, or None where nothing is better.
+In: the operations of a chain in the order of the graph, what they and what travels take (the same costs as for ranges), and the value of
+the best ranges. Out: a stage for every operation, or None where nothing is better.
 
-Stages depend forward only: the operations of the first s stages are an ideal of the graph. With T_s the seconds of operations on stage s, and X_s(I) those for what
-travels over a cut behind ideal I (values made in it and used outside, gradients of parameters that both sides read),
+Stages depend forward only: the operations of the first s stages are an ideal of the graph. With T_s the seconds of
+operations on stage s, and X_s(I) those for what travels over a cut behind ideal I (values made in it and used outside,
+gradients of parameters that both sides read),
 
     load(s, I' - I) = T_s(I') - T_s(I) + X_s(I)
 
-which for the ideals that are ranges is the cost of ranges. The dynamic programme over ideals is that of placement/sweep.py. Operations that touch a variable that the graph
-changes are on one stage. More than LIMIT ideals: neighbours in the order of the graph go together, lightest first, but never over a cut of the best ranges.
+which for the ideals that are ranges is the cost of ranges. The dynamic programme over ideals is that of placement/sweep.py. Operations that
+touch a variable that the graph changes are on one stage. More than LIMIT ideals: neighbours in the order of the graph go together, lightest
+first, but never over a cut of the best ranges.
 
 Known limit: no memory term; partition.py refuses what is found where it does not fit as well as ranges do.
 """
@@ -37,8 +39,8 @@ _BETTER = 1 - 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`seconds[stage][i]` of operation i; `edges` from maker to user; `together` on one stage; `values` are (operations, bytes): what travels where a
-    cut parts them. `transfer(stage, bytes)` is what the stage takes to get that many from the one before."""
+    """`seconds[stage][i]` of operation i; `edges` from maker to user; `together` on one stage; `values` are (operations, bytes): what
+    travels where a cut parts them. `transfer(stage, bytes)` is what the stage takes to get that many from the one before."""
 
     seconds: Sequence[Reals]
     edges: Iterable[tuple[int, int]]

@@ -1,7 +1,8 @@
 """What stages would need of memory, so that cuts are found that fit.
 
-In: the chain of operations, what they read and save, the schedule. Out: for a stage and any set of operations the seconds that memory costs it: none where it
-fits as it is, those of the forward pass where it fits only if that is computed again (passes/recompute.py), infinitely many where it does not fit at all.
+In: the chain of operations, what they read and save, the schedule. Out: for a stage and any set of operations the seconds that memory
+costs it: none where it fits as it is, those of the forward pass where it fits only if that is computed again (passes/recompute.py),
+infinitely many where it does not fit at all.
 
     bytes of a stage = parameters * versions + gradients (twice if they wait for other ranks) + optimiser state      of what its operations read
                      + saved * in flight            values that the backward of its operations takes
@@ -9,9 +10,11 @@ fits as it is, those of the forward pass where it fits only if that is computed 
                      + 3 * (bytes that cross its cuts) + 2 * (results of its largest operation)
     computed again   what comes in, inputs of the model too, * in flight + saved once, instead of saved * in flight
 
-In flight is counted in the schedule itself, for a pipeline in which every stage computes. A device without a limit needs nothing. With several devices the smallest counts.
+In flight is counted in the schedule itself, for a pipeline in which every stage computes. A device without a limit needs nothing.
+With several devices the smallest counts.
 
-Known limits: an estimate before there are kernels; recomputation is taken to be of a whole stage. What a plan really needs is counted at the end (ir/memory.py), and refused there.
+Known limits: an estimate before there are kernels; recomputation is taken to be of a whole stage. What a plan really needs is counted at
+the end (ir/memory.py), and refused there.
 """
 
 from __future__ import annotations
@@ -45,8 +48,9 @@ class Room:
 
 
 class Needs:
-    """Bytes and seconds of stages. `crossing` are bytes over the cut before each operation, `results` those of each operation, `forward` its seconds by
-    stage, `again` what may be computed again: auto, none or all. `fed` are inputs of the model, of which `waiting` microbatches wait."""
+    """Bytes and seconds of stages. `crossing` are bytes over the cut before each operation, `results` those of each
+    operation, `forward` its seconds by stage, `again` what may be computed again: auto, none or all. `fed` are inputs of the
+    model, of which `waiting` microbatches wait."""
 
     def __init__(
         self,
@@ -108,7 +112,8 @@ class Needs:
             yield [self._seconds(stage, rest, kept, waits, comes, ends[last] - ends[:last]) for stage, ends in enumerate(self._ends)]
 
 
-# When the last operation of a range is this one, bytes count for ranges that begin up to there, and no longer for those that begin up to here.
+# When the last operation of a range is this one, bytes count for ranges that begin up to there, and no
+# longer for those that begin up to here.
 Move = tuple[int, int, int | None, float]
 
 
@@ -150,8 +155,8 @@ def needs_of(
     again: str,
     wire: str,
 ) -> Needs | None:
-    """Needs of the stages that are cut from a chain; None where no device has a limit, or nobody says which schedule. `readers` are the operations that
-    read each parameter; values between stages have the element type `wire` if they are float32."""
+    """Needs of the stages that are cut from a chain; None where no device has a limit, or nobody says which schedule. `readers` are the
+    operations that read each parameter; values between stages have the element type `wire` if they are float32."""
     if schedule not in SCHEDULES or all(device.memory is None for found in devices for device in found):
         return None
     kind = SCHEDULES[schedule]

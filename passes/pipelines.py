@@ -79,10 +79,10 @@ def training_entries(
     shares: tuple[Scalar, ...] = (),
     travels: str = "f32",
 ) -> list[Entry]:
-    """From a model with its loss to the program of every rank. `compute` is the element type of activations; `library`, where there are GPUs,
-    who computes contractions on them; `guard` what is done about the gradient before it is used; `again` what is computed again in the
-    backward pass: auto, none or all; `shares` how many microbatches each device of a stage runs; `travels` the
-    element type of activations and gradients between stages. With f16 the loss is scaled, and guarded in any case."""
+    """From a model with its loss to the program of every rank. `compute` is the element type of activations; `library`, where there are
+    GPUs, who computes contractions on them; `guard` what is done about the gradient before it is used; `again` what is computed again in
+    the backward pass: auto, none or all; `shares` how many microbatches each device of a stage runs; `travels` the element type of
+    activations and gradients between stages. With f16 the loss is scaled, and guarded in any case."""
     check_precision(compute)
     check_wire(travels)
     if guard is None and compute == "f16":
@@ -199,8 +199,8 @@ training_pipeline, inference_pipeline = _pipeline(training_entries), _pipeline(i
 
 
 def pipeline_text(name: str) -> str:
-    """A pipeline as a file that `penstock opt --pipeline` reads: a pass per line with the reason for its place; those that have to be asked for are
-    comments."""
+    """A pipeline as a file that `penstock opt --pipeline` reads: a pass per line with the reason for its place; those
+    that have to be asked for are comments."""
     meaning, entries = PIPELINES[name]
     rows = []
     for entry in entries():

@@ -15,8 +15,9 @@ gradients that autodiff takes have the element type of what they are gradients o
 Invariant: the first output, names, shapes and variables stay what they were; other element types than f32 are left alone. A value that is
 rounded keeps its name, the f32 it is rounded from is %x.f32; of an output it is the f32 that keeps the name.
 
-Known limits: sums of gradients from several uses of an activation are rounded to low each. f16 has a narrow range: gradients below 6e-8 would
-vanish, so training needs `autodiff{loss_scale=...}` and `guard`. A masking constant beyond low's range makes what is computed from it stay f32.
+Known limits: sums of gradients from several uses of an activation are rounded to low each. f16 has a narrow range: gradients
+below 6e-8 would vanish, so training needs `autodiff{loss_scale=...}` and `guard`. A masking constant beyond low's range
+makes what is computed from it stay f32.
 """
 
 from __future__ import annotations

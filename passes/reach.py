@@ -1,13 +1,14 @@
 """Which bytes of a graph's kernels are in a cache: those that were touched not long ago.
 
-In: the kernels of a graph in their order, and the size of the cache. Out: for each kernel the bytes that it finds there, or leaves there for the next
-that wants them. The graph is gone through again and again, as for one microbatch after the other, with `between` bytes touched by others in between:
+In: the kernels of a graph in their order, and the size of the cache. Out: for each kernel the bytes that it finds there, or leaves
+there for the next that wants them. The graph is gone through again and again, as for one microbatch after the other, with
+`between` bytes touched by others in between:
 
     distance of a touch   bytes that were touched since the place was touched before (for what is written: until it is touched next)
     in the cache          if the distance is at most the size of the cache
 
-Limits: a cache that keeps what was touched last, and nothing else in it; what is touched twice counts twice in a distance; memory of a value that
-was freed counts as fresh memory of the next one.
+Limits: a cache that keeps what was touched last, and nothing else in it; what is touched twice counts twice in a distance; memory of a
+value that was freed counts as fresh memory of the next one.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ attention causal; one that shows everything is dropped. Any other is handed to a
 
 Shares may be guarded: where(share is nan, 0, share), that is 0 for a row of which -inf hides everything; then so is the result.
 
-Left alone: scores or shares that anybody else reads; an outer scale over an added mask; two masks that are not causal; softmax along another
-axis; operands that broadcast. Where a mask hides a whole row by -inf, the result was nan and becomes a mean of the values.
+Left alone: scores or shares that anybody else reads; an outer scale over an added mask; two masks that are not causal; softmax along
+another axis; operands that broadcast. Where a mask hides a whole row by -inf, the result was nan and becomes a mean of the values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Which elements of a chain to keep between forward and backward, and which to compute again. In: a chain and a budget. Out: the cheapest choice.
+"""Which elements of a chain to keep between forward and backward, and which to compute again. In: a
+chain and a budget. Out: the cheapest choice.
 
 The model: element i is computed from element i - 1, the first from something that is there anyway. For each microbatch in flight the kept
-elements take their bytes. The backward pass walks from the end: when it reaches a run of adjacent elements that were not kept, all of them are
-computed again from the kept one in front, and are there at once. So
+elements take their bytes. The backward pass walks from the end: when it reaches a run of adjacent elements that were not kept, all of them
+are computed again from the kept one in front, and are there at once. So
 
     memory = in flight * (bytes of kept elements) + max over runs of (bytes of the run)        seconds = seconds of all elements not kept
 

@@ -9,8 +9,8 @@ own parts to it, and its sum is what N reads and U takes. There are two kinds:
 Out, per stage: P hands out the parts of the first kind, N of the second; wherever N or U wants the sum it adds up the parts of all stages,
 in the order of stages. So every copy is updated by the same numbers, whoever adds them, and copies stay equal bit by bit.
 
-A value that is summed before it gets to the variable, or goes through a cast or a change of layout on the way there, is taken apart again by
-stage (`apart`), so that no gradient travels with every microbatch.
+A value that is summed before it gets to the variable, or goes through a cast or a change of layout on the way there, is taken apart again
+by stage (`apart`), so that no gradient travels with every microbatch.
 """
 
 from __future__ import annotations

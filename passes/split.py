@@ -137,8 +137,8 @@ def _norm_part(norm: Graph, stage: int) -> Graph:
 
 
 def _update_part(update: Graph, stage: int, read: set[str], outs: tuple[Value, ...]) -> Graph:
-    """The updates of one stage, and what it is to tell about them. State without a stage is updated on every stage that uses it: parameters and
-    what else forward or backward `read` there, and what their updates use, such as the step counter."""
+    """The updates of one stage, and what it is to tell about them. State without a stage is updated on every stage that uses it: parameters
+    and what else forward or backward `read` there, and what their updates use, such as the step counter."""
     own = [op for op in update.ops if op.attrs.get("stage") == stage]
     own += [op for op in update.ops if op.kind == "write" and "stage" not in op.attrs and op.var in read]
     used = _closure(update, (*outs, *(v for op in own for v in op.ins)))

@@ -1,6 +1,6 @@
-"""weight-versions: say which version of the weights every computation uses. In: a scheduled module. Out: versions on F, B and U,
-`versions` on trained parameters, `version=mb` on their reads in forward and backward graphs; and `versions` on gradients where a stage begins
-to sum those of the next batch before the update.
+"""weight-versions: say which version of the weights every computation uses. In: a scheduled module. Out: versions on F, B and U, `versions`
+on trained parameters, `version=mb` on their reads in forward and backward graphs; and `versions` on gradients where a stage begins to sum
+those of the next batch before the update.
 
 Microbatch k of m per batch, under a schedule with delay n, uses version max(k // m - n, 0) in its forward and its backward, on every
 stage; update t makes version t + 1. So W(t+1) = W(t) - lr * g(W(t - n)), and n + 1 versions are alive; version v lives in slot

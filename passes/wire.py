@@ -1,14 +1,16 @@
-"""wire: activations and gradients travel in 16 bits. In: a module of stage graphs. Out: the same with casts on both sides of every boundary.
+"""wire: activations and gradients travel in 16 bits. In: a module of stage graphs. Out: the same
+with casts on both sides of every boundary.
 
-A float32 value %x that a stage returns for another one is returned as %x.bf16 (or %x.f16), rounded where it is made; each stage that takes it widens it
-again, and what it computes with and saves is %x.wide. So the text says what travels and where it is rounded, messages have half the bytes in every
-count that is made of them, and the casts are fused into the kernels around them. The stage that makes a value goes on with what it made.
+A float32 value %x that a stage returns for another one is returned as %x.bf16 (or %x.f16), rounded where it is made; each stage that
+takes it widens it again, and what it computes with and saves is %x.wide. So the text says what travels and where it is rounded,
+messages have half the bytes in every count that is made of them, and the casts are fused into the kernels around them. The stage that
+makes a value goes on with what it made.
 
-What is exchanged once per batch (parts of gradients, norms) stays float32, as do integers and what is in 16 bits already. An output of the module that
-also travels is returned in both forms.
+What is exchanged once per batch (parts of gradients, norms) stays float32, as do integers and what is in 16 bits already. An output of the
+module that also travels is returned in both forms.
 
-Known limits: each boundary rounds once, so that results depend on where a model is cut; f16 has a narrow range: gradients below 6e-8 vanish and values above
-65504 overflow, where bf16 loses digits only.
+Known limits: each boundary rounds once, so that results depend on where a model is cut; f16 has a narrow range: gradients below 6e-8 vanish
+and values above 65504 overflow, where bf16 loses digits only.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ def wire(module: Module, options: WireOptions) -> Module:
 
 
 def round_trips(whole: Module, parts: Module) -> Module:
-    """The model before it was cut, with what its `parts` do to the values that travel done at once where these are made. Not the same numbers, as the
-    stage that makes a value does not round it, but about as far from those without roundings."""
+    """The model before it was cut, with what its `parts` do to the values that travel done at once where these are made. Not the same
+    numbers, as the stage that makes a value does not round it, but about as far from those without roundings."""
     lows = {
         v.name.removesuffix(f".{v.type.dtype}"): v.type.dtype for e in parts.edges for v in e.values if v.name.endswith(f".{v.type.dtype}")
     }

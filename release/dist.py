@@ -175,7 +175,7 @@ def try_wheel(wheel: Path, number: str, scratch: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR", help="where sdist and wheel go (default: dist)")
     options = parser.parse_args(arguments)
     names, number = tracked(ROOT), version(ROOT)

@@ -1,9 +1,9 @@
 """Writes a bill of materials of what `penstock` runs on here: CycloneDX 1.6, JSON.
 
-In: the distributions installed in this environment that penstock needs, with what those need, followed through their metadata; extras add theirs.
-Out: a component for each, with name, version, licence as its metadata say it, and what it depends on. The same environment gives the same bytes:
-there is no date, and the serial number is made of the content. Fails, naming all of them, where a component is missing or is not pinned in
-constraints.txt with the version that is installed.
+In: the distributions installed in this environment that penstock needs, with what those need, followed through their metadata; extras add
+theirs. Out: a component for each, with name, version, licence as its metadata say it, and what it depends on. The same environment gives
+the same bytes: there is no date, and the serial number is made of the content. Fails, naming all of them, where a component is missing or
+is not pinned in constraints.txt with the version that is installed.
 
 Known limits: only Python distributions; libraries inside of wheels, such as those of torch's build, are not taken apart.
 """
@@ -70,8 +70,8 @@ def pins(text: str) -> dict[str, str]:
 
 
 def not_pinned(parts: Mapping[str, Part], pinned: Mapping[str, str]) -> list[str]:
-    """What of the parts has no pin, or another one; builds of a version (torch's +cpu) count as that version. What torch alone brings may go without: its
-    builds for GPUs need other packages than the one for CPUs, in versions that torch itself pins."""
+    """What of the parts has no pin, or another one; builds of a version (torch's +cpu) count as that version. What torch alone brings may
+    go without: its builds for GPUs need other packages than the one for CPUs, in versions that torch itself pins."""
     wrong, others = [], _needed_without(TORCH, parts)
     for name, part in parts.items():
         version = Version(part.found.version).public
@@ -125,7 +125,7 @@ def bill(parts: Mapping[str, Part]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--extra", action="append", default=[], metavar="NAME", help="an extra of penstock to count in, such as parquet")
     parser.add_argument("--constraints", type=Path, default=ROOT / "constraints.txt", metavar="FILE")

@@ -1,8 +1,8 @@
-"""Batches that a program hands over. In: a dict of arrays by input name, or arrays in the order of the model's inputs; NumPy's, torch's, or anything
-that NumPy can read. Out: arrays by our names, checked against the model: all that is wrong is one error.
+"""Batches that a program hands over. In: a dict of arrays by input name, or arrays in the order of the model's inputs; NumPy's, torch's, or
+anything that NumPy can read. Out: arrays by our names, checked against the model: all that is wrong is one error.
 
-A batch is a whole global batch, its microbatches one after the other. torch's DataLoader gives such batches with `batch_size` samples per batch and
-`drop_last=True`. A tensor on a GPU is copied to the host, one that requires a gradient is taken without it.
+A batch is a whole global batch, its microbatches one after the other. torch's DataLoader gives such batches with `batch_size` samples per
+batch and `drop_last=True`. A tensor on a GPU is copied to the host, one that requires a gradient is taken without it.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def check_batch(
     samples: int | None = None,
     ranges: Mapping[str, Range | None] | None = None,
 ) -> None:
-    """Refuse a batch with wrong names, element types, shapes or values, naming all of them. It has `samples` samples, those of a whole batch unless told
-    otherwise; `ranges` are those of integer_range, for whoever asks often."""
+    """Refuse a batch with wrong names, element types, shapes or values, naming all of them. It has `samples` samples, those of a whole
+    batch unless told otherwise; `ranges` are those of integer_range, for whoever asks often."""
     assert module.schedule is not None
     rows = microbatch_size(module)
     problems, short = name_problems(module, batch.keys(), renamed), False

@@ -6,10 +6,10 @@
     DIR/step-000100/rank0.safetensors          newest parameters, optimiser state, buffers (no gradients); by the names of the IR
     DIR/step-000100/rank0.older.safetensors    the version before, when it is still needed (2bw), by the same names
 
-A checkpoint is there whole or not at all (saving.py); which one is newest and whole is choosing.py's matter. Tensors are found by name over all files, so it may be loaded by a bundle of the same
-model with other stages, schedule, devices and microbatches (resuming.py). Two versions of the weights are kept under 2bw, so that a run that is
-resumed on the same bundle computes bit for bit what an uninterrupted one does. Here is what the files say, and how one is read and
-checked: every file against its hash. All ranks must see the same directory.
+A checkpoint is there whole or not at all (saving.py); which one is newest and whole is choosing.py's matter. Tensors are found by name over
+all files, so it may be loaded by a bundle of the same model with other stages, schedule, devices and microbatches (resuming.py). Two
+versions of the weights are kept under 2bw, so that a run that is resumed on the same bundle computes bit for bit what an uninterrupted one
+does. Here is what the files say, and how one is read and checked: every file against its hash. All ranks must see the same directory.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class SavedFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Index(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """`step` is the number of steps done, which is also the newest version; `samples` is how many samples were read for them, and `seed` that of random
-    draws in the model, if it has any. `bundle` is where the bundle stood, and `source_hash` that of its model; `tables` are those of the run, the
-    learning rate among them; `names` are the model's own names of parameters and other tensors that the model stores. Checkpoints of older versions
-    leave empty what they did not write."""
+    """`step` is the number of steps done, which is also the newest version; `samples` is how many samples were read for them, and `seed`
+    that of random draws in the model, if it has any. `bundle` is where the bundle stood, and `source_hash` that of its model; `tables` are
+    those of the run, the learning rate among them; `names` are the model's own names of parameters and other tensors that the model stores.
+    Checkpoints of older versions leave empty what they did not write."""
 
     format: int
     step: int

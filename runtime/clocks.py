@@ -1,8 +1,8 @@
-"""One clock for all ranks of a group. In: the group's meeting point. Out: what to add to this rank's monotonic clock to get that of rank 0, and how
-wrong that may be.
+"""One clock for all ranks of a group. In: the group's meeting point. Out: what to add to this rank's monotonic clock to get
+that of rank 0, and how wrong that may be.
 
-Ranks on the host of rank 0 have its clock. Every other one asks rank 0 for its time a few times, one rank after the other: an answer was given between
-question and arrival, so the middle of the two is off by at most half the time between them, and the quickest answer counts.
+Ranks on the host of rank 0 have its clock. Every other one asks rank 0 for its time a few times, one rank after the other: an answer was
+given between question and arrival, so the middle of the two is off by at most half the time between them, and the quickest answer counts.
 """
 
 from __future__ import annotations

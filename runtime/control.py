@@ -32,8 +32,8 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=True):
 
 
 class DataSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Where samples come from: files (data_files.py) or `synthetic`. `last` is what happens where samples are no multiple of a batch: wrap, drop or
-    pad (data.py)."""
+    """Where samples come from: files (data_files.py) or `synthetic`. `last` is what happens where samples are no multiple of
+    a batch: wrap, drop or pad (data.py)."""
 
     source: str = "synthetic"
     shuffle: bool = False
@@ -46,12 +46,12 @@ class DataSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 class Setup(Record, frozen=True):
     """The first message. `resume` is one checkpoint directory; `audit` asks for the version log; `retire` is off only in tests that show
-    what retirement is for: buffers then grow and are counted. `pace` (seconds by kind of computation, runtime/pace.py) and `latency` (seconds
-    from a send until its message arrives) are for measuring schedules. `tables` are the elements of the tables by variable. `prefetch` is how many
-    microbatches are read ahead of what is computed; with 0, data is read when it is asked for.
-    `evaluation` is what Evaluate computes the loss of. `offset` is the sample that microbatch 0 would begin
-    with, and `key` is what random draws are made from beside the module's seed (runtime/resuming.py). `nan` says what a loss that is not finite does:
-    `stop` ends the run, with the others it goes on. `secret` is what the ranks of this start seal the values of their meeting point with."""
+    what retirement is for: buffers then grow and are counted. `pace` (seconds by kind of computation, runtime/pace.py) and `latency`
+    (seconds from a send until its message arrives) are for measuring schedules. `tables` are the elements of the tables by variable.
+    `prefetch` is how many microbatches are read ahead of what is computed; with 0, data is read when it is asked for.
+    `evaluation` is what Evaluate computes the loss of. `offset` is the sample that microbatch 0 would begin with, and `key` is what random
+    draws are made from beside the module's seed (runtime/resuming.py). `nan` says what a loss that is not finite does: `stop` ends the run,
+    with the others it goes on. `secret` is what the ranks of this start seal the values of their meeting point with."""
 
     bundle: str
     timeout: float
@@ -95,7 +95,8 @@ class End(Record, frozen=True):
 
 
 class Serve(Record, frozen=True):
-    """Answer requests, from an empty pipeline to an empty pipeline: Piece messages follow, then End. `first` is the first batch, as in Run."""
+    """Answer requests, from an empty pipeline to an empty pipeline: Piece messages follow, then End.
+    `first` is the first batch, as in Run."""
 
     first: int
 
@@ -107,8 +108,8 @@ class Piece(Record, frozen=True):
 
 
 class Save(Record, frozen=True):
-    """Write a checkpoint after `step` steps into `directory`, together; in the `background` it is answered when the state is copied. `keep_last` is
-    how many checkpoints are kept in all."""
+    """Write a checkpoint after `step` steps into `directory`, together; in the `background` it is answered when the state is copied.
+    `keep_last` is how many checkpoints are kept in all."""
 
     directory: str
     step: int
@@ -154,8 +155,8 @@ class Ready(Record, frozen=True):
 
 
 class Step(Record, frozen=True):
-    """A finished optimiser step; `at` is the monotonic clock of the host, `losses` are those of the microbatches, `grad_norm` is the norm of the
-    gradient where the update looks at it."""
+    """A finished optimiser step; `at` is the monotonic clock of the host, `losses` are those of the microbatches, `grad_norm` is the norm
+    of the gradient where the update looks at it."""
 
     step: int
     loss: float
@@ -172,8 +173,9 @@ class Output(Record, frozen=True):
 
 
 class Done(Record, frozen=True):
-    """A Run, Save or Stop is finished. `peak_bytes` is the largest resident size of the process so far, `base_bytes` its size before it had any
-    variable: the interpreter, torch, the back end's libraries and the stage's code. `waited` is how many seconds a Save waited for the one before."""
+    """A Run, Save or Stop is finished. `peak_bytes` is the largest resident size of the process so far, `base_bytes` its size
+    before it had any variable: the interpreter, torch, the back end's libraries and the stage's code. `waited` is how many
+    seconds a Save waited for the one before."""
 
     peak_bytes: int = 0
     base_bytes: int = 0
@@ -225,7 +227,8 @@ class Evaluated(Record, frozen=True):
 
 
 class Trace(Record, frozen=True):
-    """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing, and what their rank wrote down of its memory."""
+    """Actions with start and end on the host's monotonic clock, sent with the end of a Run when tracing, and
+    what their rank wrote down of its memory."""
 
     events: tuple[tuple[str, float, float], ...]
     held: tuple[Entry, ...] = ()

@@ -1,17 +1,20 @@
-"""The cores of one host in a simulation, and who computes on them. In: computations and what moving bytes takes, as they begin. Out: when each is done, as
-events on the simulation's heap.
+"""The cores of one host in a simulation, and who computes on them. In: computations and what moving bytes takes, as they begin. Out: when
+each is done, as events on the simulation's heap.
 
-Linux gives a thread that wakes up an idle core if there is one, and a core that falls idle takes over a thread that waits for another one. Otherwise a
-thread waits for its turn: who runs is changed at a tick of the clock. So of three threads on two cores two have half a core each, in turns, and not
-all of them two thirds; and where all cores are busy, a message waits for a turn before it is read. It is so here, too:
+Linux gives a thread that wakes up an idle core if there is one, and a core that falls idle takes over a thread that waits for
+another one. Otherwise a thread waits for its turn: who runs is changed at a tick of the clock. So of three threads on two
+cores two have half a core each, in turns, and not all of them two thirds; and where all cores are busy, a message waits for a
+turn before it is read. It is so here, too:
 
-* A computation of n threads takes n places, each on the core with the fewest. Of the places of a core one runs, the others wait, and at every `TURN`
-  the next one's turn has come.
-* What has a quota, or several threads, gets its part of a core all the time: as much as in equal parts, and no more than its quota. The parts of a parallel
-  computation are divided beforehand, so that it goes as its slowest thread does.
-* Threads that are busy at once slow each other down though each has a core (`speeds`: what a core does while 1, 2, ... threads are busy, compared with one).
+* A computation of n threads takes n places, each on the core with the fewest. Of the places of a core one runs, the others wait, and at
+  every `TURN` the next one's turn has come.
+* What has a quota, or several threads, gets its part of a core all the time: as much as in equal parts, and no more than its quota. The
+  parts of a parallel computation are divided beforehand, so that it goes as its slowest thread does.
+* Threads that are busy at once slow each other down though each has a core (`speeds`: what a core does while 1, 2,
+  ... threads are busy, compared with one).
 
-Known limits: turns are those of the usual kernel; nobody is preferred for having slept; quotas and threads of one computation take no turns.
+Known limits: turns are those of the usual kernel; nobody is preferred for having slept; quotas and
+threads of one computation take no turns.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ Push = Callable[[float, "Burst | Core", int], None]
 
 @dataclass(slots=True, eq=False)
 class Core:
-    """Who has a place here: the first of `turns` runs, `steady` ones get their part all the time. `ticks` says that a tick is on the heap."""
+    """Who has a place here: the first of `turns` runs, `steady` ones get their part all the time.
+    `ticks` says that a tick is on the heap."""
 
     owner: Cores
     turns: list[Burst] = field(default_factory=list)
@@ -44,8 +48,8 @@ class Core:
 
 @dataclass(slots=True, eq=False)
 class Burst:
-    """Work under way: `left` in seconds that it takes where each of its threads gets `alone` of a core. All threads of its rank may have `limit` cores.
-    `stamp` marks the one end that still holds."""
+    """Work under way: `left` in seconds that it takes where each of its threads gets `alone` of a core. All threads of its rank may have
+    `limit` cores. `stamp` marks the one end that still holds."""
 
     owner: Cores
     rank: int
@@ -61,8 +65,8 @@ class Burst:
 
 
 class Cores:
-    """`push(time, what, stamp)` puts an event onto the heap; its owner calls `event` when its time comes, and `settle` when all that happens at one moment is
-    done."""
+    """`push(time, what, stamp)` puts an event onto the heap; its owner calls `event` when its time comes, and `settle` when
+    all that happens at one moment is done."""
 
     def __init__(self, count: int, speeds: Sequence[float], push: Push) -> None:
         self._speeds, self._push = speeds, push
@@ -73,7 +77,8 @@ class Cores:
     def begin(
         self, now: float, rank: int, work: float, done: Callable[[float], None], threads: int, quota: float, alone: float | None = None
     ) -> None:
-        """Start `work` > 0 seconds of it, which it takes where each of its threads gets `alone` of a core: its quota, unless something else is said."""
+        """Start `work` > 0 seconds of it, which it takes where each of its threads gets `alone` of a core: its
+        quota, unless something else is said."""
         limit = quota * threads if quota < 1 else math.inf
         burst = Burst(self, rank, work, quota if alone is None else alone, limit, done, quota < 1 or threads > 1, at=now)
         for _ in range(threads):

@@ -1,12 +1,13 @@
 """Samples for the inputs of a module. In: files (data_files.py), or the word `synthetic`. Out: one array per microbatch and input.
 
-The first axis of an array counts samples. b, the samples of a microbatch, is the greatest common divisor of the inputs' first dimensions; an input with
-r times as many rows has r rows per sample. A scalar input is given whole to every microbatch. Batch t of B = b·m samples takes positions t·B ..
-t·B+B-1 of an endless row of epochs (`Order`), so what a microbatch sees is a function of its number alone, the same on every rank and after a resume.
-A run that goes on from a checkpoint made with other batches has an `offset`: the position that microbatch 0 would begin with.
+The first axis of an array counts samples. b, the samples of a microbatch, is the greatest common divisor of the inputs' first
+dimensions; an input with r times as many rows has r rows per sample. A scalar input is given whole to every microbatch. Batch t of B =
+b·m samples takes positions t·B .. t·B+B-1 of an endless row of epochs (`Order`), so what a microbatch sees is a function of its number
+alone, the same on every rank and after a resume. A run that goes on from a checkpoint made with other batches has an `offset`: the
+position that microbatch 0 would begin with.
 
-Integers that the module indexes a table with, or takes for classes, must lie in its range (data_ranges.py): a file is checked microbatch by microbatch
-as it is read, so that no update sees a value out of range.
+Integers that the module indexes a table with, or takes for classes, must lie in its range (data_ranges.py): a file is checked microbatch by
+microbatch as it is read, so that no update sees a value out of range.
 
 Synthetic data: normal floats; integers below the smallest number of rows or classes that the module uses them for; both seeded with (seed,
 input, microbatch).
@@ -62,9 +63,9 @@ def check_data(module: Module, spec: DataSpec, renamed: Mapping[str, str] = NONE
 class Order:
     """Which sample stands at a position of the endless row of epochs.
 
-    An epoch has every sample once, in order, or permuted by a generator seeded with (seed, epoch). Where samples are no multiple of a batch, `wrap` lets the
-    batch at the end go on with the next epoch; `drop` leaves out what remains of an epoch; `pad` fills the last batch up with samples from
-    the beginning of the same epoch, which then count twice."""
+    An epoch has every sample once, in order, or permuted by a generator seeded with (seed, epoch). Where samples are no multiple of a
+    batch, `wrap` lets the batch at the end go on with the next epoch; `drop` leaves out what remains of an epoch; `pad` fills the last
+    batch up with samples from the beginning of the same epoch, which then count twice."""
 
     def __init__(self, count: int, batch: int, last: str = WRAP, *, shuffle: bool = False, seed: int = 0) -> None:
         assert last in LAST, last

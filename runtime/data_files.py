@@ -1,4 +1,5 @@
-"""Files of samples. In: what `--data` says, and the module. Out: a column per input, something with a shape and an element type of which rows can be taken.
+"""Files of samples. In: what `--data` says, and the module. Out: a column per input, something with a shape and an
+element type of which rows can be taken.
 
     FILE.npz  FILE.safetensors      one array per input, under its name
     FILE.npy                        the array of the only input
@@ -8,9 +9,9 @@
     NAME=FILE.npy  NAME=FILE:u16+1  the array of one input; +1 lets its windows start one token later
     ...,NAME=...                    several of these, the ones with names behind
 
-A file of tokens alone feeds the input that indexes a table, and, shifted by one, the one that names classes. Tokens become the input's element type, in
-which they must have a place. Everything is mapped, not read, but compressed members of a .npz and columns of Parquet. Objects are refused, and
-so is what is no plain file. Names are the model's or ours.
+A file of tokens alone feeds the input that indexes a table, and, shifted by one, the one that names classes. Tokens become the input's
+element type, in which they must have a place. Everything is mapped, not read, but compressed members of a .npz and columns of Parquet.
+Objects are refused, and so is what is no plain file. Names are the model's or ours.
 """
 
 from __future__ import annotations

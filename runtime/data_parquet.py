@@ -1,7 +1,9 @@
-"""Columns of a Parquet file, with pyarrow (the extra `parquet`). In: a path, and the types of inputs. Out: how to read the column of each input that is there.
+"""Columns of a Parquet file, with pyarrow (the extra `parquet`). In: a path, and the types of inputs. Out: how to
+read the column of each input that is there.
 
-A row is a sample. A column holds numbers, or lists (of lists) of numbers, in all as many as a sample of the input has, in order. Nothing may be
-missing. A column is read whole when it is asked for, and no other with it; its values are the input's element type then, without conversion.
+A row is a sample. A column holds numbers, or lists (of lists) of numbers, in all as many as a sample of the input has, in
+order. Nothing may be missing. A column is read whole when it is asked for, and no other with it; its values are the
+input's element type then, without conversion.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What integers a module takes. In: a module and the name of one of its inputs. Out: the range its values must lie in, and what they are used for.
+"""What integers a module takes. In: a module and the name of one of its inputs. Out: the range its values
+must lie in, and what they are used for.
 
-An input that indexes a table of n rows takes -n .. n-1; one that names classes, of which there are n, takes 0 .. n-1. It is followed through layout
-changes and casts, over all stages. An input that is only used after arithmetic, or of which a slice is used, has no range.
+An input that indexes a table of n rows takes -n .. n-1; one that names classes, of which there are n, takes 0 .. n-1. It is followed
+through layout changes and casts, over all stages. An input that is only used after arithmetic, or of which a slice is used, has no range.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What this machine is and can do, measured, and a cluster file of it.
 
-In: how many devices, or the threads of each; started on several hosts (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them) also
-the group. Out: a `Report`: versions, facts of every host, the cluster with measured rates, and problems in plain words.
+In: how many devices, or the threads of each; started on several hosts (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them)
+also the group. Out: a `Report`: versions, facts of every host, the cluster with measured rates, and problems in plain words.
 
     devices    each in a process of its own with its threads, all at once: they compute at once in a pipeline, too (yardsticks.py)
     links      messages between two processes of this machine, and what their ends take of them; of several hosts, every pair (wires.py): the median is their class, a pair that
@@ -193,7 +193,8 @@ def _versions() -> dict[str, str]:
 
 
 def _measured_devices(planned: Cluster, part: float, say: Say, problems: list[str]) -> list[Device]:
-    """The planned devices with rates measured, all at once, within the part of their time that a quota leaves; as they are, and a problem, where that fails."""
+    """The planned devices with rates measured, all at once, within the part of their time that a quota leaves; as they
+    are, and a problem, where that fails."""
     with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as name:
         folder = Path(name)
         say("compiling kernels to measure with")

@@ -1,4 +1,5 @@
-"""Going on with fewer devices (`--elastic`): which are left, and a bundle for them. In: a bundle, and who is there. Out: the bundle to go on with.
+"""Going on with fewer devices (`--elastic`): which are left, and a bundle for them. In: a bundle, and who
+is there. Out: the bundle to go on with.
 
 The planning is done by a process of its own (penstock/replanning.py), into the directory of checkpoints, which all ranks see:
 

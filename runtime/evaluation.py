@@ -1,13 +1,13 @@
-"""The mean loss over a set of samples with the newest weights. In: an executor between two runs, its pipeline empty; files of samples. Out: a loss for
-every portion of them, and their mean.
+"""The mean loss over a set of samples with the newest weights. In: an executor between two runs, its pipeline empty; files of samples. Out:
+a loss for every portion of them, and their mean.
 
-The forward graphs of training serve, so nothing more is compiled: microbatches go through them with the newest version of every weight, nothing is kept for a
-backward, nothing is written. That asks for a forward which depends on nothing but weights and inputs: one that draws random numbers (dropout) or
-changes running statistics is refused, because neither can be turned off in code that is compiled.
+The forward graphs of training serve, so nothing more is compiled: microbatches go through them with the newest version of every weight,
+nothing is kept for a backward, nothing is written. That asks for a forward which depends on nothing but weights and inputs: one that draws
+random numbers (dropout) or changes running statistics is refused, because neither can be turned off in code that is compiled.
 
-Every sample counts once. Shapes are fixed, so what is left over behind the last whole microbatch goes through in portions of d samples, each b/d
-times, for divisors d of the b samples of a microbatch: the mean over such a microbatch is that of its d samples. The k-th portion is run by who
-runs microbatch k of a batch.
+Every sample counts once. Shapes are fixed, so what is left over behind the last whole microbatch goes through in portions of d samples,
+each b/d times, for divisors d of the b samples of a microbatch: the mean over such a microbatch is that of its d samples. The k-th portion
+is run by who runs microbatch k of a batch.
 """
 
 from __future__ import annotations

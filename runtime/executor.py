@@ -39,9 +39,9 @@ def _is_finite(value: float | None) -> bool:
 
 
 class Executor:
-    """Runs the stage of one rank. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables are those of the module.
-    `stop_at_nan`: a loss or norm that is not finite is an error. `check` is called before each action, and raises what went wrong beside the
-    loop."""
+    """Runs the stage of one rank. `retire`, `audit`, `pace`, `tables`, `offset` and `key` as in control.Setup; no tables are
+    those of the module. `stop_at_nan`: a loss or norm that is not finite is an error. `check` is called before each action, and
+    raises what went wrong beside the loop."""
 
     def __init__(
         self,
@@ -266,7 +266,8 @@ class Executor:
         return tensor
 
     def _number(self, mb: int) -> np.ndarray:
-        """What random draws of a microbatch are made from: its place in the data, and in the upper word what the seed differs by from the module's."""
+        """What random draws of a microbatch are made from: its place in the data, and in the upper word what
+        the seed differs by from the module's."""
         return np.array((mb + self._ahead) ^ self._key << 32, np.uint64).view(np.int64)
 
     def _note(self, action: Action) -> None:

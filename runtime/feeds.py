@@ -1,8 +1,8 @@
 """How the inputs of a run reach the executor. In: samples, and which batches a run has. Out: a program.Feed.
 
-`Prefetch` reads in a thread of its own, a few microbatches ahead of the last one that was asked for, in the order in which the rank runs them, and only
-those that it runs. What goes wrong there is raised where the microbatch is asked for; what comes before it is still given. The thread ends with
-`close`, or once it has read everything.
+`Prefetch` reads in a thread of its own, a few microbatches ahead of the last one that was asked for, in the order in which the rank runs
+them, and only those that it runs. What goes wrong there is raised where the microbatch is asked for; what comes before it is still given.
+The thread ends with `close`, or once it has read everything.
 """
 
 from __future__ import annotations

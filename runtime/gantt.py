@@ -1,8 +1,9 @@
-"""Pictures of a simulated run: text for a terminal, SVG with memory over time for a browser. In: a Simulated. Chrome traces are trace.py's business.
+"""Pictures of a simulated run: text for a terminal, SVG with memory over time for a browser. In: a
+Simulated. Chrome traces are trace.py's business.
 
-In the text every column is an equal part of the time; it shows the kind of action that took most of it (F, B, W, U, P, N), `.` where nothing ran for most of it.
-The SVG has one row per rank with a box for every computation that is wide enough to be seen, and below it, where curves are given, the bytes that
-live, as a share of the highest curve of all.
+In the text every column is an equal part of the time; it shows the kind of action that took most of it (F, B, W, U, P, N), `.` where
+nothing ran for most of it. The SVG has one row per rank with a box for every computation that is wide enough to be seen, and below it,
+where curves are given, the bytes that live, as a share of the highest curve of all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The ranks of one run: where they meet, what they tell each other before it, and the connections they open. In: a store that all reach. Out: a group.
+"""The ranks of one run: where they meet, what they tell each other before it, and the connections they open.
+In: a store that all reach. Out: a group.
 
-What ranks put into the store is sealed where a secret was given (sealed.py). gloo connects every rank with every other one; a local run whose messages all go
-through shared memory, and that sums nothing up, does without it.
+What ranks put into the store is sealed where a secret was given (sealed.py). gloo connects every rank with every other one; a local run
+whose messages all go through shared memory, and that sums nothing up, does without it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Group:
         self.team: Team | None = None
 
     def connect_stages(self, schedule: Schedule, device: torch.device) -> dict[End, socket.socket]:
-        """Open what the ranks of a schedule need: the sockets of channels between ranks that share memory, and gloo, unless nothing would go over it."""
+        """Open what the ranks of a schedule need: the sockets of channels between ranks that share memory, and
+        gloo, unless nothing would go over it."""
         own = identity(device)
         needed = self._reports or any(len(ranks) > 1 for ranks in schedule.members().values())
         # Everybody answers, and all come to the same end.
@@ -62,7 +64,8 @@ class Group:
             ) from error
 
     def form_team(self, ranks: Sequence[int], device: torch.device) -> None:
-        """Called by all `ranks` of a stage, this one among them, once they know what `device` they have: open the group in which they sum up."""
+        """Called by all `ranks` of a stage, this one among them, once they know what `device` they
+        have: open the group in which they sum up."""
         found = [gpu.decode() for gpu in self.gather(f"gpu/{ranks[0]}", gpu_of(device).encode(), ranks)]
         kind = sum_kind(found)
         try:

@@ -5,8 +5,8 @@ Interface, and what does not fit.
     srun       SLURM_PROCID SLURM_NTASKS, and where the group meets: MASTER_ADDR, else the first of SLURM_STEP_NODELIST, SLURM_JOB_NODELIST or
                SLURM_NODELIST; MASTER_PORT, else a port that follows from SLURM_JOB_ID
 
-The interface is the one that GLOO_SOCKET_IFNAME names, else that of the rank's host in the bundle's cluster file, else the one through which
-the meeting point is reached. What a rank listens on, it listens on there alone.
+The interface is the one that GLOO_SOCKET_IFNAME names, else that of the rank's host in the bundle's cluster file, else the one through
+which the meeting point is reached. What a rank listens on, it listens on there alone.
 
 Limits: IPv4; interfaces are asked of Linux.
 """

@@ -1,6 +1,8 @@
-"""What a rank writes down of its memory while a run is traced. In: tensors that come and go, from the store and the transport. Out: entries, in order.
+"""What a rank writes down of its memory while a run is traced. In: tensors that come and go, from the store
+and the transport. Out: entries, in order.
 
-An entry says when, in which action (counted from 0 over all runs of the rank, those before the first of them -1), what happened to which block:
+An entry says when, in which action (counted from 0 over all runs of the rank, those before the first
+of them -1), what happened to which block:
 
     own       a buffer of a variable is there: its number as block, and the version that it holds, where it has versions
     write     an update has made a version of a parameter          retire    nobody will read a version any more
@@ -9,8 +11,8 @@ An entry says when, in which action (counted from 0 over all runs of the rank, t
     send      a message is handed to gloo, and stays until it is   sent      with the peer (during whatever action that was)
     run       actions from here on are of batches from this one on
 
-The block of a value is the memory that its tensor lies in, by address: values that came in one message are in one block, and blocks are used again.
-Without a ledger nothing is written, and nothing costs.
+The block of a value is the memory that its tensor lies in, by address: values that came in one message are in one block, and blocks are
+used again. Without a ledger nothing is written, and nothing costs.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """`owner` is the microbatch of a value, -1 - t for batch t, the first batch of a run, and 0 for the rest. `nbytes` are those of the block. Of a call
-    `name` is the kind of graph, with the first and the last kernel that work in the block."""
+    """`owner` is the microbatch of a value, -1 - t for batch t, the first batch of a run, and 0 for the rest. `nbytes` are those of the
+    block. Of a call `name` is the kind of graph, with the first and the last kernel that work in the block."""
 
     at: float
     step: int

@@ -1,5 +1,5 @@
-"""What the processes of ranks write besides their reports: words of libraries, mostly. In: files that they write into. Out: lines on stderr, each with
-its rank and stage:
+"""What the processes of ranks write besides their reports: words of libraries, mostly. In: files that they write into. Out: lines
+on stderr, each with its rank and stage:
 
     [rank 1, stage 1] UserWarning: ...
 

@@ -1,4 +1,5 @@
-"""The machine that a schedule is simulated on: what messages go through, and who shares the cores of a host. In: a cluster, and where ranks are."""
+"""The machine that a schedule is simulated on: what messages go through, and who shares the cores of a
+host. In: a cluster, and where ranks are."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ SOCKET_BUFFER = 4e6
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a message between two ranks goes through: `shares` are (name, bytes per second) of links and NICs, which all messages with the same name
-    share; `shared`: memory of both. Sums of gradients go at `summing` bytes per second at most."""
+    """What a message between two ranks goes through: `shares` are (name, bytes per second) of links and NICs, which all messages with the
+    same name share; `shared`: memory of both. Sums of gradients go at `summing` bytes per second at most."""
 
     shares: tuple[tuple[str, float], ...] = ()
     latency: float = 0.0
@@ -27,10 +28,11 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What a rank needs of a host's cores: `threads` while it computes, of each of which a quota may leave only a part (`quota`). `speeds` are those of
-    the host: what a core does while 1, 2, ... threads are busy, compared with one thread alone; there may be more of them than cores. Sockets take processor time: a send writes its first `buffer` bytes
-    itself, at `writing` seconds a byte, before the rank goes on, and what the rank receives takes `reading` seconds of a core for each byte, beside
-    its computations. Into shared memory a send writes all its bytes itself, at `copying` seconds a byte."""
+    """What a rank needs of a host's cores: `threads` while it computes, of each of which a quota may leave only a part (`quota`). `speeds`
+    are those of the host: what a core does while 1, 2, ... threads are busy, compared with one thread alone; there may be more of them than
+    cores. Sockets take processor time: a send writes its first `buffer` bytes itself, at `writing` seconds a byte, before the rank goes on,
+    and what the rank receives takes `reading` seconds of a core for each byte, beside its computations. Into shared memory a send writes
+    all its bytes itself, at `copying` seconds a byte."""
 
     host: str
     cores: float
@@ -74,8 +76,8 @@ FREE = Machine()
 def machine_of(
     cluster: Cluster, devices: Mapping[int, str], seats: Mapping[int, Seat] | None = None, transport: Transport = Transport()
 ) -> Machine:
-    """The machine of a cluster file; `devices` says where each rank is. A link has its bandwidth in each direction; what messages share beside it is what
-    `Cluster.path` names: network cards, by direction where that can be known."""
+    """The machine of a cluster file; `devices` says where each rank is. A link has its bandwidth in each direction; what messages share
+    beside it is what `Cluster.path` names: network cards, by direction where that can be known."""
 
     @cache
     def through(a: str, b: str) -> Route:

@@ -1,7 +1,8 @@
-"""Where the ranks of a group meet: a store that rank 0 serves, or the launcher. In: a Place and an Interface. Out: a store of this start alone.
+"""Where the ranks of a group meet: a store that rank 0 serves, or the launcher. In: a Place and an
+Interface. Out: a store of this start alone.
 
-Rank 0 listens on one address: that of MASTER_ADDR where it is this host's, else that of the chosen interface. A store that a launcher serves
-outlives its ranks, so each start of a rank is counted in it, and what the ranks say to each other stands under that number.
+Rank 0 listens on one address: that of MASTER_ADDR where it is this host's, else that of the chosen interface. A store that a launcher
+serves outlives its ranks, so each start of a rank is counted in it, and what the ranks say to each other stands under that number.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def join_environment(timeout: float) -> tuple[Store, int, int]:
 
 
 def join_place(place: Place, interface: Interface, timeout: float, trust: Trust | None = None) -> Store:
-    """The store of this start of the group. Gloo talks through the interface from now on. With `trust` the ranks compare what they trust, and
-    values are sealed where there is a secret (sealed.py)."""
+    """The store of this start of the group. Gloo talks through the interface from now on. With `trust` the ranks compare what they trust,
+    and values are sealed where there is a secret (sealed.py)."""
     os.environ[INTERFACE_VARIABLE] = interface.name
     try:
         if place.served or place.rank:

@@ -1,5 +1,5 @@
-"""The memory of a run that was traced. In: a trace, as a job has it or as a file of `--trace`, and the module that ran. Out: an account per rank (ir/lives.py), and
-beside it the one that the plan has for the same batches."""
+"""The memory of a run that was traced. In: a trace, as a job has it or as a file of `--trace`, and the module that ran. Out: an account per
+rank (ir/lives.py), and beside it the one that the plan has for the same batches."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ def planned_beside(module: Module, rank: int, trace: RankTrace) -> Account:
 
 
 def runs_of(module: Module, trace: RankTrace) -> list[tuple[int, int]]:
-    """First batch and number of batches of every run, each from an empty pipeline to an empty one; UsageError where batches between them have no action."""
+    """First batch and number of batches of every run, each from an empty pipeline to an empty one; UsageError
+    where batches between them have no action."""
     assert module.schedule is not None
     per_batch, actions = module.schedule.microbatches, trace.actions
     starts = [(entry.step, entry.owner) for entry in trace.entries if entry.what == "run"]

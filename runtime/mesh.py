@@ -1,15 +1,15 @@
-"""What keepers of ranks tell each other, over one TCP connection for each pair of them. In: where everybody listens, the token of this start of
-the group, and what its members trust (trust.py). Out: their records, and whose connection ended.
+"""What keepers of ranks tell each other, over one TCP connection for each pair of them. In: where everybody listens, the token of this
+start of the group, and what its members trust (trust.py). Out: their records, and whose connection ended.
 
     4 bytes: length · a record in msgpack; inside of TLS where that was asked for
 
-A keeper connects to those of lower ranks and is connected to by those of higher ones. Nothing here waits: what cannot be sent now is kept, up to
-a limit. A connection begins with three records, which show both ends that the other one has the key of this start:
+A keeper connects to those of lower ranks and is connected to by those of higher ones. Nothing here waits: what cannot be sent now is kept,
+up to a limit. A connection begins with three records, which show both ends that the other one has the key of this start:
 
     Hello(rank, nonce) >    < Welcome(nonce, proof)    Proof(proof) >
 
-The key is made of the token, which those who met at the store know, and of the secret where there is one, which nobody else has. Whoever cannot
-prove to have it is cut off and changes nothing.
+The key is made of the token, which those who met at the store know, and of the secret where there is one, which nobody else has. Whoever
+cannot prove to have it is cut off and changes nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Proof(Record, frozen=True):
 
 
 class Pulse(Record, frozen=True):
-    """A sign of life, several times per second: what the rank is at, how many steps it has finished, and how many seconds it has computed."""
+    """A sign of life, several times per second: what the rank is at, how many steps it has finished,
+    and how many seconds it has computed."""
 
     doing: str
     steps: int

@@ -1,5 +1,5 @@
-"""What a worker computes on where it comes in messages: batches of a training, microbatches of requests. In order, then End. In: a way to receive
-messages, and the first number. Out: feeds of the executor (feeds.py); what they have may be run as soon as it is there."""
+"""What a worker computes on where it comes in messages: batches of a training, microbatches of requests. In order, then End. In: a way to
+receive messages, and the first number. Out: feeds of the executor (feeds.py); what they have may be run as soon as it is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Metrics of a training run. In: finished steps with the time at which they were finished. Out: one JSON object per step and line, and progress.
+"""Metrics of a training run. In: finished steps with the time at which they were finished. Out: one
+JSON object per step and line, and progress.
 
     {"step": 0, "loss": 4.1, "lr": 0.01, "samples": 16, "step_s": 0.02, "samples_per_s": 800.0, "grad_norm": null}
 
@@ -10,10 +11,11 @@ The last row of a run with a trace says how much of the time of messages was hid
 
     {"step": 99, "messages": 800, "messages_s": 1.9, "waited_s": 0.1, "hidden": 0.9474}
 
-`step_s` is the time since the step before (since the start of the run for the first one); `grad_norm`, that of the whole gradient before it is
-clipped, is null where training does not ask for it (`clip`, `skip_nonfinite`, f16), and an update by one that is not finite was skipped. A
-number that is not finite is written as the string "nan" or "inf", because JSON has no such numbers, and the first loss that is not is warned of. A
-terminal gets one line that is written over, anything else a plain line every few seconds and one at the end; it has how busy each stage is (utilisation.py).
+`step_s` is the time since the step before (since the start of the run for the first one); `grad_norm`, that of the whole gradient before
+it is clipped, is null where training does not ask for it (`clip`, `skip_nonfinite`, f16), and an update by one that is not finite was
+skipped. A number that is not finite is written as the string "nan" or "inf", because JSON has no such numbers, and the first loss that is
+not is warned of. A terminal gets one line that is written over, anything else a plain line every few seconds and one at the end; it has
+how busy each stage is (utilisation.py).
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _WAIT_WORTH_TELLING = 1.0
 
 
 class Metrics:
-    """Writes metrics line by line and shows progress. `total` is the number of the last step plus one, `log` other places that get them (sinks.py)."""
+    """Writes metrics line by line and shows progress. `total` is the number of the last step plus one, `log`
+    other places that get them (sinks.py)."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Which ranks share this host's memory, and the sockets between them. In: a group that has met, the channels of this rank. Out: for each channel whose
-other end is near, one end of a socket.
+"""Which ranks share this host's memory, and the sockets between them. In: a group that has met, the channels of this rank. Out: for each
+channel whose other end is near, one end of a socket.
 
-Two ranks are near if they run under one kernel (its boot's id), in one network namespace, as one user, and compute on CPUs. Each of them listens on a Unix
-socket without a place in the file system, whose random name goes through the group's store; whoever connects must be a process of the same user. A channel
-belongs to its sender, who connects.
+Two ranks are near if they run under one kernel (its boot's id), in one network namespace, as one user, and compute on CPUs. Each of them
+listens on a Unix socket without a place in the file system, whose random name goes through the group's store; whoever connects must be a
+process of the same user. A channel belongs to its sender, who connects.
 
 `PENSTOCK_SHARED_MEMORY=0`, on any of the ranks, leaves it out: its messages go over gloo then.
 """
@@ -61,8 +61,8 @@ def identity(device: torch.device = CPU, environment: Mapping[str, str] = os.env
 
 
 def connect(group: Group, ends: Iterable[End], own: str, key: str = "stages") -> dict[End, socket.socket]:
-    """Called by all ranks that share a channel, each with its `identity`: the sockets of channels whose other end has the same one. A group that
-    does this more than once needs another `key` each time."""
+    """Called by all ranks that share a channel, each with its `identity`: the sockets of channels whose other end has the same one. A group
+    that does this more than once needs another `key` each time."""
     ends = sorted(ends)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     found: dict[End, socket.socket] = {}

@@ -1,6 +1,7 @@
 """What `penstock run` was asked to do. The options travel to a rank of a group as JSON in its argument list.
 
-Everything that can be known to fail is refused before training starts, the places to write to among it: each is tried without leaving a trace.
+Everything that can be known to fail is refused before training starts, the places to write to among
+it: each is tried without leaving a trace.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ class RunOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         return Save(self.checkpoint, step, step < end and not self.checkpoint_wait, self.keep_last)
 
     def chunks(self, first: int, end: int) -> Iterator[int]:
-        """Numbers of steps between places where something else is done: checkpoints and evaluations fall on multiples of their numbers, and on the
-        end."""
+        """Numbers of steps between places where something else is done: checkpoints and evaluations fall on
+        multiples of their numbers, and on the end."""
         done = first
         while done < end:
             count = min([end - done, *(n - done % n for n in (self.checkpoint_every, self.evaluate_every) if n)])

@@ -1,8 +1,9 @@
-"""How much of the time of messages a run hid behind its computations. In: what its ranks did when, on one clock (a trace). Out: seconds of messages, the
-part of it that a receiver stood waiting, and the share that is hidden.
+"""How much of the time of messages a run hid behind its computations. In: what its ranks did when, on one clock (a trace). Out: seconds of
+messages, the part of it that a receiver stood waiting, and the share that is hidden.
 
-A message is under way from its send on. What its receiver waits after that is not hidden; what it waits before is the schedule's, not the link's. When a
-message arrived is known only if it was waited for; another one took what its link says, latency + bytes / bandwidth, but no longer than until it was taken.
+A message is under way from its send on. What its receiver waits after that is not hidden; what it waits before is the schedule's, not
+the link's. When a message arrived is known only if it was waited for; another one took what its link says, latency + bytes /
+bandwidth, but no longer than until it was taken.
 
     hidden = 1 - sum of waits / sum of times under way
 

@@ -1,4 +1,5 @@
-"""Computations that take a given time: schedules are measured in the real runtime, apart from kernels. A measuring tool, off unless asked for.
+"""Computations that take a given time: schedules are measured in the real runtime, apart from
+kernels. A measuring tool, off unless asked for.
 
 In: seconds by kind of computation (F, B, W, P, N, U). An action takes at least that long, whatever its kernels take. B stands for the whole
 backward: on a stage that has weight gradients apart, W takes its part of it, and B the rest, so that all schedules do the same work.

@@ -1,7 +1,8 @@
-"""Several values in one message (ir/parcels.py says which). In: the values of an edge, or memory for those that come. Out: what gloo sends or fills.
+"""Several values in one message (ir/parcels.py says which). In: the values of an edge, or memory for those
+that come. Out: what gloo sends or fills.
 
-A value that travels alone is sent from its tensor and received into one. Those that share a message are copied into memory for it, with gaps, and are parts
-of the memory that it arrived in.
+A value that travels alone is sent from its tensor and received into one. Those that share a message are copied into memory for it, with
+gaps, and are parts of the memory that it arrived in.
 """
 
 from __future__ import annotations

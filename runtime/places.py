@@ -1,4 +1,5 @@
-"""Whether files can be written where somebody wants them, before the work that fills them. In: paths. Out: words for people, empty where nothing is wrong."""
+"""Whether files can be written where somebody wants them, before the work that fills them. In: paths. Out: words for
+people, empty where nothing is wrong."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """A rank's program as a stream of actions with look-ahead, for a number of batches that may not be known yet.
 
-The stream gives what `Schedule.expand` gives, lazily: an action is let through once it is known that its batch exists and dropped once it is
-known that it does not, which is what drains the pipeline; the list after that of the last batch may still hold what belongs to it. A feed says
-which batches exist; where requests are answered it counts single microbatches, each of which goes its way as soon as it is known. Beside each
-action stands the weight version that has no reader after it: the last action of the batch list that reads the oldest version of that list, in
-every batch.
+The stream gives what `Schedule.expand` gives, lazily: an action is let through once it is known that its batch exists and dropped once
+it is known that it does not, which is what drains the pipeline; the list after that of the last batch may still hold what belongs to
+it. A feed says which batches exist; where requests are answered it counts single microbatches, each of which goes its way as soon as it
+is known. Beside each action stands the weight version that has no reader after it: the last action of the batch list that reads the
+oldest version of that list, in every batch.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class ActionStream:
         return self._ahead.popleft()
 
     def receives(self, number: int) -> list[Action]:
-        """The receives among the last action popped and the `number` that follow it, as far as they are known, each of them once and in order."""
+        """The receives among the last action popped and the `number` that follow it, as far as they are
+        known, each of them once and in order."""
         if len(self._ahead) < number:
             self._advance(number + _CHUNK, wait=False)
         found: list[Action] = []

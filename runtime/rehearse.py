@@ -2,13 +2,13 @@
 
     python -m penstock.runtime.rehearse BUNDLE --rank R --threads N --batches N [--seconds S]
 
-In: a bundle. Out: for each kind of action the usual seconds, from the end of the action before it to its own, so that what the worker's loop does in
-between is in it. A rank runs its program with the worker's own code, stage, store and data, in a process of its own with the threads of its device;
-only its messages are not there: sends go nowhere, and receives give random values that were made before. It is run again and again until `seconds`
-have passed; the first run does not count.
+In: a bundle. Out: for each kind of action the usual seconds, from the end of the action before it to its own, so that what the worker's
+loop does in between is in it. A rank runs its program with the worker's own code, stage, store and data, in a process of its own with the
+threads of its device; only its messages are not there: sends go nowhere, and receives give random values that were made before. It is run
+again and again until `seconds` have passed; the first run does not count.
 
-`rehearse` can run several ranks at once, from the moment when all are warm: the same numbers then hold for busy neighbours. Limits: a real receive brings values that another core
-wrote; what gloo's threads do for messages is not in it.
+`rehearse` can run several ranks at once, from the moment when all are warm: the same numbers then hold for busy neighbours. Limits: a real
+receive brings values that another core wrote; what gloo's threads do for messages is not in it.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def usual(times: Sequence[float]) -> float:
 def rehearse(
     bundle: Bundle, ranks: Sequence[int], batches: int = 2, seconds: float = 1.0, prefixes: Mapping[int, Sequence[str]] | None = None
 ) -> list[dict[str, float]]:
-    """Each of these ranks in a process of its own, all at once; one row per entry of `ranks`. `prefixes` stand before the command of a rank: what makes
-    its process part of a group with a quota, say."""
+    """Each of these ranks in a process of its own, all at once; one row per entry of `ranks`. `prefixes` stand before the command of a
+    rank: what makes its process part of a group with a quota, say."""
     running = []
     for rank in ranks:
         threads = bundle.rank(rank).threads

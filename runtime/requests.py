@@ -1,14 +1,16 @@
 """Requests of an inference: how their samples become microbatches, and outputs of microbatches the rows of each of them.
 
-In: a module and dicts of arrays by input name. Out: microbatches of b samples, and for every request all module outputs by the model's names. b and the
-rows of a sample are those of runtime/data.py.
+In: a module and dicts of arrays by input name. Out: microbatches of b samples, and for every request all module outputs by the model's
+names. b and the rows of a sample are those of runtime/data.py.
 
-A request has any number of samples, at least one. Microbatches are filled in the order of the requests; one that nobody has more samples for is filled
-up by repeating its last one. Requests share a microbatch only where their scalar inputs, which are given whole, are equal, and where the module lets
-them: every output has rows of its samples, and no random numbers are drawn by the number of the microbatch. A module that looks at other samples of
-its microbatch (a batch norm without stored statistics) does so here, too: its results depend on who shares it.
+A request has any number of samples, at least one. Microbatches are filled in the order of the requests; one that nobody has more
+samples for is filled up by repeating its last one. Requests share a microbatch only where their scalar inputs, which are given
+whole, are equal, and where the module lets them: every output has rows of its samples, and no random numbers are drawn by the
+number of the microbatch. A module that looks at other samples of its microbatch (a batch norm without stored statistics) does so
+here, too: its results depend on who shares it.
 
-An output whose first dimension is no multiple of b belongs to whole microbatches: those of a request's microbatches are put one after the other.
+An output whose first dimension is no multiple of b belongs to whole microbatches: those of a request's
+microbatches are put one after the other.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Layout:
         self.packs = all(self.output_rows.values()) and not draws
 
     def request(self, given: Any, where: str, *, copy: bool = False) -> Request:
-        """What a caller gives, checked; all that does not fit is one error. `copy`: the caller may change the arrays before they are read."""
+        """What a caller gives, checked; all that does not fit is one error. `copy`: the caller may
+        change the arrays before they are read."""
         arrays = take_batch(self._module, given, where, self._renamed)
         problems, counts = [], {}
         for name, rows in self.rows.items():

@@ -1,10 +1,10 @@
 """How a run of a group goes on after its launcher started it again. In: options, the environment. Out: where to begin, and where to end.
 
-As long as a run with `--checkpoint DIR` is not finished, rank 0 keeps DIR/unfinished.json: which run it is, where it began, how many steps it was
-asked for, and the checkpoints that it began to write itself, with what stood in their places before. A start with the name of that run, or
-one of which the launcher says that it is not the first, goes on from the newest of these that is there and whole: a checkpoint comes to its
-place in one rename, so one that was being written when the run ended is not there. Runs are named by PENSTOCK_RUN_ID, --rdzv-id of torchrun, or the
-job of Slurm.
+As long as a run with `--checkpoint DIR` is not finished, rank 0 keeps DIR/unfinished.json: which run it is, where it began, how many steps
+it was asked for, and the checkpoints that it began to write itself, with what stood in their places before. A start with the name of that
+run, or one of which the launcher says that it is not the first, goes on from the newest of these that is there and whole: a checkpoint
+comes to its place in one rename, so one that was being written when the run ended is not there. Runs are named by PENSTOCK_RUN_ID,
+--rdzv-id of torchrun, or the job of Slurm.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Unfinished(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Beginning(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What rank 0 tells the others: the checkpoint to load, the step that the run ends before, whether it is a start after a failure, and what
-    users should hear of the choice."""
+    """What rank 0 tells the others: the checkpoint to load, the step that the run ends before, whether it is a start after a failure, and
+    what users should hear of the choice."""
 
     resume: str | None
     end: int | None

@@ -1,7 +1,7 @@
 """Going on from a checkpoint, under the plan it was made with or any other of the same model.
 
-`start_from` decides, for all ranks the same, where a run starts; `load_state` fills the variables of one rank. Tensors are found by name, so stages,
-devices and replicas may be others. What else may differ, and what is computed then:
+`start_from` decides, for all ranks the same, where a run starts; `load_state` fills the variables of one rank. Tensors are found by name,
+so stages, devices and replicas may be others. What else may differ, and what is computed then:
 
     schedule      A bundle that needs an older version of the weights (2bw) and a checkpoint that has none: the newest stands for it, too, as at the
                   very beginning of a training. So step t after 1f1b computes W(t+1) = W(t) - upd(grad f(W(t))), step t+1 the same from f(W(t)) again,
@@ -48,7 +48,8 @@ _COUNTERS = ("step", "updates", *_SCALE)
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts: at a checkpoint or at the beginning. `offset` is in samples, `key` what seeds differ by, `warnings` what users should hear of."""
+    """Where a run starts: at a checkpoint or at the beginning. `offset` is in samples, `key` what seeds differ by,
+    `warnings` what users should hear of."""
 
     place: Path | None
     step: int
@@ -146,7 +147,8 @@ def _describe(data: DataSpec) -> str:
 
 
 def load_state(place: Path, store: Store, variables: Mapping[str, Var]) -> None:
-    """Fill the variables of one rank from a checkpoint that fits. The store is at the checkpoint's step; what has values without it, has them."""
+    """Fill the variables of one rank from a checkpoint that fits. The store is at the checkpoint's step;
+    what has values without it, has them."""
     index = read_index(place)
     names = {name for name, var in variables.items() if is_kept(var)}
     for file, tensors in files_for(index, names, index.step).items():

@@ -1,10 +1,11 @@
-"""A store whose values only those with a secret can write. In: a store that anybody may reach, a key. Out: the same interface, for us and for gloo.
+"""A store whose values only those with a secret can write. In: a store that anybody may reach, a key. Out:
+the same interface, for us and for gloo.
 
     value = HMAC-SHA256(key, prefix and name, value) · value
 
-Addresses of ranks stand in the store where a group meets; who can write there could put others in their place. Values are not hidden. Counters
-(`add`) are not sealed: they are numbers that torch keeps; who changes them makes ranks wait in vain. Somebody who rules the store can give a value
-of an earlier run with the same secret in place of a new one.
+Addresses of ranks stand in the store where a group meets; who can write there could put others in their place. Values are not hidden.
+Counters (`add`) are not sealed: they are numbers that torch keeps; who changes them makes ranks wait in vain. Somebody who rules the store
+can give a value of an earlier run with the same secret in place of a new one.
 """
 
 from __future__ import annotations

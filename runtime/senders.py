@@ -1,8 +1,8 @@
 """What happens to a message after its send has begun: threads that hold its tensors until the peer has them, and that begin sends late.
 
-In: works of gloo with the tensors that they read. Out: a list of sends that failed, which the transport raises at the next occasion. gloo does not say
-whether a work is done, only waits for it; so one thread per channel waits, in order. To wake it takes longer than to send a small message, and small
-tensors may stay a little longer: they are handed over several at a time.
+In: works of gloo with the tensors that they read. Out: a list of sends that failed, which the transport raises at the next occasion. gloo
+does not say whether a work is done, only waits for it; so one thread per channel waits, in order. To wake it takes longer than to send a
+small message, and small tensors may stay a little longer: they are handed over several at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Failures = list[tuple[Action, Exception]]
 
 
 class Sender(threading.Thread):
-    """Holds the tensors of one channel's sends until the peer has them, in order. `sent` is told of each that it lets go of, where somebody wants to know."""
+    """Holds the tensors of one channel's sends until the peer has them, in order. `sent` is told of each that it
+    lets go of, where somebody wants to know."""
 
     def __init__(
         self, timeout: timedelta, failed: Failures, sent: Callable[[Action, torch.Tensor], None] | None = None, few: int = SENDS_TOGETHER

@@ -9,8 +9,8 @@ throughput  Requests share microbatches (runtime/requests.py says when), and up 
             the pipeline has nothing better to do. So there is nothing to set: what waits under load fills microbatches up by itself.
 latency     One request at a time: its microbatches follow each other through the stages, and the next request begins when it is answered.
 
-The queue holds requests that have samples in no microbatch yet; `submit` waits for room in it. `finish` answers everything that was accepted and empties
-the pipeline; after an error of a worker every request that is not answered has that error.
+The queue holds requests that have samples in no microbatch yet; `submit` waits for room in it. `finish` answers everything that was
+accepted and empties the pipeline; after an error of a worker every request that is not answered has that error.
 
 Limit: a callback of a future runs on our thread; it must not wait for another request.
 """

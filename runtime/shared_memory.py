@@ -1,15 +1,16 @@
 """Messages between two ranks of one host: the sender writes its values into memory of the receiver.
 
-In: one end of a socket between two processes, for one direction of one phase (neighbours.py). Out: a wire, as the transport uses it. The receiver owns
-the memory (memfd, sealed against any change of size) and maps it; the sender has it as a file only, so that nothing it does to it can hurt the receiver but wrong
-contents, and its bytes count once. Each value is copied once, by the thread that sends it, and read where it arrived.
+In: one end of a socket between two processes, for one direction of one phase (neighbours.py). Out: a wire, as the transport uses it.
+The receiver owns the memory (memfd, sealed against any change of size) and maps it; the sender has it as a file only, so that
+nothing it does to it can hurt the receiver but wrong contents, and its bytes count once. Each value is copied once, by the thread
+that sends it, and read where it arrived.
 
     receiver to sender   file S (with the file)     memory that the sender does not know yet
                          free N (S, place)...       message N may be written to these blocks, one for each parcel
     sender to receiver   done N                     message N is there
 
-Messages of a wire go in order. One whose memory is free is written before `start` returns; another one waits in the channel's sender thread. The end of
-a process ends its sockets, which the other side sees at once.
+Messages of a wire go in order. One whose memory is free is written before `start` returns; another one waits in the channel's sender
+thread. The end of a process ends its sockets, which the other side sees at once.
 
 Known limits: Linux; both ends on CPUs.
 """

@@ -1,12 +1,12 @@
-"""What simulated messages share: links and NICs. In: tasks, each with work to do and the resources it uses meanwhile. Out: when each is done, as events
-on the simulation's heap.
+"""What simulated messages share: links and NICs. In: tasks, each with work to do and the resources it uses meanwhile. Out: when each is
+done, as events on the simulation's heap.
 
-A task goes on at a rate of at most `cap` per second, and takes `demand` of every resource it uses for each unit of its rate. Resources are divided
-by max-min fairness: the rates of all tasks rise together until a resource is used up or a task is at its cap,
-which then stay as they are, and so on. The rate is bytes per second; a ring demands a link for each time that it goes through it.
+A task goes on at a rate of at most `cap` per second, and takes `demand` of every resource it uses for each unit of its rate. Resources are
+divided by max-min fairness: the rates of all tasks rise together until a resource is used up or a task is at its cap, which then stay as
+they are, and so on. The rate is bytes per second; a ring demands a link for each time that it goes through it.
 
-Rates change only when a task begins or ends, and only among tasks that are connected through resources that they share; those alone are computed
-anew, once for all that happens at one moment. Cost: the number of uses of resources in the connected part, times a logarithm.
+Rates change only when a task begins or ends, and only among tasks that are connected through resources that they share; those alone are
+computed anew, once for all that happens at one moment. Cost: the number of uses of resources in the connected part, times a logarithm.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Task:
 
 
 class Sharing:
-    """All tasks under way. `push(time, task, stamp)` puts an end onto the heap; the owner of the heap calls `end` when its time comes, and `settle` when
-    it has done all that happens at one moment and before it goes on to the next: rates are computed once for all changes of a moment."""
+    """All tasks under way. `push(time, task, stamp)` puts an end onto the heap; the owner of the heap calls `end` when its
+    time comes, and `settle` when it has done all that happens at one moment and before it goes on to the next: rates are
+    computed once for all changes of a moment."""
 
     def __init__(self, push: Push) -> None:
         self._push = push
@@ -123,8 +124,9 @@ class _Filling:
 
 
 def fair_rates(tasks: Iterable[Task]) -> dict[int, float]:
-    """Max-min fair rates of tasks that share resources with nobody else. The next level is the lowest at which a task is at its cap, or a resource is
-    used up; a resource's own only rises when tasks that use it stop earlier, so that an old entry of the heap is at most too low."""
+    """Max-min fair rates of tasks that share resources with nobody else. The next level is the lowest at which a task is
+    at its cap, or a resource is used up; a resource's own only rises when tasks that use it stop earlier, so that an old
+    entry of the heap is at most too low."""
     listed = sorted(tasks, key=lambda task: task.number)
     state: dict[Resource, _Filling] = {}
     for task in listed:

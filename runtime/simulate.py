@@ -1,21 +1,25 @@
-"""Runs a schedule against modelled times, links, NICs and cores: a simulation of discrete events. Imports nothing heavy, so that planners may call it.
+"""Runs a schedule against modelled times, links, NICs and cores: a simulation of discrete events. Imports
+nothing heavy, so that planners may call it.
 
-In: a wired schedule (one with sends and receives), how long each action takes on its rank alone, the bytes of each message, and a `Machine`: what a
-message goes through between two ranks, and which ranks share the cores of a host. Out: `Simulated` (simulated.py): when every action ran, and why not
-earlier. What the runtime does is modelled as it does it:
+In: a wired schedule (one with sends and receives), how long each action takes on its rank alone, the bytes of each message, and a
+`Machine`: what a message goes through between two ranks, and which ranks share the cores of a host. Out: `Simulated` (simulated.py): when
+every action ran, and why not earlier. What the runtime does is modelled as it does it:
 
-* Actions of a rank run one after another. Sends take no time of it (unless `seconds` says so) and never block; a receive waits for its message.
-* A receive is posted at the earliest `look_ahead` actions before its turn, and at most `posted` of one channel are under way (ir/memory.py). A message
-  starts to move when it was sent and its receive is posted, and the word of that takes the latency of the link, too. Messages from one rank to
-  another move one after another, as they do on one connection; those of different pairs share links and NICs (sharing.py). It arrives `latency`
-  after its last byte has left. With `late`, the start of each is put off that long, any number at once: what Job(latency=) does for measurements.
-* AR starts when all ranks of the stage are there: a ring, in which every rank sends and receives 2(n-1)/n of the bytes over its link to the next one,
-  2(n-1) latencies long. The ranks go on meanwhile; the first U, P or N of that batch waits for it.
-* Ranks that share a host share its cores, as Linux deals them out (cores.py), and a rank with a quota has no more than that. Moving a byte may cost
-  processor time (`Seat`): of the rank that sends it, while the message moves already, and in competition with what the receiver computes.
+* Actions of a rank run one after another. Sends take no time of it (unless `seconds` says so) and
+  never block; a receive waits for its message.
+* A receive is posted at the earliest `look_ahead` actions before its turn, and at most `posted` of one channel are under way
+  (ir/memory.py). A message starts to move when it was sent and its receive is posted, and the word of that takes the latency of the link,
+  too. Messages from one rank to another move one after another, as they do on one connection; those of different pairs share links and NICs
+  (sharing.py). It arrives `latency` after its last byte has left. With `late`, the start of each is put off that long, any number at once:
+  what Job(latency=) does for measurements.
+* AR starts when all ranks of the stage are there: a ring, in which every rank sends and receives 2(n-1)/n of the bytes over its link to the
+  next one, 2(n-1) latencies long. The ranks go on meanwhile; the first U, P or N of that batch waits for it.
+* Ranks that share a host share its cores, as Linux deals them out (cores.py), and a rank with a quota has no more than that.
+  Moving a byte may cost processor time (`Seat`): of the rank that sends it, while the message moves already, and in
+  competition with what the receiver computes.
 
-Times are those of the period: an action takes the same in every batch. Known limits: a link has one path; no routing, no loss of packets, no jitter;
-a computation slowed by its neighbours is slowed by their number, not by what they do.
+Times are those of the period: an action takes the same in every batch. Known limits: a link has one path; no routing, no loss of packets,
+no jitter; a computation slowed by its neighbours is slowed by their number, not by what they do.
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ Bytes = Callable[[str, int, int], float]
 
 
 def wire_chain(schedule: Schedule) -> Schedule:
-    """Sends and receives around the computations of a plain chain: what `communicate` does where each stage takes what the one before it returns, and
-    gets the gradient from the one behind it. (`passes.late_updates.sum_late` first, where stages lie on several ranks.)"""
+    """Sends and receives around the computations of a plain chain: what `communicate` does where each stage takes what the one before it
+    returns, and gets the gradient from the one behind it. (`passes.late_updates.sum_late` first, where stages lie on several ranks.)"""
     present = {(a.kind, a.stage) for a in schedule.actions()}
     routes = Routes(schedule)
 
@@ -71,9 +75,9 @@ def simulate(
     *,
     reduced: Callable[[int], float] | None = None,
 ) -> Simulated:
-    """Run so many batches from an empty pipeline to an empty pipeline. `seconds(rank, action)` is asked once for every action of the period, as
-    written for batch 1; `nbytes(phase, source stage, target stage)` is a message, `reduced(stage)` what AR sums. VerifyError when ranks wait for each
-    other."""
+    """Run so many batches from an empty pipeline to an empty pipeline. `seconds(rank, action)` is asked once for every action of the
+    period, as written for batch 1; `nbytes(phase, source stage, target stage)` is a message, `reduced(stage)` what AR sums.
+    VerifyError when ranks wait for each other."""
     if batches < 1:
         raise UsageError(f"needs at least one batch, got {batches}", where="simulate")
     return _Simulation(schedule, batches, seconds, nbytes, machine, reduced or (lambda stage: 0.0)).run()
@@ -236,7 +240,8 @@ class _Simulation:
         return rate * (size if shared else min(size, seat.buffer)), not shared
 
     def _posts(self, line: Line) -> tuple[array[int], array[int]]:
-        """Before which action each receive is posted, as lists linked by position: the first of each action, and the one after each receive."""
+        """Before which action each receive is posted, as lists linked by position: the first of each
+        action, and the one after each receive."""
         first, after = array("i", [-1]) * len(line.steps), array("i", [-1]) * len(line.steps)
         limit, ahead = self.transport.posted or 0, self.transport.look_ahead
         recent: dict[_Channel, deque[int]] = {}

@@ -1,13 +1,13 @@
 """What a simulation found: when every action ran and why not earlier, and what follows from it. Made by simulate.py.
 
-Times of a step in steady state are taken from a window: from the end of a batch in the middle of the run to that of the last batch but one (the last
-one drains the pipeline and has no successor to share time with). In the window a rank is *busy* (its actions take time), *waiting* (for a message
-or a sum over replicas) or *idle* (it has nothing left to do); bubble = 1 - busy / window. Runs of one or two batches have no steady state: the
-window is the whole run.
+Times of a step in steady state are taken from a window: from the end of a batch in the middle of the run to that of the last batch but one
+(the last one drains the pipeline and has no successor to share time with). In the window a rank is *busy* (its actions take time),
+*waiting* (for a message or a sum over replicas) or *idle* (it has nothing left to do); bubble = 1 - busy / window. Runs of one or two
+batches have no steady state: the window is the whole run.
 
-The critical path goes back from the last action of the window: an action starts when the one before it on its rank ends, or when what it waited for
-arrived; that was sent by an action of another rank, and so on. Its seconds are those of computing on each rank, of moving (transfer, its queue and
-latency) on each way, of summing gradients over the replicas of a stage, and of waiting for a receive to be posted.
+The critical path goes back from the last action of the window: an action starts when the one before it on its rank ends, or when what it
+waited for arrived; that was sent by an action of another rank, and so on. Its seconds are those of computing on each rank, of moving
+(transfer, its queue and latency) on each way, of summing gradients over the replicas of a stage, and of waiting for a receive to be posted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Floats = npt.NDArray[np.float64]
 
 
 class Step(NamedTuple):
-    """An action of the period: as written for batch 1, what the simulation does with it, how long it takes, and its channel if it is a message."""
+    """An action of the period: as written for batch 1, what the simulation does with it, how long it
+    takes, and its channel if it is a message."""
 
     action: Action
     code: int
@@ -62,8 +63,8 @@ class LinkUse:
 
 
 class Message(NamedTuple):
-    """What somebody waited for: sent by the action at `position` of rank `source`; `ready` when the receive was posted and both knew, `begun` when its
-    way was free."""
+    """What somebody waited for: sent by the action at `position` of rank `source`; `ready` when the receive was posted and
+    both knew, `begun` when its way was free."""
 
     source: int
     position: int

@@ -1,4 +1,5 @@
-"""Where metrics go besides their file: TensorBoard, Weights & Biases, MLflow, Prometheus. In: the rows of runtime/metrics.py. Out: whatever they make of them.
+"""Where metrics go besides their file: TensorBoard, Weights & Biases, MLflow, Prometheus. In: the rows of
+runtime/metrics.py. Out: whatever they make of them.
 
     tensorboard:DIR        event files in a directory                       pip install 'penstock[tensorboard]'
     wandb:PROJECT          a run of a project                               pip install 'penstock[wandb]'
@@ -7,8 +8,9 @@
     prometheus:FILE.prom   the newest numbers in a file, replaced as a whole, for node_exporter's textfile collector
 
 Where PENSTOCK_METRICS_TOKEN names a file, whoever asks the server of Prometheus has to send the token in it (Authorization: Bearer TOKEN).
-Servers, keys and the like are those of each package's own settings (WANDB_MODE, MLFLOW_TRACKING_URI). Packages are imported when a run uses them.
-What a row does not know (null) is left out. A sink that cannot be opened ends the run before its first step; one that fails later is named on stderr and gets no more rows; the run goes on.
+Servers, keys and the like are those of each package's own settings (WANDB_MODE, MLFLOW_TRACKING_URI). Packages are imported when a run uses
+them. What a row does not know (null) is left out. A sink that cannot be opened ends the run before its first step; one that fails later is
+named on stderr and gets no more rows; the run goes on.
 """
 
 from __future__ import annotations

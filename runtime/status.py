@@ -1,9 +1,9 @@
-"""What every rank is doing, in memory that the launcher shares with its workers: a line of text per rank, the time of its last heartbeat, the
-steps it has finished, and how far a checkpoint is that it writes, all written without a system call.
+"""What every rank is doing, in memory that the launcher shares with its workers: a line of text per rank, the time of its last heartbeat,
+the steps it has finished, and how far a checkpoint is that it writes, all written without a system call.
 
-The file has no name and is inherited as a descriptor, so nothing is left behind. A line may be read while it is written: it serves messages.
-The heart is a thread: it beats while kernels compute, however long, and stops with its process. So silence means that a process is stopped, dead
-or starved, and never that it is slow. Times are those of the host's monotonic clock.
+The file has no name and is inherited as a descriptor, so nothing is left behind. A line may be read while it is written: it serves
+messages. The heart is a thread: it beats while kernels compute, however long, and stops with its process. So silence means that a process
+is stopped, dead or starved, and never that it is slow. Times are those of the host's monotonic clock.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Status:
             self._numbers[_BUSY] += seconds
 
     def save(self, written: int, told: bool = False) -> None:
-        """So many bytes of a checkpoint are written; `told` that this rank's part of it is done, so that the others can finish it without this one."""
+        """So many bytes of a checkpoint are written; `told` that this rank's part of it is done, so that the
+        others can finish it without this one."""
         if self._numbers is not None:
             self._numbers[_SAVE] = -1.0 - written if told else 1.0 + written
 
@@ -153,8 +154,8 @@ class StatusBoard:
 
 
 class Patience:
-    """Tells who was silent for too long. Time in which the watcher itself did not look (it slept, its caller was busy, the machine stood still)
-    is nobody's fault and does not count. No limit (0) is endless patience."""
+    """Tells who was silent for too long. Time in which the watcher itself did not look (it slept, its caller was busy, the machine stood
+    still) is nobody's fault and does not count. No limit (0) is endless patience."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
@@ -173,7 +174,8 @@ class Patience:
 
 
 def await_saves(look: Callable[[], Sequence[float]]) -> None:
-    """Wait for a checkpoint that is being written though the run has failed. `look` says where the saves are of those who can still finish it."""
+    """Wait for a checkpoint that is being written though the run has failed. `look` says where the saves
+    are of those who can still finish it."""
     started = moved = time.monotonic()
     seen: list[float] = []
     while any(found := list(look())):

@@ -1,7 +1,9 @@
-"""Blocks of memory out of what a ledger wrote down of values and messages. In: entries, one after the other. Out: the blocks that live, and those that did.
+"""Blocks of memory out of what a ledger wrote down of values and messages. In: entries, one after the other. Out:
+the blocks that live, and those that did.
 
-A block lives from when a receive has it, or a value is kept in it, until the last value in it is dropped. Its address says which one it is, as long as it lives.
-One that was sent may be there for longer: it is away until the peer has it, and counts as that where nothing lives in it any more.
+A block lives from when a receive has it, or a value is kept in it, until the last value in it is dropped. Its address says
+which one it is, as long as it lives. One that was sent may be there for longer: it is away until the peer has it, and counts as
+that where nothing lives in it any more.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Stay:
 
 
 class Stays:
-    """What lives after the entries so far, and `all` that ever did; `nbytes` are those of what lives, `most_away` the most there ever was of the rest."""
+    """What lives after the entries so far, and `all` that ever did; `nbytes` are those of what lives,
+    `most_away` the most there ever was of the rest."""
 
     def __init__(self) -> None:
         self.all: list[Stay] = []

@@ -1,9 +1,9 @@
 """What one rank holds: variables in versioned buffers, and per microbatch the values that are still needed.
 
-A parameter's version v lives in buffer v mod n, n = `Var.versions`; an update reads the newest version and writes the next one, in place when
-n is 1. A version is *live* from the update that makes it until it is *retired*, after the last microbatch that reads it; the newest version
-is live in any case. An update may only write over a retired version: otherwise it is refused, naming the variable and the versions present
-(or, with `grow`, given one more buffer, which is counted: the control of the claim that n buffers are enough).
+A parameter's version v lives in buffer v mod n, n = `Var.versions`; an update reads the newest version and writes the next one, in place
+when n is 1. A version is *live* from the update that makes it until it is *retired*, after the last microbatch that reads it; the newest
+version is live in any case. An update may only write over a retired version: otherwise it is refused, naming the variable and the versions
+present (or, with `grow`, given one more buffer, which is counted: the control of the claim that n buffers are enough).
 
 Gradients have as many copies as their variable says, and those of batch t are summed in copy t mod n; optimiser state and buffers have one.
 Gradients that the ranks of a stage sum up lie one behind the other, so that they are summed in one piece.
@@ -55,7 +55,8 @@ def allocate(type: TensorType, device: torch.device = CPU) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Block:
-    """Memory, the arrays of it by type, and who has it: an array is alive as long as any tensor has its memory, whoever made that of which."""
+    """Memory, the arrays of it by type, and who has it: an array is alive as long as any tensor has
+    its memory, whoever made that of which."""
 
     memory: np.ndarray
     arrays: dict[TensorType, np.ndarray] = field(default_factory=dict)
@@ -63,9 +64,9 @@ class _Block:
 
 
 class Recycled:
-    """Tensors whose memory is used again, by size, once nobody holds it any more. Freed and allocated anew for each microbatch, aligned blocks
-    leave holes in glibc's heap (a fifth of a worker's memory), or are mapped and cleared by the system every time. On GPUs torch does this itself.
-    `memory` makes new blocks of so many bytes, if not the allocator."""
+    """Tensors whose memory is used again, by size, once nobody holds it any more. Freed and allocated anew for each microbatch, aligned
+    blocks leave holes in glibc's heap (a fifth of a worker's memory), or are mapped and cleared by the system every time. On GPUs torch
+    does this itself. `memory` makes new blocks of so many bytes, if not the allocator."""
 
     def __init__(self, device: torch.device = CPU, pinned: bool = False, memory: Callable[[int], np.ndarray] | None = None) -> None:
         self.device, self.pinned = device, pinned
@@ -280,8 +281,8 @@ class Store:
         return versions.buffers[buffer]
 
     def buffer(self, slot: Slot, version: int | None, batch: int = 0) -> torch.Tensor:
-        """The tensor for one slot of a graph's signature. `version` is that of the action; for an update, the version it makes. `batch` is the
-        one whose gradients are meant."""
+        """The tensor for one slot of a graph's signature. `version` is that of the action; for an update, the version it makes. `batch`
+        is the one whose gradients are meant."""
         if slot.var in self.gradients:
             buffers = self.gradients[slot.var]
             return buffers[batch % len(buffers)]

@@ -1,8 +1,8 @@
 """Tables: what a compiled module reads as data, today the learning rate. Every run may have its own elements; nothing is compiled anew.
 
-In: the module, the tables of a checkpoint, what the user asks for. Out: elements by variable, for all ranks the same. What is asked for counts
-first, then the checkpoint, then the module. A checkpoint counts for the rate and its curve alone: factors of groups are numbered in the order in
-which the module uses them, so a name says nothing about another module's groups.
+In: the module, the tables of a checkpoint, what the user asks for. Out: elements by variable, for all ranks the same. What is asked for
+counts first, then the checkpoint, then the module. A checkpoint counts for the rate and its curve alone: factors of groups are numbered in
+the order in which the module uses them, so a name says nothing about another module's groups.
 """
 
 from __future__ import annotations

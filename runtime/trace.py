@@ -1,10 +1,10 @@
-"""A timeline of a run as Chrome-trace JSON, which Perfetto opens: one row per rank, one slice per action, an arrow from every send to its receive.
-In: (action, start, end) of each rank, on one clock (runtime/clocks.py where there are several).
+"""A timeline of a run as Chrome-trace JSON, which Perfetto opens: one row per rank, one slice per action, an arrow from every send to its
+receive. In: (action, start, end) of each rank, on one clock (runtime/clocks.py where there are several).
 
-What a rank wrote down of its memory (ledger.py) is a counter, the live bytes of values and messages and beside them of what was sent and has not arrived, and an instant for each entry: what happened, the number
-of the action in which it did, the block (an address, as blocks are used again; of a variable the number of its buffer) and its bytes; name, microbatch and
-operation of a value, variable and version of a parameter, and of a call's temporaries the first and the last kernel that work in them.
-`memory_trace.read_trace` reads all of this back.
+What a rank wrote down of its memory (ledger.py) is a counter, the live bytes of values and messages and beside them of what was sent and
+has not arrived, and an instant for each entry: what happened, the number of the action in which it did, the block (an address, as blocks
+are used again; of a variable the number of its buffer) and its bytes; name, microbatch and operation of a value, variable and version of a
+parameter, and of a call's temporaries the first and the last kernel that work in them. `memory_trace.read_trace` reads all of this back.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def _micros(at: float, origin: float) -> float:
 
 
 def _arrows(ranks: Sequence[Sequence[Event]], origin: float) -> Iterator[_Entry]:
-    """From sends to receives of the same message: source, destination, phase and number. A message of which one end is missing has no arrow."""
+    """From sends to receives of the same message: source, destination, phase and number. A message of
+    which one end is missing has no arrow."""
     ends: Mapping[str, dict[tuple[int, int, str, int], float]] = {"s": {}, "f": {}}
     for rank, events in enumerate(ranks):
         for text, start, end in events:

@@ -1,26 +1,26 @@
 """Messages between ranks, sums over the ranks of a stage, and the meeting of the group, over gloo.
 
-A channel is (source rank, destination rank, phase). The values of the edge between their stages travel, for each microbatch, in few messages: large values
-straight from and into their tensors, small ones together (ir/parcels.py). Between ranks that share a host's memory they are copied there
-(shared_memory.py); between all others gloo carries them. A message over gloo has the tag
+A channel is (source rank, destination rank, phase). The values of the edge between their stages travel, for each microbatch, in few
+messages: large values straight from and into their tensors, small ones together (ir/parcels.py). Between ranks that share a host's memory
+they are copied there (shared_memory.py); between all others gloo carries them. A message over gloo has the tag
 
     16 + 4 · ((number mod 4096) · width + its number among those of the edge) + phase
 
-where the number is that of the microbatch, or of the batch in phases P and N, phase is 0 to 3 for F, B, P, N and width the largest number of
-messages of an edge. Gloo matches by (source, tag) and keeps equal tags in order, so that two channels cannot be mixed up and a message cannot be
-taken for that of another microbatch; 4096 keeps the number of tags bounded.
+where the number is that of the microbatch, or of the batch in phases P and N, phase is 0 to 3 for F, B, P, N and width the largest number
+of messages of an edge. Gloo matches by (source, tag) and keeps equal tags in order, so that two channels cannot be mixed up and a message
+cannot be taken for that of another microbatch; 4096 keeps the number of tags bounded.
 
-Receives are posted ahead of their action (their buffers exist from then on), so that a message flows while its receiver computes; a receive that finds
-its channel full is posted as soon as one before it is taken, while that one is waited for. Gloo moves
-data in its own thread; a send holds its tensor until the peer has it, which one thread per channel waits for (senders.py). Every wait has a deadline, and
-a failure says who waited for whom, for what. After a timeout gloo closes the connection, so a timeout is final.
+Receives are posted ahead of their action (their buffers exist from then on), so that a message flows while its receiver computes; a receive
+that finds its channel full is posted as soon as one before it is taken, while that one is waited for. Gloo moves data in its own thread; a
+send holds its tensor until the peer has it, which one thread per channel waits for (senders.py). Every wait has a deadline, and a failure
+says who waited for whom, for what. After a timeout gloo closes the connection, so a timeout is final.
 
-A stage on a GPU sends from pinned host memory: the copy is made on torch's current stream and waited for, since gloo reads with the CPU. A receive
-goes to pinned memory, too, and is copied to the GPU when its action comes. So every edge works for every pair of devices; two GPUs of one host
-do not talk directly.
+A stage on a GPU sends from pinned host memory: the copy is made on torch's current stream and waited for, since gloo reads with the
+CPU. A receive goes to pinned memory, too, and is copied to the GPU when its action comes. So every edge works for every pair of
+devices; two GPUs of one host do not talk directly.
 
-The ranks of a stage sum up their gradients in place, in the background; who needs them waits for the sum. Between GPUs that is NCCL's business
-where torch has it, else gloo's with copies in pinned memory.
+The ranks of a stage sum up their gradients in place, in the background; who needs them waits for the sum. Between GPUs that is NCCL's
+business where torch has it, else gloo's with copies in pinned memory.
 
 For measurements a transport can have a latency: sends are then started that much later, by a thread per channel, in order, any number of
 them under way at once; computations do not wait for it.
@@ -62,7 +62,8 @@ _SHOWN = 6
 
 
 def _world() -> dist.ProcessGroup:
-    """The group of all ranks. Its own `send` and `recv` take a third of the time of torch's functions around them, which look up the same each time."""
+    """The group of all ranks. Its own `send` and `recv` take a third of the time of torch's functions around
+    them, which look up the same each time."""
     group = dist.group.WORLD
     assert group is not None
     return group
@@ -106,7 +107,8 @@ class Incoming(Protocol):
 
 
 class GlooWire:
-    """Both ends of a channel over gloo: from and into what gloo can read. `tag` is that of the first message of microbatch 0, `width` the messages of one."""
+    """Both ends of a channel over gloo: from and into what gloo can read. `tag` is that of the first message of
+    microbatch 0, `width` the messages of one."""
 
     def __init__(self, peer: int, tag: int, width: int, packing: Packing) -> None:
         self.peer, self.packing = peer, packing
@@ -136,8 +138,9 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Transport:
-    """The channels of one rank. `homes` are the stages of all ranks; `team` the ranks that it sums up gradients with; `latency` is for measurements; `near`
-    sockets of the channels whose other end shares this host's memory (neighbours.py), which are the transport's from here on."""
+    """The channels of one rank. `homes` are the stages of all ranks; `team` the ranks that it sums up gradients with;
+    `latency` is for measurements; `near` sockets of the channels whose other end shares this host's memory (neighbours.py),
+    which are the transport's from here on."""
 
     def __init__(
         self,

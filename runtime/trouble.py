@@ -1,4 +1,5 @@
-"""What is said of a failure. In: what the ranks were doing. Out: sentences that name rank, host, stage, action and peer, and the last good step."""
+"""What is said of a failure. In: what the ranks were doing. Out: sentences that name rank, host, stage,
+action and peer, and the last good step."""
 
 from __future__ import annotations
 

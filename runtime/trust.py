@@ -4,7 +4,8 @@
     --tls DIR       cert.pem and key.pem, and ca.pem where cert.pem is not its own authority. Both ends of a connection show a certificate of that
                     authority; names in certificates do not count, who has one belongs to the group
 
-A proof is HMAC-SHA256(key, side, both ranks, both nonces): each end names a nonce of its own, so that what was overheard once proves nothing later.
+A proof is HMAC-SHA256(key, side, both ranks, both nonces): each end names a nonce of its own, so that what
+was overheard once proves nothing later.
 """
 
 from __future__ import annotations

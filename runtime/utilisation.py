@@ -1,7 +1,8 @@
-"""How busy stages are, for the line of progress. In: the seconds that each rank has computed so far, asked for now and then. Out: a share of the last few
-seconds for each stage, the mean of its ranks.
+"""How busy stages are, for the line of progress. In: the seconds that each rank has computed so far, asked for now and then. Out: a share
+of the last few seconds for each stage, the mean of its ranks.
 
-A computation counts when it is finished, so the window is longer than most of them take; where they take longer, shares are of a longer time.
+A computation counts when it is finished, so the window is longer than most of them take; where they
+take longer, shares are of a longer time.
 """
 
 from __future__ import annotations

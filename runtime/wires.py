@@ -1,13 +1,14 @@
-"""What a link does: messages between two processes, as the runtime sends them: over gloo, and on one machine through memory that both share.
+"""What a link does: messages between two processes, as the runtime sends them: over gloo, and on
+one machine through memory that both share.
 
-In: a connected group and pairs of its ranks. Out: for each pair the seconds of a message one way by its size, half of there and back, and the line
-through them:
+In: a connected group and pairs of its ranks. Out: for each pair the seconds of a message one way by its size, half of
+there and back, and the line through them:
 
     seconds = latency + bytes / bandwidth, with the least squares of relative errors
 
-Of a pair on this machine also what one end of a message takes of a rank, by size, when it goes through the runtime's own Transport, with caches full of
-other things: over gloo, posted ahead, held by a thread, read by gloo's (the line through these is `message_overhead` and `socket_bandwidth` of a device,
-ir/cluster.py), and through memory (`shared_overhead`, and `copy_bandwidth`, as one of the two ends copies).
+Of a pair on this machine also what one end of a message takes of a rank, by size, when it goes through the runtime's own Transport, with
+caches full of other things: over gloo, posted ahead, held by a thread, read by gloo's (the line through these is `message_overhead` and
+`socket_bandwidth` of a device, ir/cluster.py), and through memory (`shared_overhead`, and `copy_bandwidth`, as one of the two ends copies).
 
     python -m penstock.runtime.wires --rank R --port P     one end of a pair on this machine; rank 0 prints the times as JSON
 
@@ -96,8 +97,9 @@ def ping(peer: int, first: bool) -> list[tuple[int, float]]:
 
 
 def ends(group: Group, own: str) -> list[tuple[int, float]]:
-    """Messages from rank 0 to rank 1 and back, as stages send them. Gives (bytes, seconds of one end) of this side: half of what sending one and
-    receiving one take of it, in this thread by the clock and in others by processor time. `own` as in neighbours.connect: nothing for gloo."""
+    """Messages from rank 0 to rank 1 and back, as stages send them. Gives (bytes, seconds of one end) of this side: half of what
+    sending one and receiving one take of it, in this thread by the clock and in others by processor time. `own` as in
+    neighbours.connect: nothing for gloo."""
     rank, (out, back) = group.rank, _phases(group.rank)
     others = torch.zeros(_OTHERS, dtype=torch.uint8)
     found = []
@@ -111,7 +113,8 @@ def ends(group: Group, own: str) -> list[tuple[int, float]]:
         transport.post(receives[0])
         behind = _behind()
         for receive, later, send in zip(receives, [*receives[1:], None], sends, strict=True):
-            # As in a pipeline, a receive is there before its message is sent, which is then written at once, and caches are full of other things.
+            # As in a pipeline, a receive is there before its message is sent, which is then written at
+            # once, and caches are full of other things.
             begin = time.perf_counter()
             if later is not None:
                 transport.post(later)
@@ -194,8 +197,8 @@ def measure_pairs(group: Group) -> dict[tuple[int, int], list[tuple[int, float]]
 
 
 class Loopback(NamedTuple):
-    """Seconds of a message one way, and seconds of a rank for one of its ends over gloo and through memory, by its size. Where memory is not shared, messages
-    go over gloo, and there are no such ends."""
+    """Seconds of a message one way, and seconds of a rank for one of its ends over gloo and through memory, by its size. Where memory is
+    not shared, messages go over gloo, and there are no such ends."""
 
     times: list[tuple[int, float]]
     ends: list[tuple[int, float]]

@@ -1,8 +1,9 @@
 """One rank of a run. In: a bundle, a rank, commands. Out: reports; the work itself is the loop of executor.Executor.
 
-The process of a local run is forked by forkserver.py, with one end of a socket pair. The first command is Setup; rank 0 answers where the group meets, the others are told.
-Then the hash of module.ir is compared over the group, the stage and its variables are loaded, and commands are obeyed until Stop. The end of
-the control connection, or of the parent, ends the worker at once, whatever it is doing: no worker outlives its launcher.
+The process of a local run is forked by forkserver.py, with one end of a socket pair. The first command is Setup; rank 0 answers
+where the group meets, the others are told. Then the hash of module.ir is compared over the group, the stage and its variables are
+loaded, and commands are obeyed until Stop. The end of the control connection, or of the parent, ends the worker at once, whatever it
+is doing: no worker outlives its launcher.
 
 Threads are set by the environment before anything is imported, and again here for torch.
 """

@@ -2,10 +2,10 @@
 
     python -m penstock.runtime.yardsticks FOLDER --threads N --part P
 
-In: a folder with the compiled yardsticks (`compile_yardsticks`), a process whose environment has the threads, and the part of their time that a quota of
-the control group leaves them. Out: `Rates` as JSON. Each yardstick is a graph of one operation; its time is the lower quartile of repeated calls, as
-what else runs on the machine only makes them longer. Under a quota it is their mean: being held back costs more than the time in which nothing runs, as
-each start is a cold one. From these:
+In: a folder with the compiled yardsticks (`compile_yardsticks`), a process whose environment has the threads, and the part of their time
+that a quota of the control group leaves them. Out: `Rates` as JSON. Each yardstick is a graph of one operation; its time is the lower
+quartile of repeated calls, as what else runs on the machine only makes them longer. Under a quota it is their mean: being held back costs
+more than the time in which nothing runs, as each start is a cold one. From these:
 
     flops            a float32 product of 1024 x 1024 matrices                    bandwidth    a list of 128 MiB added to another
     efficiency       per family: operations / (seconds * flops), over some shapes that models have; of bytes: bytes / (seconds * bandwidth)
@@ -173,8 +173,8 @@ def measure(folder: Path, threads: int, part: float = 1.0) -> Rates:
 
 
 def _seconds(program: StageProgram, graph: Graph, threads: int, part: float, rested: bool) -> float:
-    """With one thread processor time, which other programs change little; the time of several threads is that of the clock. Under a quota it is
-    processor time in any case: so much of it takes as long as the quota needs to grant it."""
+    """With one thread processor time, which other programs change little; the time of several threads is that of the clock. Under a quota
+    it is processor time in any case: so much of it takes as long as the quota needs to grant it."""
     clock = time.process_time if threads == 1 or part < 1 else time.perf_counter
     enough = _SECONDS if part == 1 else _HELD_BACK * threads * part
     source = torch.Generator().manual_seed(0)

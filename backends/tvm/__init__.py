@@ -1,5 +1,5 @@
-"""The TVM back end for CPUs and CUDA devices: graphs become kernels (kernels/) in an order (plan.py), one Relax function each (lower.py), one
-library per stage (build.py, load.py). Code is made by worker processes (pool.py, jobs.py) and kept (store.py)."""
+"""The TVM back end for CPUs and CUDA devices: graphs become kernels (kernels/) in an order (plan.py), one Relax function each (lower.py),
+one library per stage (build.py, load.py). Code is made by worker processes (pool.py, jobs.py) and kept (store.py)."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ def _gpu_of(module: Module, stage: int, name: str | None = None) -> torch.device
 
 
 def _needed(cpu: str, graphs: Sequence[Graph]) -> str:
-    """The CPU that a stage runs on, for the name of its library: features behind it are of use in products of floats of up to 32 bits only."""
+    """The CPU that a stage runs on, for the name of its library: features behind it are of use in
+    products of floats of up to 32 bits only."""
     tiles = any(v.type.dtype in ("bf16", "f32") for g in graphs for op in g.ops if OPS[op.kind].family == "contract" for v in op.outs)
     return cpu if tiles else cpu.partition("+")[0]

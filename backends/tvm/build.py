@@ -114,8 +114,8 @@ class Builder:
 
     @property
     def cpu(self) -> str:
-        """LLVM's name of the target. Asking costs a load of TVM, so the answer is kept in the cache, by what the processor says of itself and
-        whether this process may use its tile registers."""
+        """LLVM's name of the target. Asking costs a load of TVM, so the answer is kept in the cache, by what the processor says of itself
+        and whether this process may use its tile registers."""
         if not self._cpu:
             target = self.options.target
             mark = processor() if target == "host" else "named"

@@ -1,13 +1,15 @@
 """Loading a compiled stage and calling it with torch tensors.
 
-In: the library of a stage. Out: a StageProgram. Torch tensors go to TVM's virtual machine as they are and come back as torch tensors, without
-copies. The interpreter lock is released during a call.
+In: the library of a stage. Out: a StageProgram. Torch tensors go to TVM's virtual machine as they are and come back as torch tensors,
+without copies. The interpreter lock is released during a call.
 
-Kernels check the strides of their tensors. A graph without slots is called at once, and once more with copies if that finds an input that is not
-contiguous; where slots are updated in place, tensors are looked at beforehand, and a slot that does not fit is an error. Code for a CPU takes
-tensors at any address; code for a GPU (cuda/load.py) moves aligned vectors and does not check, so that addresses are looked at here.
+Kernels check the strides of their tensors. A graph without slots is called at once, and once more with copies if that finds an
+input that is not contiguous; where slots are updated in place, tensors are looked at beforehand, and a slot that does not fit
+is an error. Code for a CPU takes tensors at any address; code for a GPU (cuda/load.py) moves aligned vectors and does not
+check, so that addresses are looked at here.
 
-Limits: one caller at a time per program. The number of threads is a property of the process: TVM reads it once, before the first parallel loop.
+Limits: one caller at a time per program. The number of threads is a property of the process: TVM reads
+it once, before the first parallel loop.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def set_threads(threads: int) -> None:
 
 
 class _Entry(NamedTuple):
-    """A graph's function, and how to call it. What a call needs to know is worked out beforehand: a small kernel takes no longer than a few lines of Python."""
+    """A graph's function, and how to call it. What a call needs to know is worked out beforehand: a small kernel takes
+    no longer than a few lines of Python."""
 
     function: Any
     arguments: int

@@ -1,11 +1,11 @@
 """From planned graphs to TVM: the TIR function of one group, and the Relax functions that call kernels.
 
 In: groups (`make_kernel`), or graphs with their kernels in order (`relax_module`). Out: Kernels with TIR functions, or an IRModule with one
-Relax function per graph, whose parameters follow `penstock.ir.graph.signature`. Behind those come the operands that kernels take in an order
-of their own; a second function of the graph, with `_pack` to its name, makes them of the graph's slots (see group.Packing).
+Relax function per graph, whose parameters follow `penstock.ir.graph.signature`. Behind those come the operands that kernels take in an
+order of their own; a second function of the graph, with `_pack` to its name, makes them of the graph's slots (see group.Packing).
 
-The virtual machine finds kernels by name, so the module that plans memory needs no more of a kernel than its parameters: `declaration` gives a
-function with those and an empty body. TVM's passes treat calls of it like any others (in-place updates, reuse of memory); it is
+The virtual machine finds kernels by name, so the module that plans memory needs no more of a kernel than its parameters: `declaration`
+gives a function with those and an empty body. TVM's passes treat calls of it like any others (in-place updates, reuse of memory); it is
 taken out before code is made, and the compiled kernel of that name is linked in.
 
 Limit: Relax functions are built on one stack for the whole process; callers take turns.
@@ -82,8 +82,8 @@ def _table(op: Op) -> Any:
 
 
 def relax_module(lowered: Sequence[Lowered], *, declared: bool, called: list[str] | None = None) -> Any:
-    """One Relax function per graph, `s0.F` as `s0_F`. Either with the TIR of every kernel, or `declared`: then steps of one name are one kernel.
-    Names under which steps call kernels, one for each step, are put into `called`."""
+    """One Relax function per graph, `s0.F` as `s0_F`. Either with the TIR of every kernel, or `declared`: then steps of one name are one
+    kernel. Names under which steps call kernels, one for each step, are put into `called`."""
     builder = relax.BlockBuilder()
     known: dict[str, Any] = {}
 
@@ -126,7 +126,8 @@ def _packed(lowered: Lowered) -> Packed:
 
 
 def _emit_packing(builder: Any, lowered: Lowered, name: str, packed: Packed, declared: bool) -> None:
-    """The function that packs: from all slots of the graph to the packed operands, in the order in which the graph's function takes them."""
+    """The function that packs: from all slots of the graph to the packed operands, in the order in
+    which the graph's function takes them."""
     types = slot_types(lowered.graph)
     slots = {s: relax.Var(function_name(f"{s.var}_{s.slot or 'acc'}"), relax_type(types[s])) for s in signature(lowered.graph).slots}
     reads = {op.outs[0]: slot for op in lowered.graph.ops if op.kind == "read" and (slot := slot_of(op)) is not None}

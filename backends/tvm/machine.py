@@ -1,6 +1,8 @@
-"""TVM's virtual machine, opened without TVM's Python package: importing that takes a hundred times as long as all that running a stage needs of it.
+"""TVM's virtual machine, opened without TVM's Python package: importing that takes a hundred times as long
+as all that running a stage needs of it.
 
-In: a compiled library. Out: a machine, which gives its functions by name. What a machine is told are the numbers that TVM's own wrapper tells it.
+In: a compiled library. Out: a machine, which gives its functions by name. What a machine is told are the
+numbers that TVM's own wrapper tells it.
 """
 
 from __future__ import annotations

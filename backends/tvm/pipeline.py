@@ -3,9 +3,9 @@
 In: an IRModule of kernels. Out: the same kernels as packed functions that TVM's code generator takes. `PIPELINE` is the name under which
 `tvm.compile` finds the pipeline.
 
-TVM's own list is for schedules of blocks and for devices: most of it has nothing to do here. Left out for its cost is FlattenBuffer,
-whose time grows with the square of the number of buffers: 0.6 of the 0.9 s that a ragged matrix product took. Our buffers have one
-dimension already; only bools still need it, which become bytes there, so it runs on functions that hold some. The code that comes out is the same.
+TVM's own list is for schedules of blocks and for devices: most of it has nothing to do here. Left out for its cost is FlattenBuffer, whose
+time grows with the square of the number of buffers: 0.6 of the 0.9 s that a ragged matrix product took. Our buffers have one dimension
+already; only bools still need it, which become bytes there, so it runs on functions that hold some. The code that comes out is the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The code of stages for people: the TIR of kernels, and the functions that call them, kept beside what is compiled.
 
-In: the cache, names of kernels, keys of libraries. Out: StageSources. Printing takes about as long as planning, so that texts are made only where
-somebody wants to see them, by the processes that have the code in hand, and are kept in the cache from then on:
+In: the cache, names of kernels, keys of libraries. Out: StageSources. Printing takes about as long as planning, so that texts are made only
+where somebody wants to see them, by the processes that have the code in hand, and are kept in the cache from then on:
 
     NAME.py     the TIR of the kernel of that name
     sources     key: that of the library; its calls of kernels and its functions

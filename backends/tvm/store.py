@@ -3,8 +3,8 @@
     folder   $PENSTOCK_CACHE, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock; PENSTOCK_CACHE=off turns it off
     bound    $PENSTOCK_CACHE_SIZE: bytes, or a number with KiB, MiB or GiB; 1 GiB if not given
 
-An entry is one file: the SHA-256 of the content, then the content. It is written under a temporary name and renamed, so readers see all of it
-or nothing; one whose hash does not fit counts as absent and is written again. A hit sets the file's time; `trim` deletes the files whose
+An entry is one file: the SHA-256 of the content, then the content. It is written under a temporary name and renamed, so readers see all of
+it or nothing; one whose hash does not fit counts as absent and is written again. A hit sets the file's time; `trim` deletes the files whose
 time is oldest until the rest fits. Deleting an entry that another process reads does no harm: it has the file open.
 
 A folder that cannot be written to is no error: nothing is kept, `trouble` says why, and so does the last line of a build (`told`).

@@ -1,10 +1,11 @@
 """Targets: which CPU the code is for, and the tile sizes its vector registers allow.
 
-In: a name (`host`, an LLVM CPU name such as `skylake-avx512`, with features behind plus signs, as in `rocketlake+amx-tile+amx-bf16`, or `portable`, which runs on every x86-64 machine with AVX2).
-Out: a TVM target and the tile of the matrix kernel. Rule: the accumulators of a tile, rows * vectors, must leave registers for one row of
-the packed operand and one broadcast value: at most 28 of 32 registers with AVX-512, 12 of 16 with AVX2, 8 of 16 without. A step of a tile
-loads rows + vectors times for rows * vectors multiply-adds, and a core does as many of these as of loads: with AVX-512 the tile of matrix
-products is 6x4 (10 loads for 24), which a panel that has left the first cache still keeps busy; 12x2 (14 loads) needs it there.
+In: a name (`host`, an LLVM CPU name such as `skylake-avx512`, with features behind plus signs, as in `rocketlake+amx-tile+amx-bf16`, or
+`portable`, which runs on every x86-64 machine with AVX2). Out: a TVM target and the tile of the matrix kernel. Rule: the accumulators of a
+tile, rows * vectors, must leave registers for one row of the packed operand and one broadcast value: at most 28 of 32 registers with
+AVX-512, 12 of 16 with AVX2, 8 of 16 without. A step of a tile loads rows + vectors times for rows * vectors multiply-adds, and a core does
+as many of these as of loads: with AVX-512 the tile of matrix products is 6x4 (10 loads for 24), which a panel that has left the first cache
+still keeps busy; 12x2 (14 loads) needs it there.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from penstock.ir.errors import UsageError
 from .tiles import allow_tiles
 
 PORTABLE = "x86-64-v3"
-# The pass makes wrong code in LLVM 22.1.0, which TVM 0.27 has (llvm/llvm-project issues 174046, 214650, 222554): here, two indices of a loop
-# were taken from one register of 64 bits, and the first kept the second's bits. Kernels write their vectors themselves and do not miss it.
+# The pass makes wrong code in LLVM 22.1.0, which TVM 0.27 has (llvm/llvm-project issues 174046, 214650, 222554): here, two
+# indices of a loop were taken from one register of 64 bits, and the first kept the second's bits. Kernels write their
+# vectors themselves and do not miss it.
 WITHOUT_VECTOR_COMBINE = "-disable-vector-combine:bool=true"
 # LLVM's names of the features that products of bf16 on tile registers need.
 TILES = ("amx-tile", "amx-bf16")
@@ -73,8 +75,8 @@ def _machine(cpu: str) -> Machine:
         )
     target = tvm_target(cpu)
     if codegen.target_has_features(["avx512f"], target):
-        # By name only, although LLVM counts tiles among what some models have: not every process on such a machine may use them, and loading
-        # goes by the name of the library (load.py).
+        # By name only, although LLVM counts tiles among what some models have: not every process on such a machine may use them, and
+        # loading goes by the name of the library (load.py).
         return Machine(cpu, 16, 12, 2, 6, 4, has_tiles=set(TILES) <= set(cpu.split("+")[1:]))
     if codegen.target_has_features(["avx2"], target):
         return Machine(cpu, 8, 6, 2, 6, 2)
@@ -82,7 +84,8 @@ def _machine(cpu: str) -> Machine:
 
 
 def tvm_target(cpu: str) -> Any:
-    """TVM's target for an LLVM CPU name, with features behind plus signs. The number of threads is set when the code is loaded, not here."""
+    """TVM's target for an LLVM CPU name, with features behind plus signs. The number of threads is
+    set when the code is loaded, not here."""
     import tvm
 
     name, *features = cpu.split("+")

@@ -1,8 +1,8 @@
-"""What memory a call of a compiled graph takes. In: TVM's virtual machine, a call. Out: the blocks that it allocated, in order, each with the kernels that
-were the first and the last to work in it; and what the call gave back.
+"""What memory a call of a compiled graph takes. In: TVM's virtual machine, a call. Out: the blocks that it allocated, in order, each with
+the kernels that were the first and the last to work in it; and what the call gave back.
 
-The machine tells of every call that it makes, of its own allocations too, which costs Python time for each: this is for one call of a graph, as all calls of it
-allocate the same.
+The machine tells of every call that it makes, of its own allocations too, which costs Python time for each: this is for one call of a
+graph, as all calls of it allocate the same.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def repeat_heads(w: Writer, x: Value, heads: int) -> Value:
 
 
 def rotate(w: Writer, x: Value, cos: Value, sin: Value, interleaved: bool) -> Value:
-    """The first entries of each row turned, pair by pair; a pair is an entry and its neighbour (interleaved), or the one half the width further.
-    cos and sin broadcast to half of what is turned; what lies behind stays as it is."""
+    """The first entries of each row turned, pair by pair; a pair is an entry and its neighbour (interleaved), or the one half the width
+    further. cos and sin broadcast to half of what is turned; what lies behind stays as it is."""
     dims, last = x.type.dims, x.type.rank - 1
     half = cos.type.dims[-1]
     w.require(sin.type == cos.type and 0 < 2 * half <= dims[-1], f"cosines {cos.type} and sines {sin.type} do not fit {x.type}")
@@ -96,7 +96,8 @@ def capped(w: Writer, scores: Value, cap: float) -> Value:
 
 
 def hide(w: Writer, scores: Value, seen: Value) -> Value:
-    """Scores so low where nothing is seen that a softmax leaves nothing of them, but finite: a row that sees nothing weighs all alike, and has no nan."""
+    """Scores so low where nothing is seen that a softmax leaves nothing of them, but finite: a row that sees
+    nothing weighs all alike, and has no nan."""
     return w.emit("where", seen, scores, _lowest(scores))
 
 
@@ -110,8 +111,8 @@ def _lowest(scores: Value) -> float:
 
 
 def sees_nothing(w: Writer, mask: Value, known: np.ndarray | None) -> Value | None:
-    """For a mask of scores (bool: what is seen; numbers: added, -inf hides): whether a row sees nothing at all, [..., rows, 1]; None where `known`
-    elements of it say that every row sees something."""
+    """For a mask of scores (bool: what is seen; numbers: added, -inf hides): whether a row sees nothing at all, [..., rows, 1]; None where
+    `known` elements of it say that every row sees something."""
     if known is not None and bool((known if known.dtype == bool else known != -np.inf).any(-1).all()):
         return None
     seen = mask if mask.type.dtype == "bool" else w.emit("not", w.emit("equal", mask, -np.inf))

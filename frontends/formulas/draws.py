@@ -1,4 +1,5 @@
-"""Random numbers and what is made of them. Each call of `uniform` is another use: its numbers have nothing to do with those of the others."""
+"""Random numbers and what is made of them. Each call of `uniform` is another use: its numbers have
+nothing to do with those of the others."""
 
 from __future__ import annotations
 

@@ -80,7 +80,8 @@ def power_of(w: Writer, x: Value, y: Value) -> Value:
 
 
 def root(w: Writer, x: Value, order: float = 2.0) -> Value:
-    """The root of a sum that is not negative, as of the length of a vector; its gradient at 0 is 0, where that of the root alone is infinite."""
+    """The root of a sum that is not negative, as of the length of a vector; its gradient at 0 is 0,
+    where that of the root alone is infinite."""
     if order == 1.0:
         return x
     nothing = w.emit("equal", x, 0.0)
@@ -198,7 +199,8 @@ def with_sign(w: Writer, x: Value, minus: Value) -> Value:
 
 
 def angle(w: Writer, y: Value, x: Value) -> Value:
-    """The angle of the point (x, y): of the smaller over the larger coordinate, whose quotient never overflows. At (0, 0) it has no gradient, as in torch."""
+    """The angle of the point (x, y): of the smaller over the larger coordinate, whose quotient never overflows. At
+    (0, 0) it has no gradient, as in torch."""
     steep = w.emit("less", w.emit("abs", x), w.emit("abs", y))
     small, large = w.emit("where", steep, x, y), w.emit("where", steep, y, x)
     nowhere, endless = w.emit("equal", large, 0.0), w.emit("equal", w.emit("abs", small), inf)

@@ -1,7 +1,7 @@
 """Elements found by the values of an index tensor.
 
-The IR looks up and replaces whole entries along one axis. Element by element and over several dimensions at once that is the same on a tensor of
-one dimension: indices become row-major positions, and `gather` and `scatter` compute these where they read them.
+The IR looks up and replaces whole entries along one axis. Element by element and over several dimensions at once that is the same on a
+tensor of one dimension: indices become row-major positions, and `gather` and `scatter` compute these where they read them.
 """
 
 from __future__ import annotations

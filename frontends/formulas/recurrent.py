@@ -51,7 +51,8 @@ def lstm_cell(
 
 
 def gru_cell(w: Writer, recurrent: Value, bias: Value | None, functions: Sequence[Function], reset_after: bool, order: str = "zr") -> Cell:
-    """Gates update and reset in the given order, then hidden; `bias` is the recurrent one of the latter, which the reset gate scales with `reset_after`."""
+    """Gates update and reset in the given order, then hidden; `bias` is the recurrent one of the latter, which the
+    reset gate scales with `reset_after`."""
     gate, candidate = functions
     size = recurrent.type.dims[-1]
 
@@ -84,7 +85,8 @@ def without_hidden(w: Writer, bias: Value, size: int) -> Value:
 def unroll(
     w: Writer, gates: Value, state: tuple[Value, ...], cell: Cell, lengths: Value | None, backward: bool
 ) -> tuple[Value, tuple[Value, ...]]:
-    """All results [steps, batch, size] and the last state; gates are [steps, batch, ...]. Beyond the length of a sequence its state stays and results are 0."""
+    """All results [steps, batch, size] and the last state; gates are [steps, batch, ...]. Beyond the length of a
+    sequence its state stays and results are 0."""
     steps, batch = gates.type.dims[:2]
     w.require(steps > 0, "there are no steps")
     outs: list[Value] = [state[0]] * steps

@@ -1,7 +1,7 @@
 """Resizing one dimension to another number of entries: every entry of the result is a weighted sum of a few entries next to one place.
 
-In: places and weights as arrays, computed at import. Out: copies and slices where every weight is one, else a product with a small matrix, or, along
-long dimensions, one lookup per neighbour.
+In: places and weights as arrays, computed at import. Out: copies and slices where every weight is one, else a product with a small matrix,
+or, along long dimensions, one lookup per neighbour.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Images read between their entries, at places that are computed at run time.
 
-Every place is read as a weighted sum over its neighbours, each of them one lookup of all channels: gradients for the image and for the places follow.
+Every place is read as a weighted sum over its neighbours, each of them one lookup of all channels: gradients
+for the image and for the places follow.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def neighbours(w: Writer, at: Value, mode: str) -> list[tuple[Value, Value | Non
 
 
 def corners_at(w: Writer, x: Value, image: Value, at: Sequence[Value], mode: str, border: Border) -> list[Value]:
-    """What each neighbour adds to the result, as [..., channels]: x is [batch, channels, space ...], `image` (i64) which entry of the batch,
-    `at` a place along each spatial dimension."""
+    """What each neighbour adds to the result, as [..., channels]: x is [batch, channels, space ...], `image` (i64) which entry of the
+    batch, `at` a place along each spatial dimension."""
     batch, channels, *space = x.type.dims
     w.require(len(at) == len(space), f"{len(at)} coordinates do not fit {x.type}")
     table = reshape(w, transpose(w, x, (0, *range(2, len(space) + 2), 1)), (batch * prod(space), channels))

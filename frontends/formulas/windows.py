@@ -1,4 +1,5 @@
-"""Sliding windows over the dimensions behind batch and channels: where they lie, means of them, and where in them the largest entry stands."""
+"""Sliding windows over the dimensions behind batch and channels: where they lie, means of them, and
+where in them the largest entry stands."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from .elementwise import limits_of
 
 @dataclass(frozen=True)
 class Window:
-    """One number per dimension; `pads` those before all dimensions, then those after. `over` is how far the last window reaches past the padding."""
+    """One number per dimension; `pads` those before all dimensions, then those after. `over` is how far the
+    last window reaches past the padding."""
 
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
@@ -42,7 +44,8 @@ class Window:
 def window(
     sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int], pads: Sequence[int], round_up: bool
 ) -> Window:
-    """The windows over dimensions of these sizes; rounding up adds one where the last would leave entries out, unless it started in the padding."""
+    """The windows over dimensions of these sizes; rounding up adds one where the last would leave entries
+    out, unless it started in the padding."""
     r = len(kernel)
     over = [0] * r
     for i in range(r if round_up else 0):
@@ -62,7 +65,8 @@ def reach(kernel: int, dilation: int) -> int:
 def transposed_sizes(
     sizes: Sequence[int], kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int], extra: Sequence[int]
 ) -> tuple[int, ...]:
-    """Sizes of what a convolution that gives `sizes` starts from, before padding is taken off; `extra` entries at the end no window reaches."""
+    """Sizes of what a convolution that gives `sizes` starts from, before padding is taken off; `extra`
+    entries at the end no window reaches."""
     geometry = zip(sizes, kernel, strides, dilations, extra, strict=True)
     return tuple((size - 1) * s + reach(k, d) + e for size, k, s, d, e in geometry)
 
@@ -77,8 +81,8 @@ def average(w: Writer, x: Value, at: Window, counted: bool) -> Value:
 
 
 def largest_places(w: Writer, x: Value, out: Sequence[int], at: Window, weights: Sequence[int]) -> Value:
-    """i64[batch, channels, *out]: where the first largest entry of each window stands, counted within its channel by the weight of each dimension: tap by
-    tap the largest so far and its place."""
+    """i64[batch, channels, *out]: where the first largest entry of each window stands, counted within its channel by the weight of each
+    dimension: tap by tap the largest so far and its place."""
     r, dtype = len(at.kernel), x.type.dtype
     padded = x
     if any(at.low + at.high):

@@ -1,8 +1,9 @@
 """ONNX operators of attention and of what replaces it in state-space models.
 
-Attention without mask, cap and cache is one operation. Everything else is written as scores, a softmax and a product, which a pass recognises
-where it can. What is hidden (false in a mask, later than the position, outside the window, behind the last key) gets weight 0 after the softmax, so
-that a row that sees nothing gives 0 and never nan; rows of an added mask that are -inf throughout are treated likewise.
+Attention without mask, cap and cache is one operation. Everything else is written as scores, a softmax and a product, which
+a pass recognises where it can. What is hidden (false in a mask, later than the position, outside the window, behind the
+last key) gets weight 0 after the softmax, so that a row that sees nothing gives 0 and never nan; rows of an added mask that
+are -inf throughout are treated likewise.
 
 LinearAttention is unrolled over its positions, so there is a limit to their number.
 """

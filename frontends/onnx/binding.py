@@ -1,8 +1,8 @@
 """What the user binds before an import: sizes of symbolic dimensions, and values of inputs.
 
 In: the inputs of a graph, sizes by the name of the dimension, values by the name of the input. Out: the shape of every input, the values as
-arrays of the type that the model declares, and why an input can be neither. A dimension without a name is called INPUT.AXIS. A value also says
-the sizes of its input's dimensions. Everything that does not fit is listed by one error.
+arrays of the type that the model declares, and why an input can be neither. A dimension without a name is called INPUT.AXIS. A value also
+says the sizes of its input's dimensions. Everything that does not fit is listed by one error.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def bind(graph: onnx.GraphProto, dims: Mapping[str, int], known: Mapping[str, Gi
 
 
 def open_dimensions(path: str | Path, dims: Mapping[str, int], known: Mapping[str, Given]) -> tuple[str | None, list[str]]:
-    """Of a model's symbolic dimensions that are not bound: the one that all inputs with an open dimension have first, if there is one, and the others."""
+    """Of a model's symbolic dimensions that are not bound: the one that all inputs with an open dimension have
+    first, if there is one, and the others."""
     first: set[str] = set()
     others: set[str] = set()
     for value in _fed(Source(path).model.graph):

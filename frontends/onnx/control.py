@@ -1,7 +1,7 @@
 """Control flow, written out: branches, loops and scans become the operations that they run.
 
-In: a node with graphs inside. Out: its results, the nodes of these graphs imported in its place, once for each time that they run, under names with the
-numbers of the iterations.
+In: a node with graphs inside. Out: its results, the nodes of these graphs imported in its place, once for each time that they run, under
+names with the numbers of the iterations.
 
     If      a condition known at import chooses the branch. One computed at run time takes both, and `where` between their results, which
             must agree in type: what the other branch computes is thrown away, so an error there is not seen, but its nan reaches gradients.

@@ -3,8 +3,8 @@
 The meaning of an operator is that of onnx.reference, ONNX's own NumPy implementation, so that folding and the rules of the op tables
 are independent of each other. A result of another type than shape inference promises is refused rather than converted.
 
-Nothing is computed whose size is not known to be small before: a few bytes of a file can ask for a tensor that fills all memory, or for hours of a reference
-implementation that loops in Python.
+Nothing is computed whose size is not known to be small before: a few bytes of a file can ask for a tensor that fills all memory, or for
+hours of a reference implementation that loops in Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .tensors import Known
 
 # Results above this many elements stay operations: a mask repeated over a batch is cheaper to broadcast than to store.
 LARGEST = 1 << 22
-# Where onnx.reference leaves the specification (signs of LpNormalization, lengths, clip and activations of recurrent layers, channels of LRN).
+# Where onnx.reference leaves the specification (signs of LpNormalization, lengths, clip and activations
+# of recurrent layers, channels of LRN).
 OTHERWISE = frozenset({"LRN", "LpNormalization", "RNN", "GRU", "LSTM"})
 # The same for operators whose reference loops over elements in Python, and for the product of the operands of those that sum products.
 _LARGEST_LOOP, _LARGEST_PRODUCT = 1 << 13, 1 << 32

@@ -1,7 +1,8 @@
 """Operators that are defined by other operators: a model's own functions, and those that ONNX defines so.
 
-In: a node and a function. Out: what the function's results are, its nodes imported in the node's place. A function sees its own operands only; its nodes
-are read at the opset that the function names. Attributes that refer to the function's are replaced by what this call gives, or by their default.
+In: a node and a function. Out: what the function's results are, its nodes imported in the node's place. A function sees its own
+operands only; its nodes are read at the opset that the function names. Attributes that refer to the function's are replaced by
+what this call gives, or by their default.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ The module has one graph `main`: the model's inputs, its outputs, one operation 
 the node's name as its `loc`. Tensor names are kept (names.py says how others are spelled). Supported are opsets 7 to 28 of the default
 domain; every size is a number once `dims` has bound the symbolic ones, and inputs that `known` binds to values are inputs no more.
 
-trained.py says which initializers are parameters. All others are constants. What depends on constants alone is computed here. Small constants and those with one value throughout become
-`const`, the rest buffers. An initializer used by several nodes stays one variable, read once.
+trained.py says which initializers are parameters. All others are constants. What depends on constants alone is computed
+here. Small constants and those with one value throughout become `const`, the rest buffers. An initializer used by
+several nodes stays one variable, read once.
 
-A node is, in this order: a call of one of the model's functions (functions.py), control flow or a sequence (control.py, sequences.py), computed here
-because its operands are known (folding.py), written by its rule (table.py), or written out by the definition that ONNX gives for its operator.
-All nodes that cannot be imported are listed by one CannotImport.
+A node is, in this order: a call of one of the model's functions (functions.py), control flow or a sequence (control.py, sequences.py),
+computed here because its operands are known (folding.py), written by its rule (table.py), or written out by the definition that ONNX gives
+for its operator. All nodes that cannot be imported are listed by one CannotImport.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def import_onnx(
     frozen: str | None = None,
     trained: str | None = None,
 ) -> Imported:
-    """The model at `path` as a Module. `dims` gives sizes for symbolic dimensions by name, `known` elements for inputs; `frozen` and `trained`
-    are patterns of names of initializers."""
+    """The model at `path` as a Module. `dims` gives sizes for symbolic dimensions by name, `known` elements for inputs; `frozen` and
+    `trained` are patterns of names of initializers."""
     source = Source(path)
     where = str(source.path)
     opsets = opsets_of(source)
@@ -178,8 +179,8 @@ class _Importer:
         return Weight(label, kind, tensor) if self.trained(tensor.name, kind) else Known(label, self.source.array(tensor))
 
     def open_graph(self, graph: onnx.GraphProto, n: Node, part: str) -> Scope:
-        """A scope around a graph inside a node, with its initializers: all its runs, also by runs of what is around, share them. In a function, whose
-        nodes are read anew at each call, those of one place in it do."""
+        """A scope around a graph inside a node, with its initializers: all its runs, also by runs of what is around, share them. In a
+        function, whose nodes are read anew at each call, those of one place in it do."""
         scope = n.scope.inside(f"{n.own_name}/", f"{n.own_name}/{part}/")
         labels = self.labels.get(id(graph), {})
         for tensor in graph.initializer:

@@ -1,10 +1,10 @@
 """What ONNX's shape inference promises of the results of nodes.
 
-It is asked node by node, with the types that the operands have here. What it says is a check on our rules, the type of results that are lost, and
-how large a result will be that is to be computed at import; nothing is taken from it that a rule could not tell.
+It is asked node by node, with the types that the operands have here. What it says is a check on our rules, the type of results that are
+lost, and how large a result will be that is to be computed at import; nothing is taken from it that a rule could not tell.
 
-Shape inference is native code which trusts what it is given: over whole graphs, files that its checker accepts end the process. A single node whose operands
-have static types is what it is made for; `_harmless` keeps the rest from it.
+Shape inference is native code which trusts what it is given: over whole graphs, files that its checker accepts end the process. A single
+node whose operands have static types is what it is made for; `_harmless` keeps the rest from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .node import Node
 from .source import SMALL, our_dtype
 from .tensors import Empty, Known, Tensor, TensorList
 
-# Attributes that name dimensions of operands, and operators whose results have dimensions that the operands have not, or that take one behind the last.
+# Attributes that name dimensions of operands, and operators whose results have dimensions that the operands have
+# not, or that take one behind the last.
 _PLACES = ("axis", "axes", "batch_axis", "time_axis", "perm")
 _NEW_PLACES = ("Unsqueeze", "Flatten", "OneHot")
 # What it raises: its own errors, and Python's for what native code throws (out of range, a bad length, text that is none).
@@ -102,14 +103,15 @@ def promised_by_node(n: Node) -> Promises:
 
 
 def _mistaken(proto: onnx.NodeProto, opset: int) -> bool:
-    """Whether shape inference is known to be wrong: it takes a transform that does not say so for a two-sided one, and counts a window too many."""
+    """Whether shape inference is known to be wrong: it takes a transform that does not say so for a
+    two-sided one, and counts a window too many."""
     both_sides = proto.op_type == "STFT" and all(a.name != "onesided" for a in proto.attribute)
     return both_sides or (opset < 22 and rounds_up(proto))
 
 
 def _harmless(proto: onnx.NodeProto, ranks: Collection[int]) -> bool:
-    """Whether shape inference may see a node: it ends the process for a Split whose number of results is not what it says, and for some operators
-    that name dimensions which their operands do not have."""
+    """Whether shape inference may see a node: it ends the process for a Split whose number of results is not what it says, and for some
+    operators that name dimensions which their operands do not have."""
     most, fewest = max(ranks, default=0), min(ranks, default=0)
     for a in proto.attribute:
         if a.HasField("g") or a.graphs:

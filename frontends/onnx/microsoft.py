@@ -1,7 +1,8 @@
-"""Operators of domain com.microsoft that exporters and onnxruntime's optimiser write: activations, normalisations, attention, fused products.
+"""Operators of domain com.microsoft that exporters and onnxruntime's optimiser write: activations,
+normalisations, attention, fused products.
 
-Their meaning is that of onnxruntime on CPUs. Attention comes without past keys and values: whole sequences, not one token after the other. A mask of
-numbers hides by adding `mask_filter_value`, as there, so that a row that sees nothing still weighs all keys alike.
+Their meaning is that of onnxruntime on CPUs. Attention comes without past keys and values: whole sequences, not one token after the other.
+A mask of numbers hides by adding `mask_filter_value`, as there, so that a row that sees nothing still weighs all keys alike.
 """
 
 from __future__ import annotations
@@ -165,7 +166,8 @@ def _multi_head(n: Node) -> Sequence[Result]:
 
 
 def _group_query(n: Node) -> Sequence[Result]:
-    """Whole sequences from their first position on. What it says of positions behind the end of a shorter one in the batch is not specified."""
+    """Whole sequences from their first position on. What it says of positions behind the end of a
+    shorter one in the batch is not specified."""
     n.require(not any(n.has(i) and n.type(i).size for i in (3, 4)), "past keys and values are not supported")
     n.require(not any(n.has(i) for i in (11, *range(12, n.count))), "sinks and quantised caches are not supported")
     n.require(not n.int_attr("smooth_softmax") and not n.int_attr("qk_output"), "smooth_softmax and qk_output are not supported")

@@ -147,7 +147,8 @@ def _batch_norm(n: Node) -> Result | list[Result]:
 
 
 def _batch_norm_training(n: Node) -> list[Result]:
-    """With the statistics of the batch; the running ones become, in training, what results 1 and 2 are. Here ONNX's variance is the biased one."""
+    """With the statistics of the batch; the running ones become, in training, what results 1 and 2 are.
+    Here ONNX's variance is the biased one."""
     x, scale, bias = n.value(0), n.value(1), n.value(2)
     mean, variance, centred = batch_statistics(n, x)
     rstd = n.emit("rsqrt", n.emit("add", variance, n.float_attr("epsilon", 1e-5)))

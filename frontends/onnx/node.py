@@ -1,8 +1,9 @@
 """What a rule of the op tables sees: one ONNX node, its operands, and the means to write IR operations in its place.
 
-Rules ask for what they need: a tensor operand with `value`, numbers that must be known (shapes, axes, bounds) with `constant`. Only what is
-asked for as a tensor becomes a variable, so that an initializer used as a shape or a bound never turns into a parameter. tensors.py says what
-an operand can be. A node is seen in its newest form: what older opsets have as attributes and newer ones as operands are operands (versions.py).
+Rules ask for what they need: a tensor operand with `value`, numbers that must be known (shapes, axes, bounds) with `constant`.
+Only what is asked for as a tensor becomes a variable, so that an initializer used as a shape or a bound never turns into a
+parameter. tensors.py says what an operand can be. A node is seen in its newest form: what older opsets have as attributes and
+newer ones as operands are operands (versions.py).
 
 A rule returns the results of its node: values, or arrays where the result is known. An attribute that no rule asked for makes the
 node unsupported: nothing of a model is ignored in silence.

@@ -25,7 +25,8 @@ def _max_pool(n: Node) -> Result | Sequence[Result]:
 
 
 def _places(n: Node, x: Value, y: Value, at: Window, by_column: bool) -> Value:
-    """Where in the whole tensor the first largest entry of each window stands; `by_column`: the first of its channel's dimensions counted fastest."""
+    """Where in the whole tensor the first largest entry of each window stands; `by_column`: the first of its
+    channel's dimensions counted fastest."""
     space, r = x.type.dims[2:], len(at.kernel)
     weights = tuple(prod(space[:i]) for i in range(r)) if by_column else plane_places(space)
     within = largest_places(n, x, y.type.dims[2:], at, weights)

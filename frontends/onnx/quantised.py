@@ -1,8 +1,8 @@
 """ONNX operators on quantised tensors: integers q that stand for (q - zero point) * scale.
 
-Quantising rounds half to even, adds the zero point and saturates. Products are exact: those of matrices in i32, convolutions in the float type
-that holds every integer that can come up. Scales and zero points are never trained, and may be one number, one for each entry along an axis,
-or (QuantizeLinear, DequantizeLinear) one for each block of entries along an axis. The gradient of rounding is zero.
+Quantising rounds half to even, adds the zero point and saturates. Products are exact: those of matrices in i32, convolutions in the float
+type that holds every integer that can come up. Scales and zero points are never trained, and may be one number, one for each entry along an
+axis, or (QuantizeLinear, DequantizeLinear) one for each block of entries along an axis. The gradient of rounding is zero.
 
 Integers of 4 and 2 bits and floats of 8 have no counterpart here.
 """

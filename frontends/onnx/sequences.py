@@ -1,4 +1,5 @@
-"""Sequences and optionals: lists that exist at import only. Their lengths and the positions in them have to be known; their entries need not."""
+"""Sequences and optionals: lists that exist at import only. Their lengths and the positions in them
+have to be known; their entries need not."""
 
 from __future__ import annotations
 

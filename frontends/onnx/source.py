@@ -66,8 +66,8 @@ class Source:
                 self._span(tensor)
 
     def check(self) -> str:
-        """What onnx.checker has against the file; empty when it is valid. Valid are, too, functions of another opset, tensors that do not say their
-        shape, and operators that the checker does not have or calls deprecated, but exporters write."""
+        """What onnx.checker has against the file; empty when it is valid. Valid are, too, functions of another opset, tensors that do not
+        say their shape, and operators that the checker does not have or calls deprecated, but exporters write."""
         problem = _complaint(str(self.path))
         light = None
         for about in _TOLERATED:
@@ -290,8 +290,9 @@ Label = tuple[str, onnx.GraphProto, onnx.TensorProto]
 
 
 def stored_in(graph: onnx.GraphProto) -> list[Label]:
-    """The initializers of a graph and of those inside its nodes, each with its graph and a name that is its alone: its own in the graph itself, and
-    in a graph inside where no other tensor of these is called so; else with its place before it, `If_4/then/w`. The elements do not matter."""
+    """The initializers of a graph and of those inside its nodes, each with its graph and a name that is its alone: its own in
+    the graph itself, and in a graph inside where no other tensor of these is called so; else with its place before it,
+    `If_4/then/w`. The elements do not matter."""
     found = [(path, inner, tensor) for path, inner in _placed(graph, "") for tensor in inner.initializer]
     own = (
         [v.name for v in graph.input] + [t.values.name for t in graph.sparse_initializer] + [o for node in graph.node for o in node.output]

@@ -1,18 +1,19 @@
-"""A model file without the elements of its weights, and with them again: what a bundle keeps of its source, and how a trained model is written.
+"""A model file without the elements of its weights, and with them again: what a bundle keeps of its
+source, and how a trained model is written.
 
 take_structure   the file as it was read, and the module's variables -> Structure: the model without the elements of the initializers that
                  became variables; everything else as it stood, local functions and subgraphs included
 save_structure   Structure -> `model.onnx` in a folder, and `model.onnx.data` where elements that stay were external data
 write_model      such a `model.onnx`, and elements for initializers by label -> an ONNX file a user can deploy
 
-Elements are written little-endian as raw data, in the element type of the initializer. Those that were external data are external data again,
-in one file beside the model, called like it with `.data` behind; and where the model would not fit into the 2 GiB of a protobuf message, so
-are all filled-in ones of 1 KiB and more. Both files are written under other names, flushed and renamed, the model last: at no time does a
-model stand beside elements that are not its own.
+Elements are written little-endian as raw data, in the element type of the initializer. Those that were external data are external data
+again, in one file beside the model, called like it with `.data` behind; and where the model would not fit into the 2 GiB of a protobuf
+message, so are all filled-in ones of 1 KiB and more. Both files are written under other names, flushed and renamed, the model last: at no
+time does a model stand beside elements that are not its own.
 
-A variable belongs to the one initializer with its name and shape, in whatever graph it stands; initializers of one name in several graphs are told
-apart by the place of their graph (source.stored_in). Variables that were computed at import, and those of graphs inside of local functions, which
-may be called more than once, belong to none.
+A variable belongs to the one initializer with its name and shape, in whatever graph it stands; initializers of one name in several graphs
+are told apart by the place of their graph (source.stored_in). Variables that were computed at import, and those of graphs inside of local
+functions, which may be called more than once, belong to none.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ Filled = tuple[onnx.TensorProto, np.ndarray]
 
 @dataclass(frozen=True)
 class Structure:
-    """`model` is the serialised model, without the elements of the initializers whose labels `initializers` gives for variables; `spans` says where
-    the elements of the tensors that are still external lie, in the order of the file."""
+    """`model` is the serialised model, without the elements of the initializers whose labels `initializers` gives for variables; `spans`
+    says where the elements of the tensors that are still external lie, in the order of the file."""
 
     model: bytes
     initializers: Mapping[str, str]
@@ -81,8 +82,8 @@ def save_structure(structure: Structure, folder: Path, arrays: Mapping[str, np.n
 def write_model(
     kept: Path, arrays: Mapping[str, np.ndarray], out: Path, annotate: Callable[[onnx.ModelProto], None] | None = None
 ) -> list[Path]:
-    """Write the model whose structure `kept` is. `arrays` are by label, for all those whose elements were left out; `annotate` may write into the model
-    what leaves its meaning alone. The answer is the files written."""
+    """Write the model whose structure `kept` is. `arrays` are by label, for all those whose elements were left out; `annotate` may write
+    into the model what leaves its meaning alone. The answer is the files written."""
     model = _read(kept)
     if annotate is not None:
         annotate(model)

@@ -1,5 +1,5 @@
-"""All rules by ONNX operator type (default domain, opsets 7 to 28; com.microsoft, version 1). To support an operator, add its row to the family it
-belongs to."""
+"""All rules by ONNX operator type (default domain, opsets 7 to 28; com.microsoft, version 1). To support an operator,
+add its row to the family it belongs to."""
 
 from __future__ import annotations
 

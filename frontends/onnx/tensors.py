@@ -7,8 +7,8 @@
     Empty        an optional that holds nothing; one that holds something is that something
     Lost         the result of a node that could not be imported
 
-A `Scope` holds the names of one graph: the model's, a branch, one iteration of a loop, one call of a function. A graph inside another one sees the names
-around it; a function sees only its own. Names of the IR are one space, so a scope puts `prefix` before its own.
+A `Scope` holds the names of one graph: the model's, a branch, one iteration of a loop, one call of a function. A graph inside another one
+sees the names around it; a function sees only its own. Names of the IR are one space, so a scope puts `prefix` before its own.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Unfinished(Exception):
 
 @dataclass
 class Scope:
-    """Names of one graph; None is an operand that a function was not given. `path` is the prefix without the numbers of iterations. `opsets` gives the version of each operator domain there, `calls` the functions whose bodies this is in."""
+    """Names of one graph; None is an operand that a function was not given. `path` is the prefix without the numbers of iterations.
+    `opsets` gives the version of each operator domain there, `calls` the functions whose bodies this is in."""
 
     opsets: Mapping[str, int]
     prefix: str = ""

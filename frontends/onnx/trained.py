@@ -3,8 +3,8 @@
 Every floating-point initializer that is used as a tensor is a parameter, except
   * those whose name matches `frozen` (a regular expression, searched for anywhere in the name),
   * those that the exporter calls buffers: torch's writes for each weight what it was in the module (KIND),
-  * the running mean and variance of a BatchNormalization (which training moves where the node is in training mode), and what a rule needs as
-    numbers (a bound of Clip, the value of Pad): their rules see to that,
+  * the running mean and variance of a BatchNormalization (which training moves where the node is in training mode), and what a rule needs
+    as numbers (a bound of Clip, the value of Pad): their rules see to that,
   * those of rank 0: exporters write the numbers of the source text (a scale, an epsilon) that way.
 `trained` names exceptions from all of these but `frozen`; what the exporter calls a parameter is one, of any rank.
 """

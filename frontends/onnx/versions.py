@@ -1,8 +1,8 @@
 """Which versions of ONNX are read, and nodes of older opsets in their newest form.
 
-What an operator once took as attributes and now takes as operands becomes operands, so that the rules of the op tables, and the folding of constants,
-know one form of it only. Where an operator of the same form meant something else (Softmax before 13 flattened its operand), its rule asks for the
-opset, and `CHANGED` keeps such nodes from being computed at import by the implementation of the newer meaning.
+What an operator once took as attributes and now takes as operands becomes operands, so that the rules of the op tables, and the folding of
+constants, know one form of it only. Where an operator of the same form meant something else (Softmax before 13 flattened its operand), its
+rule asks for the opset, and `CHANGED` keeps such nodes from being computed at import by the implementation of the newer meaning.
 
 In: a node. Out: nothing; the node's kind, attributes and operands are changed.
 """

@@ -1,4 +1,5 @@
-"""ATen operations on the bits of integers, where of bools the bitwise ones are the logical ones; and bits read as another element type of their width.
+"""ATen operations on the bits of integers, where of bools the bitwise ones are the logical ones; and bits
+read as another element type of their width.
 
 Shifted by a negative number, or by as many bits as there are or more, an integer becomes 0, or -1 where its sign moves in.
 """

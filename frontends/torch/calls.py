@@ -1,7 +1,7 @@
 """One call after the other: computed at import, written by its rule, or noted as a problem.
 
-What a call gives is compared with the type that torch says it has. A call whose operands are all known is computed by torch itself, unless the result
-is large. A call that cannot be imported leaves `Lost` behind, so that all problems are found at once.
+What a call gives is compared with the type that torch says it has. A call whose operands are all known is computed by torch itself, unless
+the result is large. A call that cannot be imported leaves `Lost` behind, so that all problems are found at once.
 """
 
 from __future__ import annotations

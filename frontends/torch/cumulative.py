@@ -1,8 +1,8 @@
 """Batch norms whose running statistics are plain averages over all batches (momentum=None), as something that torch.export takes.
 
-Torch reads the number of batches as a Python number, which no exported program can have. While a module is exported, such layers compute the
-same from tensors: a batch norm of momentum 1 leaves the statistics of the batch in two tensors, and the share of the newest batch is 1 / number
-of batches.
+Torch reads the number of batches as a Python number, which no exported program can have. While a module is exported, such
+layers compute the same from tensors: a batch norm of momentum 1 leaves the statistics of the batch in two tensors, and the
+share of the newest batch is 1 / number of batches.
 """
 
 from __future__ import annotations

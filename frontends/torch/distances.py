@@ -1,7 +1,8 @@
 """ATen operations that measure distances between rows: of every pair, or of one tensor's pairs in order.
 
-Gradients are torch's: 0 where a distance is 0, and of the largest difference (p infinite) all of it to each of those that are equally large. Differences
-are taken one by one; the distances of many rows with p = 2 come from one matrix product, as in torch, and are as inexact where they are small.
+Gradients are torch's: 0 where a distance is 0, and of the largest difference (p infinite) all of it to each of those that are
+equally large. Differences are taken one by one; the distances of many rows with p = 2 come from one matrix product, as in torch,
+and are as inexact where they are small.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Elementwise ATen operations: one row each. Operands broadcast as in NumPy on both sides; what differs is how element types meet.
 
-torch computes in the type that both operands promote to, and says in the graph which type the result has: arithmetic casts its operands to that,
-comparisons to the common type of their operands.
+torch computes in the type that both operands promote to, and says in the graph which type the result has: arithmetic casts its operands to
+that, comparisons to the common type of their operands.
 """
 
 from __future__ import annotations

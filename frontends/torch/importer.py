@@ -1,14 +1,14 @@
 """A program of torch in, Module and weights out.
 
-The module has one graph `main`: the inputs of forward by their names (nested ones as torch.export spells them), its outputs by the path in what
-forward gives, one operation or a few per call of ATen, each with the path of the submodule and the name of the call as its `loc`.
+The module has one graph `main`: the inputs of forward by their names (nested ones as torch.export spells them), its outputs by the path in
+what forward gives, one operation or a few per call of ATen, each with the path of the submodule and the name of the call as its `loc`.
 
-Variables have their names of the state dict, the first of them where several are tied: those that share memory are one variable. Parameters with
-`requires_grad` whose name does not match `frozen` are trained; others, buffers and constants are not. What depends on these alone is computed here,
-by torch. Parameters and buffers that no output depends on are left out.
+Variables have their names of the state dict, the first of them where several are tied: those that share memory are one variable. Parameters
+with `requires_grad` whose name does not match `frozen` are trained; others, buffers and constants are not. What depends on these alone is
+computed here, by torch. Parameters and buffers that no output depends on are left out.
 
-Sizes are numbers. Arguments of forward that are numbers, strings or None have the values of the examples; outputs that are None are left out.
-Buffers that forward changes (running statistics in training) are variables that main reads and then writes (frontends/moving.py).
+Sizes are numbers. Arguments of forward that are numbers, strings or None have the values of the examples; outputs that are None are left
+out. Buffers that forward changes (running statistics in training) are variables that main reads and then writes (frontends/moving.py).
 
 All calls that cannot be imported are listed by one UnsupportedModel.
 """
@@ -48,7 +48,8 @@ def import_torch(
     dims: Mapping[str, int] | None = None,
     frozen: str | None = None,
 ) -> Imported:
-    """The program of a torch module, torch.fx graph or ExportedProgram as a Module. `dims` gives sizes for symbolic dimensions of the latter."""
+    """The program of a torch module, torch.fx graph or ExportedProgram as a Module. `dims` gives sizes
+    for symbolic dimensions of the latter."""
     source = original(source)
     where = type(source).__name__
     pattern = _pattern(frozen, where)

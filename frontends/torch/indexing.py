@@ -222,7 +222,8 @@ def _sort(n: Node) -> Result:
 
 
 def found_among(boundaries: str, values: str) -> Rule:
-    """How many of the boundaries, which are in order, lie before each value: those that equal it, too, if `right`. A nan lies behind all."""
+    """How many of the boundaries, which are in order, lie before each value: those that equal it,
+    too, if `right`. A nan lies behind all."""
 
     def rule(n: Node) -> Result:
         n.ignore("out_int32")

@@ -1,8 +1,9 @@
-"""What a rule of the ATen tables sees: one call of an operation, its arguments by their names in the schema, and the means to write in its place.
+"""What a rule of the ATen tables sees: one call of an operation, its arguments by their names in the
+schema, and the means to write in its place.
 
-An argument that stands for a tensor is one of four things: `Known` (elements known at import), `Weight` (a parameter), a `Value` of the IR graph, or
-`Lost` (the result of a call that could not be imported). Everything else (numbers, lists, element types, None) is a Python object; sizes are
-numbers, because every dimension is.
+An argument that stands for a tensor is one of four things: `Known` (elements known at import), `Weight` (a parameter), a `Value` of the IR
+graph, or `Lost` (the result of a call that could not be imported). Everything else (numbers, lists, element types, None) is a Python
+object; sizes are numbers, because every dimension is.
 
 Rules ask for what they need: a tensor with `value`, numbers with `constant`. Only what is asked for as a tensor becomes a variable. An
 argument that no rule asked for and that differs from its default makes the call unsupported.

@@ -36,7 +36,8 @@ def _wanted(n: Node) -> tuple[int, ...]:
 
 
 def _along_one(n: Node, columns: torch.Tensor, i: int, r: int, out: int) -> torch.Tensor:
-    """The call on each column [size] laid along spatial dimension i, the same along others of size 2, as torch itself computes it: [out, columns]."""
+    """The call on each column [size] laid along spatial dimension i, the same along others of size 2, as
+    torch itself computes it: [out, columns]."""
     size, count = columns.shape
     shape, wanted = [1] * r, [2] * r  # torch 2.13 gives the first row throughout where antialiased pictures are 1 wide
     result: torch.Tensor

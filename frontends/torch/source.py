@@ -1,7 +1,7 @@
 """Programs of torch as one graph of ATen operations: modules, torch.fx graphs and exported programs.
 
-In: a module with example arguments, or an ExportedProgram. Out: an ExportedProgram without in-place operations, decomposed into what the tables have
-rows for. Modules are exported with the sizes of the examples; symbolic sizes of an ExportedProgram are bound later (`Sizes`).
+In: a module with example arguments, or an ExportedProgram. Out: an ExportedProgram without in-place operations, decomposed into what the
+tables have rows for. Modules are exported with the sizes of the examples; symbolic sizes of an ExportedProgram are bound later (`Sizes`).
 
 Where the source computes without gradients (`torch.no_grad` inside forward), the graph says so with `detach`.
 """
@@ -60,8 +60,8 @@ def exported(source: object, args: Sequence[Any], kwargs: Mapping[str, Any] | No
 
 @contextmanager
 def _quiet_about_leaves() -> Iterator[None]:
-    """Without the warning that torch has of a class of its own, LeafSpec, each time it makes one of them: whoever gives a module can do nothing about it.
-    All other warnings, those of the module's code above all, are as they were."""
+    """Without the warning that torch has of a class of its own, LeafSpec, each time it makes one of them: whoever gives a module can do
+    nothing about it. All other warnings, those of the module's code above all, are as they were."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
         yield

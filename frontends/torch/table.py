@@ -1,7 +1,7 @@
 """All rules by ATen operation and overload. To support an operation, add its row to the family it belongs to.
 
-What has no row is decomposed by torch before it gets here; the operations of `WHOLE` have rows and are kept from that, because the pieces would be
-slower, lose precision, or be another graph for every size.
+What has no row is decomposed by torch before it gets here; the operations of `WHOLE` have rows and are kept from that, because the pieces
+would be slower, lose precision, or be another graph for every size.
 """
 
 from __future__ import annotations

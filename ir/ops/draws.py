@@ -2,8 +2,8 @@
 
 Both are Philox 2x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011): ten rounds turn a counter of two
 words of 32 bits and a key of one word into two words. `random_key` takes the number of a microbatch, xor `seed` in its upper word, under
-the key `number`; `random` takes a place and the upper word of that under its lower word. So what is drawn depends on the seed, the microbatch, the
-use and the element alone: not on stages, schedules, devices, nor on where training was interrupted.
+the key `number`; `random` takes a place and the upper word of that under its lower word. So what is drawn depends on the seed, the
+microbatch, the use and the element alone: not on stages, schedules, devices, nor on where training was interrupted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What no placement can be better than: the bound beside a value that is not proven to be the optimum.
 
-Work may be split at will here, even within a node, and nothing is transferred: with y[u, k] the part of unit u that is on devices of kind k,
+Work may be split at will here, even within a node, and nothing is transferred: with y[u, k] the
+part of unit u that is on devices of kind k,
 
     least b:  sum over k of y[u, k] = 1,   sum over u of times[u][k] y[u, k] <= count[k] b,   sum over u of memory[u] y[u, k] <= count[k] memory[k]
 

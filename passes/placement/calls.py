@@ -5,9 +5,9 @@ An accelerator (a device that pays transfers) takes one set of nodes and runs it
     start(call)  = the last end of nodes elsewhere whose outputs the set uses
     end(call)    = start + sum of times + transfers of what comes in and of what goes out, each once per node;  all nodes of the set end then
 
-The host (devices that pay none) runs each node by itself, as soon as what it uses has ended, and as many at once as there are to run: how many
-CPUs there are does not matter, only whether there are any. The latency is the last end. No call may wait for itself through others: sets are
-contiguous, and accelerators can be put in an order. Colours share an accelerator or are all on the host; memory limits hold.
+The host (devices that pay none) runs each node by itself, as soon as what it uses has ended, and as many at once as there are to run: how
+many CPUs there are does not matter, only whether there are any. The latency is the last end. No call may wait for itself through others:
+sets are contiguous, and accelerators can be put in an order. Colours share an accelerator or are all on the host; memory limits hold.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from .units import Units, units_of
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where colours may be: accelerators, each by itself, and per kind of host device one place for all of them. Nodes stand in an order of the graph."""
+    """Where colours may be: accelerators, each by itself, and per kind of host device one place for all of them.
+    Nodes stand in an order of the graph."""
 
     problem: Problem
     units: Units

@@ -46,14 +46,16 @@ def deep(before: Sequence[set[int]], after: Sequence[set[int]]) -> list[int]:
 
 
 def lines(units: Units) -> list[list[int]]:
-    """Several linear orders: as the nodes stand, by branches, and by branches from the end, where sources stand right before what uses them."""
+    """Several linear orders: as the nodes stand, by branches, and by branches from the end, where
+    sources stand right before what uses them."""
     before, after = units.neighbours()
     found = [linear(before, after, lambda u: units.nodes[u][0]), deep(before, after), deep(after, before)[::-1]]
     return [line for i, line in enumerate(found) if line not in found[:i]]
 
 
 def clusters(weights: Sequence[float], line: Sequence[int], cuts: Collection[int], count: int) -> list[int]:
-    """The group of every unit: at most `count` stretches of the line, or one between each two cuts, where that is more. A cut is a position."""
+    """The group of every unit: at most `count` stretches of the line, or one between each two cuts,
+    where that is more. A cut is a position."""
     last = list(range(len(line)))
     weight = [weights[u] for u in line]
     follower = [i + 1 for i in range(len(line))]

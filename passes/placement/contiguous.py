@@ -5,13 +5,13 @@
     3. a tie that costs as much as that value is not cut by anything better, so its units are made one
     4. all ideals, at most `limit` of them, and the dynamic programme over them (sweep.py)
 
-Where there are more ideals than the limit, small units with one neighbour go with it, whatever memory says; if that does not do, the units are clustered along
-the best of the linear orders (coarsen.py), fewer and fewer, until their ideals can be counted. The value is then the best over clusters, never worse than
-the best linear order. `bound` says what is lost at most: the optimum without memory limits and without the times of such small units, where its ideals can
-be counted, and the relaxation of bounds.py.
+Where there are more ideals than the limit, small units with one neighbour go with it, whatever memory says; if that does not do, the units
+are clustered along the best of the linear orders (coarsen.py), fewer and fewer, until their ideals can be counted. The value is then the
+best over clusters, never worse than the best linear order. `bound` says what is lost at most: the optimum without memory limits and without
+the times of such small units, where its ideals can be counted, and the relaxation of bounds.py.
 
-Time: in proportion to pairs of ideals within reach of each other, some 30 ns each. Memory: ideals x (units + 18 x states) bytes, where the states
-are the numbers of devices that can be in use.
+Time: in proportion to pairs of ideals within reach of each other, some 30 ns each. Memory: ideals x (units + 18 x states) bytes, where the
+states are the numbers of devices that can be in use.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The best split of any kind, contiguous or not, by integer programming.
 
-With x[u, d] = 1 where unit u is on device d, and for every tie h and device d that pays transfers `any[h, d]` at least every x[u, d] of its units, and
-`all[h, d]` at most each of them,
+With x[u, d] = 1 where unit u is on device d, and for every tie h and device d that pays transfers `any[h, d]` at least every x[u, d] of its
+units, and `all[h, d]` at most each of them,
 
     least L:  sum over u of times[u][d] x[u, d] + sum over h of cost(h) (any[h, d] - all[h, d]) <= L     for every device d
               sum over d of x[u, d] = 1,     sum over u of memory[u] x[u, d] <= memory of d
 
 Equal devices could change places: a unit may be on one only if a unit before it, in the order of their times, is on the one before.
 
-The search starts from the best contiguous split, so what it finds is never worse. It ends when the optimum is proven to a millionth, or after a number of
-nodes of its tree; `bound` is what it has proven until then.
+The search starts from the best contiguous split, so what it finds is never worse. It ends when the optimum is proven to a millionth, or
+after a number of nodes of its tree; `bound` is what it has proven until then.
 """
 
 from __future__ import annotations

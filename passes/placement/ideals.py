@@ -1,10 +1,12 @@
-"""Ideals of an order: sets of units that hold, with a unit, all that come before it. A device that takes a contiguous set takes the difference of two.
+"""Ideals of an order: sets of units that hold, with a unit, all that come before it. A device that takes a
+contiguous set takes the difference of two.
 
-`enumerate_ideals` finds all of them, level by level: an ideal of i+1 units is one of i units and a unit all of whose predecessors it holds. It gives up
-beyond a limit, as their number is exponential in the width of the order. `prefixes` are those of one linear order: as many as units, plus one.
+`enumerate_ideals` finds all of them, level by level: an ideal of i+1 units is one of i units and a unit all of whose
+predecessors it holds. It gives up beyond a limit, as their number is exponential in the width of the order. `prefixes` are those
+of one linear order: as many as units, plus one.
 
-A set is a Python integer, bit u for unit u. The dynamic programme wants the transposed table too: for every unit a byte per ideal, so that "which of these
-ten thousand ideals hold unit u" is one row. That is what takes the memory: units x ideals bytes.
+A set is a Python integer, bit u for unit u. The dynamic programme wants the transposed table too: for every unit a byte per ideal, so that
+"which of these ten thousand ideals hold unit u" is one row. That is what takes the memory: units x ideals bytes.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Ideals:
-    """`sets[i]`, and `tops[i]`: its units without a successor in it, or enough of them that another ideal here holds it if it holds these. Smaller sets come first: `sets[0]` is
-    empty, the last is everything."""
+    """`sets[i]`, and `tops[i]`: its units without a successor in it, or enough of them that another ideal here holds it if it holds these.
+    Smaller sets come first: `sets[0]` is empty, the last is everything."""
 
     units: int
     sets: tuple[int, ...]

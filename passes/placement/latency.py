@@ -1,9 +1,9 @@
 """The time of one sample alone, from its inputs to its last output, and the placement for which it is smallest. For inference only.
 
-What the latency of a placement is, calls.py says. Small problems are searched in full: colours in the order of the graph, every place, as long as
-a path through what is placed and the rest at its fastest is below the best that is known. Where that takes more than `tries` steps an integer
-programme goes on (latency_programme.py), if it is not too large. All of it starts from the best of a few placements, improved by moving one
-colour at a time.
+What the latency of a placement is, calls.py says. Small problems are searched in full: colours in the order of the graph, every place, as
+long as a path through what is placed and the rest at its fastest is below the best that is known. Where that takes more than `tries`
+steps an integer programme goes on (latency_programme.py), if it is not too large. All of it starts from the best of a few placements,
+improved by moving one colour at a time.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Latency as an integer programme (after the one of Tarnawski et al.), for problems that are too large to search.
 
-With x[u, p] = 1 where colour u is at place p, and for nodes n and accelerators p: in[n, p] where p uses n from elsewhere, out[n, p] where n is used elsewhere,
+With x[u, p] = 1 where colour u is at place p, and for nodes n and accelerators p: in[n, p] where p uses n from
+elsewhere, out[n, p] where n is used elsewhere,
 
     end[n] >= end[m] + time of n on the host, where it is there            for edges m -> n
     start[p] >= end[n] - M (1 - in[n, p]),   finish[p] = start[p] + times of its nodes + transfers in and out,   end[n] >= finish[p] - M (1 - x[n, p])
     least L >= end[n]
 
-M is the latency that is known. Times alone would let calls that take none wait for each other in a circle: ranks forbid it, that go up by one along
-every edge but those within a call, whose nodes have one rank.
+M is the latency that is known. Times alone would let calls that take none wait for each other in a circle: ranks forbid it, that go up by
+one along every edge but those within a call, whose nodes have one rank.
 
 Known limit: conditions with M relax to next to nothing, so bounds of large problems are those of the longest path.
 """
@@ -29,7 +30,8 @@ _LARGEST = 2_500
 def minimise(
     places: Places, known: Sequence[int] | None, value: float, nodes: int, progress: Progress | None
 ) -> tuple[list[int] | None, float, int]:
-    """A place for every colour, a bound on the latency of all placements, and the nodes of the search tree; None, 0 and -1 where it is too large."""
+    """A place for every colour, a bound on the latency of all placements, and the nodes of the search tree;
+    None, 0 and -1 where it is too large."""
     horizon = value if value < inf else _sum_of_all(places)
     model = _Model(places, horizon or 1.0)
     if len(model.programme) > _LARGEST and known is not None:

@@ -1,8 +1,8 @@
 """A placement problem, and what a placement of it costs.
 
-A node takes `times[kind]` on a device of that kind (infinity: it cannot run there) and `memory` wherever it is. Its output costs `transfer` when it
-crosses the border of a device of a kind that pays transfers, in or out, once per node and device however many edges cross. Nodes of one colour
-share a device. With S the nodes on device d of kind t,
+A node takes `times[kind]` on a device of that kind (infinity: it cannot run there) and `memory` wherever it is. Its output costs `transfer`
+when it crosses the border of a device of a kind that pays transfers, in or out, once per node and device however many edges cross. Nodes of
+one colour share a device. With S the nodes on device d of kind t,
 
     load(d) = sum over S of times[t]
               + sum of transfer over nodes in S with a successor elsewhere, and nodes elsewhere with a successor in S    if t pays transfers
@@ -10,10 +10,10 @@ share a device. With S the nodes on device d of kind t,
 
 and the throughput objective is the largest load: the time per sample of a pipeline that is full.
 
-A split is contiguous when the devices can be put in an order such that edges between forward nodes lead from a device to itself or to later ones.
-Backward nodes are where the forward nodes of their colour are: a device takes a contiguous set of forward nodes with the backward nodes that belong
-to them. Where a colour has backward nodes only, or a backward node no colour, the edges from or to it among backward nodes are read the other
-way round, as those of a forward node that would belong to it.
+A split is contiguous when the devices can be put in an order such that edges between forward nodes lead from a device to itself or to later
+ones. Backward nodes are where the forward nodes of their colour are: a device takes a contiguous set of forward nodes with the backward
+nodes that belong to them. Where a colour has backward nodes only, or a backward node no colour, the edges from or to it among backward
+nodes are read the other way round, as those of a forward node that would belong to it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`device_of` has a device for every node. `bound`: no placement of this sort is better, so the value is the optimum where they are equal."""
+    """`device_of` has a device for every node. `bound`: no placement of this sort is better, so the
+    value is the optimum where they are equal."""
 
     problem: Problem
     device_of: tuple[int, ...]

@@ -1,7 +1,8 @@
-"""Linear and integer programmes for HiGHS: variables, rows, least of one variable. Same programme, same answer: one thread, a fixed seed, and a limit on
-nodes of the search tree instead of one on seconds.
+"""Linear and integer programmes for HiGHS: variables, rows, least of one variable. Same programme, same answer: one thread, a fixed seed,
+and a limit on nodes of the search tree instead of one on seconds.
 
-HiGHS meets rows and whole numbers to about a millionth: what it finds is worked out again by who asked for it. `bound` is what it has proven.
+HiGHS meets rows and whole numbers to about a millionth: what it finds is worked out again by who
+asked for it. `bound` is what it has proven.
 """
 
 from __future__ import annotations

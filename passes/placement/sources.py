@@ -1,8 +1,9 @@
 """Leave out what a sample need not wait for: weights, shapes and masks, which take no time, use nothing, and are used in one place.
 
-Wherever the nodes that use them are, they are no worse off beside them: nothing is waited for, and nothing transferred. So a node that uses nothing and takes no
-time on any device goes into a user when all users are of its colour, and a colour of such nodes into another one when that has all their users;
-again and again, as a node that used only such nodes uses nothing any more. Where memory could be exceeded by it, only colours that take none go.
+Wherever the nodes that use them are, they are no worse off beside them: nothing is waited for, and nothing transferred. So a node that
+uses nothing and takes no time on any device goes into a user when all users are of its colour, and a colour of such nodes into another
+one when that has all their users; again and again, as a node that used only such nodes uses nothing any more. Where memory could be
+exceeded by it, only colours that take none go.
 """
 
 from __future__ import annotations

@@ -4,16 +4,17 @@ With best(I, used) the smallest largest load over all ways to put exactly the un
 
     best(I', used + d) = min over ideals I of I' of max(best(I, used), load(d, I' - I))
 
-and devices of a kind are equal, so `used` counts them. Ideals are visited in an order in which smaller sets come first, and each hands its values on
-to all larger ones at once, so the memory is one value per ideal and `used`, not one per pair of ideals. With T the sum of times, C(I) the cost of the ties
-that I splits, and for a tie h that I splits R = h - I,
+and devices of a kind are equal, so `used` counts them. Ideals are visited in an order in which smaller sets come first, and each hands its
+values on to all larger ones at once, so the memory is one value per ideal and `used`, not one per pair of ideals. With T the sum of times,
+C(I) the cost of the ties that I splits, and for a tie h that I splits R = h - I,
 
     load(I' - I) = T(I') - T(I) + C(I') - C(I) + sum over ties h that I splits of cost(h) ([R meets I'] + [R within I'])
 
 on devices that pay transfers: all of it sums over rows of the table of ideals, whichever I' are looked at.
 
-Nothing is looked at that cannot lead below `upper`, the value of a solution that is known: ideals are sorted by the time their units take at the least, so
-those within reach of I are one stretch. It ends where a device would be too slow, and begins where too much would be left for the devices that remain.
+Nothing is looked at that cannot lead below `upper`, the value of a solution that is known: ideals are sorted by the time their units
+take at the least, so those within reach of I are one stretch. It ends where a device would be too slow, and begins where too much
+would be left for the devices that remain.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Fillings:
-    """How devices may be filled one after the other. A state says which are used; `moves[state]` are the kinds that may come next, with the state after;
-    `left[state]` devices remain. State 0 is the first, `last` the last; where it is None devices may stay empty, and any state may be the last."""
+    """How devices may be filled one after the other. A state says which are used; `moves[state]` are the kinds that may come next,
+    with the state after; `left[state]` devices remain. State 0 is the first, `last` the last; where it is None devices may stay
+    empty, and any state may be the last."""
 
     moves: tuple[tuple[tuple[int, int], ...], ...]
     left: tuple[int, ...]

@@ -1,15 +1,15 @@
 """What must share a device, and what may share one without loss, made one: a problem over units instead of nodes.
 
-In: a problem. Out: units with times per kind and bytes, an acyclic order among them, and ties: sets of units with a cost that every device pays that has
-some of a tie's units but not all (a node's output, its maker and its users).
+In: a problem. Out: units with times per kind and bytes, an acyclic order among them, and ties: sets of units with a cost that every device
+pays that has some of a tie's units but not all (a node's output, its maker and its users).
 
-Nodes of a colour are one unit, backward nodes with the forward nodes of theirs. The order is that of the edges among forward nodes. A unit without
-forward nodes (orphaned backward nodes) takes its place in the order from the edges among backward nodes, read the other way round. Units in a circle of the
-order can only be on one device: they are one unit.
+Nodes of a colour are one unit, backward nodes with the forward nodes of theirs. The order is that of the edges among forward nodes. A unit
+without forward nodes (orphaned backward nodes) takes its place in the order from the edges among backward nodes, read the other way round.
+Units in a circle of the order can only be on one device: they are one unit.
 
-`absorb` goes on merging as long as that cannot change the optimum. Unit s goes into unit m when wherever m is, s is no worse off beside it: no other
-unit comes right before or after s, every tie of s holds m as well, the time s adds to a device of m's is not more than the ties of just s and
-m would cost there, and memory cannot be exceeded by it.
+`absorb` goes on merging as long as that cannot change the optimum. Unit s goes into unit m when wherever m is, s is no worse off beside it:
+no other unit comes right before or after s, every tie of s holds m as well, the time s adds to a device of m's is not more than the ties of
+just s and m would cost there, and memory cannot be exceeded by it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from .problem import Kind, Problem, holds
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """`order` are pairs of units, one before the other; `nodes` what each unit is made of, `heads` the node of each that others were absorbed by."""
+    """`order` are pairs of units, one before the other; `nodes` what each unit is made of, `heads` the node
+    of each that others were absorbed by."""
 
     kinds: tuple[Kind, ...]
     times: tuple[tuple[float, ...], ...]
@@ -114,8 +115,8 @@ def units_of(problem: Problem, contiguous: bool = True) -> Units:
 
 
 def absorb(units: Units, slack: float | None = None) -> Units:
-    """Merge units into a neighbour as long as the optimum cannot change; the same object where nothing can be. With a `slack` it may change: a unit may add
-    this much time, and memory only has to be enough for what is merged."""
+    """Merge units into a neighbour as long as the optimum cannot change; the same object where nothing can be. With a `slack` it may
+    change: a unit may add this much time, and memory only has to be enough for what is merged."""
     roomy = all(holds(kind, sum(units.memory)) for kind in units.kinds)
     before, after = units.neighbours()
     group = list(range(len(units)))
@@ -177,8 +178,8 @@ def _numbered(parent: list[int]) -> list[int]:
 
 
 def relaxed(units: Units, slack: float) -> Units:
-    """Units with unlimited memory, in which those with one neighbour or none take no time when they take no more than `slack`: no optimum of theirs is
-    above that of the units."""
+    """Units with unlimited memory, in which those with one neighbour or none take no time when they take no more than `slack`: no optimum
+    of theirs is above that of the units."""
     before, after = units.neighbours()
     leaf = [len(before[u] | after[u]) <= 1 and all(t <= slack for t in units.times[u] if t < inf) for u in range(len(units))]
     times = tuple(tuple(t if t == inf else 0.0 for t in row) if small else row for row, small in zip(units.times, leaf, strict=True))

@@ -4,8 +4,8 @@
     nodes            id, supportedOnFpga, cpuLatency, fpgaLatency, isBackwardNode, and perhaps size (bytes on an accelerator), colorClass, name
     edges            sourceId, destId, cost: time to move the source's output between an accelerator and the host, the same for all edges of a source
 
-Accelerators pay transfers, CPUs do not and hold whatever they get. Flags are booleans, 0 or 1. Anything else in an object is for people, and ignored.
-All problems of a file are reported at once.
+Accelerators pay transfers, CPUs do not and hold whatever they get. Flags are booleans, 0 or 1. Anything else in an object is for people,
+and ignored. All problems of a file are reported at once.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ Seconds come from a `Timer`, asked once per kind of device and b:
     TimeTable      given (or measured) seconds by device kind and b; what is not in it is an error, not a guess
     any function   (chain, device, b) -> Times
 
-Bytes are `Amount`s, fixed + each * b. A layer's `saved` is what its forward leaves for its backward, `out` what crosses the boundary behind it (all
-that is made before and used later, skip edges included), `back` the gradients of that, which come back. Parameters, gradients and optimiser state
-do not depend on b. `cut` says whether a stage may start at the layer.
+Bytes are `Amount`s, fixed + each * b. A layer's `saved` is what its forward leaves for its backward, `out` what crosses the boundary behind
+it (all that is made before and used later, skip edges included), `back` the gradients of that, which come back. Parameters, gradients and
+optimiser state do not depend on b. `cut` says whether a stage may start at the layer.
 
 Limits: a chain, in this order; what several layers read (tied parameters) belongs to one of them, or no cut is allowed between them.
 """
@@ -51,9 +51,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`weight` is the part of `backward` that makes weight gradients; `again` what recomputation repeats (by default the whole forward). `fed` are
-    bytes of one sample of the data that the layer takes itself. A layer that is `alone` changes variables with every microbatch, and so is on one device
-    only."""
+    """`weight` is the part of `backward` that makes weight gradients; `again` what recomputation repeats (by default the whole forward).
+    `fed` are bytes of one sample of the data that the layer takes itself. A layer that is `alone` changes variables with every
+    microbatch, and so is on one device only."""
 
     name: str
     params: int = 0
@@ -120,8 +120,8 @@ class TimeTable:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Seconds that a stage takes whatever its layers are: for the graphs of a microbatch, for an update, and for an end of a message and each of its
-    bytes."""
+    """Seconds that a stage takes whatever its layers are: for the graphs of a microbatch, for an update, and for an
+    end of a message and each of its bytes."""
 
     microbatch: float = 0.0
     update: float = 0.0
@@ -131,8 +131,8 @@ class Calls:
 
 @dataclass(frozen=True)
 class Chain:
-    """`entry` are the bytes of a microbatch of the model's inputs, which the first stage keeps where it computes again; `calls` what a stage takes beside
-    its layers, on a device; `sizes` are the microbatches that there are times of (empty: of all)."""
+    """`entry` are the bytes of a microbatch of the model's inputs, which the first stage keeps where it computes again; `calls` what a
+    stage takes beside its layers, on a device; `sizes` are the microbatches that there are times of (empty: of all)."""
 
     layers: tuple[Layer, ...]
     timer: Timer = field(default=roofline)
@@ -152,8 +152,8 @@ _FAR = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Ranges of layers whose forward is computed again part by part: `kept` bytes of every microbatch between the parts, `most` bytes of one part, which is
-    there while its backward runs. Entry (i, j) is for layers i .. j-1."""
+    """Ranges of layers whose forward is computed again part by part: `kept` bytes of every microbatch between the parts, `most` bytes of
+    one part, which is there while its backward runs. Entry (i, j) is for layers i .. j-1."""
 
     kept: Ints
     most: Ints
@@ -186,7 +186,8 @@ class Table:
         return np.concatenate([[0], np.cumsum(np.array(values, np.int64))])
 
     def parts(self) -> list[Part]:
-        """Ways to compute ranges of layers again in parts, for several limits of what a part may take; the first one takes the range as a whole."""
+        """Ways to compute ranges of layers again in parts, for several limits of what a part may take; the
+        first one takes the range as a whole."""
         if not self._parts:
             sizes = {int(self.saved[last] - self.saved[first]) for first in range(self.count) for last in range(first + 1, self.count + 1)}
             limits = sorted(sizes, reverse=True)

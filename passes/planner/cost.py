@@ -1,10 +1,11 @@
 """The cost model: seconds per batch and bytes per device of a plan. Every planner here minimises what this file says.
 
-Notation: m microbatches per batch, of b samples. Stage s lies on r_s replicas; replica j runs n_j of the m. t_j = forward + backward (+ forward again)
-+ calls of graphs + ends of messages (their bytes, too, on a CPU), the seconds of a microbatch there, U_j those of an update. E_s devices run earlier stages. c_s is the round trip of a message over the boundary behind stage s: latency
-+ bytes / bandwidth, forward and back, on the slowest path between the two stages. Stages with equally many, equal replicas send from the j-th to the j-th, others
-from each to each; those that go through one NIC at once share it. A_s is the all-reduce of the stage's gradients, a ring over its replicas in the plan's order:
-2(r-1) steps of latency + part / bandwidth of the slowest link, where a NIC is shared by the steps that use it.
+Notation: m microbatches per batch, of b samples. Stage s lies on r_s replicas; replica j runs n_j of the m. t_j = forward + backward (+
+forward again) + calls of graphs + ends of messages (their bytes, too, on a CPU), the seconds of a microbatch there, U_j those of an update.
+E_s devices run earlier stages. c_s is the round trip of a message over the boundary behind stage s: latency + bytes / bandwidth, forward
+and back, on the slowest path between the two stages. Stages with equally many, equal replicas send from the j-th to the j-th, others from
+each to each; those that go through one NIC at once share it. A_s is the all-reduce of the stage's gradients, a ring over its replicas in
+the plan's order: 2(r-1) steps of latency + part / bandwidth of the slowest link, where a NIC is shared by the steps that use it.
 
     warm-up      w_s = ceil((w' + 1) r' / r_s) forwards before the first backward of a replica, w' and r' being those of the stage behind; 0 on the last
                  stage, so d-1-s without replicas; eager-2bw: twice that
@@ -15,27 +16,29 @@ from each to each; those that go through one NIC at once share it. A_s is the al
 
     step = max over  x_s,  A_s,  m l_s,  and for all stages p <= q   (sum_{p..q} r_s x_s + m sum_{p..q-1} c_s) / (r_p + k sum_{p+1..q} r_s)
 
-where k is 1 for 2bw, 2 for eager-2bw, and l_s the seconds of a microbatch on the busiest link or NIC of the boundary. The last term is the mean
-round trip that a schedule with so many forwards in hand waits for: without latency it is never more than the slowest stage.
+where k is 1 for 2bw, 2 for eager-2bw, and l_s the seconds of a microbatch on the busiest link or NIC of the boundary. The last term is the
+mean round trip that a schedule with so many forwards in hand waits for: without latency it is never more than the slowest stage.
 
 1f1b, gpipe, zb-1f1b, which fill and drain; a_s = A_s + max_j U_j:
 
     step = sum_s (max_j t_j + c_s) + max over s of  max_j (n_j - 1) t_j + (ceil(m / r_s) - 1) c_s + a_s  and  (m - 1) l_s
 
-gpipe's messages overlap: no c_s inside the maximum. zb-1f1b: max_j max(t_j - 2 g_j, 0) in the sum, and 2 max_j g_j more in the maximum, with g_j the seconds of
-weight gradients. The simulator gives what these formulas give for 2bw and eager-2bw, and for 1f1b where stages are equal and
-messages take no time; otherwise they are a little high for 1f1b, and within some percent for gpipe and zb-1f1b (docs/planner.md).
+gpipe's messages overlap: no c_s inside the maximum. zb-1f1b: max_j max(t_j - 2 g_j, 0) in the sum, and 2 max_j g_j more in the maximum,
+with g_j the seconds of weight gradients. The simulator gives what these formulas give for 2bw and eager-2bw, and for 1f1b where stages are
+equal and messages take no time; otherwise they are a little high for 1f1b, and within some percent for gpipe and zb-1f1b (docs/planner.md).
 
-Bytes of a replica: parameters * versions (2 when delayed) + gradients (twice when delayed and replicated: those of a batch wait for the others while the
-next one adds up) + optimiser state + activations + workspace + transport buffers + batches that wait (on CPUs) + base. Activations are saved * in flight; with
-recomputation what comes in * in flight + saved of one; with recomputation in parts (what comes in + what crosses the cuts between parts) * in flight + saved of
-the largest part, with the cuts that take least. Seconds are those of computing all of it again. Buffers are POSTED receives and one send of every boundary; of small messages the runtime holds up to 1 MiB a channel more.
+Bytes of a replica: parameters * versions (2 when delayed) + gradients (twice when delayed and replicated: those of a batch wait for the
+others while the next one adds up) + optimiser state + activations + workspace + transport buffers + batches that wait (on CPUs) + base.
+Activations are saved * in flight; with recomputation what comes in * in flight + saved of one; with recomputation in parts (what comes in +
+what crosses the cuts between parts) * in flight + saved of the largest part, with the cuts that take least. Seconds are those of computing
+all of it again. Buffers are POSTED receives and one send of every boundary; of small messages the runtime holds up to 1 MiB a channel more.
 
-`step` also holds what the boundaries and rings of different stages add up to on one NIC, and, for schedules that drain, the rings of all stages there, one after
-another, behind the pipeline; `pipe` leaves that out, because it is what a search over stages can see.
+`step` also holds what the boundaries and rings of different stages add up to on one NIC, and, for schedules that drain, the rings of all
+stages there, one after another, behind the pipeline; `pipe` leaves that out, because it is what a search over stages can see.
 
-Known limits: microbatches are spread evenly for the load of links; a sum overlaps with computation under 2bw at no cost, also where its bytes hold up messages
-on a NIC; with unequal shares a stage in front of a slow replica has more forwards in hand than is counted here (the passes count what a plan really holds).
+Known limits: microbatches are spread evenly for the load of links; a sum overlaps with computation under 2bw at no cost, also where its
+bytes hold up messages on a NIC; with unequal shares a stage in front of a slow replica has more forwards in hand than is counted here
+(the passes count what a plan really holds).
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ from .plan import DELAYED, Bytes, Judged, Plan, StagePlan
 
 
 def forwards_ahead(replicas: int, behind: int, ahead: int) -> int:
-    """Forwards that a replica has in hand, when the stage behind it has `behind` replicas and each of those `ahead` (passes/schedules/dealing.py)."""
+    """Forwards that a replica has in hand, when the stage behind it has `behind` replicas and each of those
+    `ahead` (passes/schedules/dealing.py)."""
     return -(-(ahead + 1) * behind // replicas)
 
 
@@ -99,9 +103,9 @@ def warm_ups(plan: Plan) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A boundary between the devices of two stages. A message of x bytes forward and y back takes latency + x/bandwidth for each path in `ways`, as
-    (latency, forward bandwidth, back latency, back bandwidth). `busy` is what a microbatch moves over a link or NIC, (forward part, back part, bytes per
-    second), without repetitions, `nics` the same by name of the NIC."""
+    """A boundary between the devices of two stages. A message of x bytes forward and y back takes latency + x/bandwidth for each path in
+    `ways`, as (latency, forward bandwidth, back latency, back bandwidth). `busy` is what a microbatch moves over a link or NIC, (forward
+    part, back part, bytes per second), without repetitions, `nics` the same by name of the NIC."""
 
     ways: tuple[tuple[float, float, float, float], ...]
     busy: tuple[tuple[float, float, float], ...]
@@ -225,7 +229,8 @@ def memory_of(table: Table, device: Device, plan: Plan, stage: int, replica: int
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Per replica: seconds of a microbatch, of its weight gradients, of an update. `ring` is the all-reduce, `trip` and `load` the boundary behind."""
+    """Per replica: seconds of a microbatch, of its weight gradients, of an update. `ring` is the all-reduce,
+    `trip` and `load` the boundary behind."""
 
     each: tuple[float, ...]
     weight: tuple[float, ...]

@@ -1,7 +1,7 @@
 """The devices and the ways between them as the planner sees them: by index. In: a Cluster. Out: a `Fleet`.
 
-`classes` groups devices that may be exchanged for one another: alike themselves, and connected alike to every other device. `kinds` groups those that
-are alike themselves. What transfers share, links in each direction and network cards, is what `Cluster.path` says.
+`classes` groups devices that may be exchanged for one another: alike themselves, and connected alike to every other device. `kinds` groups
+those that are alike themselves. What transfers share, links in each direction and network cards, is what `Cluster.path` says.
 """
 
 from __future__ import annotations

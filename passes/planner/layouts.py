@@ -1,12 +1,14 @@
 """Which devices may follow which: the graphs that the search walks. In: a fleet. Out: `Layout`s.
 
-A node is (devices used so far, devices of the stage placed last, forwards that those have in hand); stages are placed from the last one to the first. An
-edge places one more stage: its devices, how many devices run later stages, its forwards in hand, and the boundary between it and the stage behind it. A path from node 0 is the devices of a plan.
+A node is (devices used so far, devices of the stage placed last, forwards that those have in hand); stages are placed from the last one to
+the first. An edge places one more stage: its devices, how many devices run later stages, its forwards in hand, and the boundary between it
+and the stage behind it. A path from node 0 is the devices of a plan.
 
-`exhaustive` has an edge for every choice of devices, up to exchange of devices that are alike and connected alike (fleet.classes), so a search over it
-misses nothing. Its edges grow with product over classes of (n+1)(n+2)(n+3)/6. `ordered` are for larger fleets: devices in a row, stages take the next ones. Rows are made of
-hosts one after another, or of the first devices of p hosts, their second devices, and so on, so that the replicas of a stage lie on different hosts; slower
-devices at either end or left out; all stages with equally many replicas, or (`mixed`) with any number from a few.
+`exhaustive` has an edge for every choice of devices, up to exchange of devices that are alike and connected alike (fleet.classes), so a
+search over it misses nothing. Its edges grow with product over classes of (n+1)(n+2)(n+3)/6. `ordered` are for larger fleets: devices in a
+row, stages take the next ones. Rows are made of hosts one after another, or of the first devices of p hosts, their second devices, and so
+on, so that the replicas of a stage lie on different hosts; slower devices at either end or left out; all stages with equally many replicas,
+or (`mixed`) with any number from a few.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class Edge:
 
 @dataclass(frozen=True)
 class Layout:
-    """`last[n]` are the devices of the stage placed last at node n, `placed[n]` all that are used; edges come in the order of how many their source uses.
-    A `complete` one leaves no choice out."""
+    """`last[n]` are the devices of the stage placed last at node n, `placed[n]` all that are used; edges come in the order of how many
+    their source uses. A `complete` one leaves no choice out."""
 
     name: str
     complete: bool

@@ -1,13 +1,14 @@
 """A chain of layers and a fleet in, the best plan out, with how far it can be from the best there is.
 
-For every schedule that may be used, every microbatch size and every layout of devices a search (search.py) finds the best plan. Small fleets are searched
-over every choice of devices for every stage: then `bound` is that of the search, and a plan that reaches it is the best of the stated model (cost.py). Larger
-ones are restricted to rows of devices (layouts.py), with equally many replicas of every stage; the bound is then
+For every schedule that may be used, every microbatch size and every layout of devices a search (search.py) finds the best plan.
+Small fleets are searched over every choice of devices for every stage: then `bound` is that of the search, and a plan that reaches
+it is the best of the stated model (cost.py). Larger ones are restricted to rows of devices (layouts.py), with equally many
+replicas of every stage; the bound is then
 
     m * seconds of a microbatch on the fastest device / sum over devices of how many times as fast as that one they can be on any layer
 
-which no schedule and no cut can beat. NICs that several stages use are part of a plan's seconds and not of the search's bound, so a plan may be above its bound
-in spite of an exhaustive search; `proven` is said only of one that is not.
+which no schedule and no cut can beat. NICs that several stages use are part of a plan's seconds and not of the search's bound, so a plan
+may be above its bound in spite of an exhaustive search; `proven` is said only of one that is not.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ class Planner:
         return found
 
     def candidates(self, schedule: str, within: float) -> list[Outcome]:
-        """The best plans of all microbatch sizes and layouts that take no more than `within` times the best, the fastest first: for a judge that sees
-        more than the cost model."""
+        """The best plans of all microbatch sizes and layouts that take no more than `within` times the best, the fastest first: for a
+        judge that sees more than the cost model."""
         best = self.best(schedule)
         if best is None:
             return []
@@ -198,8 +199,8 @@ class Planner:
         return replace(best, bound=min(bound, best.step)) if best is not None else None
 
     def floor(self, schedule: str, b: int, layout: Layout | None = None) -> Floor:
-        """What no plan, or none of a layout, can be below. Its devices share the work; replicas with (n_j - 1) t_j <= T run m <= r + T * sum 1/t_j
-        microbatches; and before a pipeline is full it has gone through the whole model once."""
+        """What no plan, or none of a layout, can be below. Its devices share the work; replicas with (n_j - 1) t_j <= T run m <= r + T *
+        sum 1/t_j microbatches; and before a pipeline is full it has gone through the whole model once."""
         count, whole, speeds = self.wanted.batch // b, self._whole(b), self.speeds(self.table(b))
         used = range(len(speeds)) if layout is None else {device for devices in layout.last for device in devices}
         most = len(speeds) if layout is None else max(map(len, layout.last))

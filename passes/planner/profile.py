@@ -1,5 +1,5 @@
-"""The chain that a model is to the planner. In: the module as `partition` would see it, at each size of a microbatch that is to be tried, and where times come
-from. Out: a Chain whose layers are runs of operations, and what each of them costs at each of these sizes.
+"""The chain that a model is to the planner. In: the module as `partition` would see it, at each size of a microbatch that is to be tried,
+and where times come from. Out: a Chain whose layers are runs of operations, and what each of them costs at each of these sizes.
 
     layers      the operations of the forward graph, in their order, cut into at most `most` runs of about the same time; of the places where a run
                 may end the one is taken that fewest bytes cross. So no plan over layers is slower than the best over operations by more than a run
@@ -11,9 +11,11 @@ from. Out: a Chain whose layers are runs of operations, and what each of them co
     bytes       a value that the backward needs counts where it is made, or where it is needed if that is one other layer; a parameter counts for every
                 layer that reads it, with its gradient and its optimiser state
 
-Some models have other operations with some sizes of a microbatch, most often with one sample, where exporters and `simplify` see ones: such sizes are left out.
+Some models have other operations with some sizes of a microbatch, most often with one sample, where exporters and
+`simplify` see ones: such sizes are left out.
 
-Limits: what is exchanged of a tied parameter is memory here, not time. Bytes are estimates for choosing; ir/memory.py counts what a chosen plan needs.
+Limits: what is exchanged of a tied parameter is memory here, not time. Bytes are estimates for choosing;
+ir/memory.py counts what a chosen plan needs.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ MOST_LAYERS = 96
 
 @dataclass(frozen=True)
 class Profile:
-    """`starts` are the names of the operations that layers begin with, as `partition` takes them for `split_at`; `largest` is the part of all
-    work that the longest layer has. With microbatches of the sizes that were `left_out` the model has other operations."""
+    """`starts` are the names of the operations that layers begin with, as `partition` takes them for `split_at`; `largest` is the part of
+    all work that the longest layer has. With microbatches of the sizes that were `left_out` the model has other operations."""
 
     chain: Chain
     starts: tuple[str, ...]
@@ -55,8 +57,9 @@ def profile_chain(
     wire: str = "f32",
     shared: bool = False,
 ) -> Profile:
-    """`modules` by samples per microbatch; layers are of about the same time on `device`; float32 values travel as `wire`, and all through memory where
-    it is `shared`. Of sizes that make different operations those are profiled that most sizes make, of as many the larger ones."""
+    """`modules` by samples per microbatch; layers are of about the same time on `device`; float32 values travel as
+    `wire`, and all through memory where it is `shared`. Of sizes that make different operations those are profiled that
+    most sizes make, of as many the larger ones."""
     given = {b: _Sized(module, prices, wire) for b, module in sorted(modules.items())}
     alike: dict[tuple[str, ...], list[int]] = {}
     for b, part in given.items():
@@ -263,7 +266,8 @@ class _Sized:
 
 
 def _places(backward: Graph, position: Mapping[str, int]) -> list[int | None]:
-    """Where each operation of the backward graph belongs: with its forward operation, sums of gradients with the first of their operands."""
+    """Where each operation of the backward graph belongs: with its forward operation, sums of
+    gradients with the first of their operands."""
     made: dict[Value, int] = {}
     found: list[int | None] = []
     for op in backward.ops:

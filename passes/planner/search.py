@@ -1,16 +1,17 @@
-"""The search: the best plan of one schedule, microbatch size and layout. In: matrices of stages (stages.py), a layout. Out: plans and a lower bound.
+"""The search: the best plan of one schedule, microbatch size and layout. In: matrices of stages
+(stages.py), a layout. Out: plans and a lower bound.
 
-A dynamic programme places stages from the last one to the first. State: a node of the layout (devices used, devices of the stage placed last) and the
-first layer of that stage. Under a limit T on what must not be exceeded it minimises one number per state; every quantity of the cost model is either
-such a limit or grows with that number, so nothing else has to be remembered:
+A dynamic programme places stages from the last one to the first. State: a node of the layout (devices used, devices of the stage placed
+last) and the first layer of that stage. Under a limit T on what must not be exceeded it minimises one number per state; every quantity of
+the cost model is either such a limit or grows with that number, so nothing else has to be remembered:
 
     2bw, eager-2bw   limits: r x <= T, A <= T, m l <= T. The number is the worst round trip that ends here, e = r x + max(0, m c + e' - k T r'), which must stay
                      below r T: e' and r' are those of the stage behind. A plan exists iff some state at layer 0 is left: bisection finds the least T.
     the others       limits: the maximum of the formula of cost.py <= T. The number is its sum, so sum + T bounds all plans whose maximum is at most
                      T; intervals of T are split until none can hold a better plan (branch and bound).
 
-Both end when no plan is better by more than `tolerance`. What stages add up to on one NIC is not seen here (`Judged.pipe`): the bound leaves it out,
-plans are compared with it.
+Both end when no plan is better by more than `tolerance`. What stages add up to on one NIC is not seen here (`Judged.pipe`): the bound
+leaves it out, plans are compared with it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Leave out devices that hardly help. In: a plan. Out: one without devices that make it faster by less than one in a hundred, and what each of them would
-have brought: a stage more is messages and waiting that no model knows exactly.
+"""Leave out devices that hardly help. In: a plan. Out: one without devices that make it faster by less than one in a hundred, and what each
+of them would have brought: a stage more is messages and waiting that no model knows exactly.
 
 Limit: of more than 32 devices nothing is left out here.
 """

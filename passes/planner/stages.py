@@ -1,8 +1,9 @@
-"""Costs of one stage for all ranges of layers at once, as matrices over (first layer, last layer + 1). In: a table of layers at one microbatch size, a
-schedule, m. Out: `Option`s for the devices of a stage: without recomputation, and with it where memory asks for it. Entries that are not allowed are infinite.
+"""Costs of one stage for all ranges of layers at once, as matrices over (first layer, last layer + 1). In: a table of layers at one
+microbatch size, a schedule, m. Out: `Option`s for the devices of a stage: without recomputation, and with it where memory asks for it.
+Entries that are not allowed are infinite.
 
-The microbatches of a batch are dealt out to replicas so that the slowest one is as fast as can be: the m smallest of n * t_j over all n and j, each
-replica having at least `least` and at most what its memory holds. No other shares have a smaller maximum.
+The microbatches of a batch are dealt out to replicas so that the slowest one is as fast as can be: the m smallest of n * t_j over all n and
+j, each replica having at least `least` and at most what its memory holds. No other shares have a smaller maximum.
 """
 
 from __future__ import annotations
@@ -209,7 +210,8 @@ def _shares(each: Sequence[Floats], held: Sequence[Ints], least: int, count: int
     times = np.maximum(np.stack(each), 1e-30)
     room = np.minimum(np.stack(held), count)
     possible = (room >= least).all(0) & (room.sum(0) >= count)
-    # All n with (n - head) t_j <= T are among the smallest, for the T at which replicas would end together if microbatches could be divided.
+    # All n with (n - head) t_j <= T are among the smallest, for the T at which replicas would end
+    # together if microbatches could be divided.
     together = (count - head * replicas) / (1.0 / times).sum(0)
     start = np.clip(head + np.floor(together / times * (1 - 1e-12)), least, np.maximum(room, least)).astype(np.int64)
     shares = np.where(start.sum(0) > count, least, start)

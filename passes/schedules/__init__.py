@@ -7,8 +7,8 @@ number of stages, s the stage, w = d-1-s, and tf and tb the times of a forward a
 Backwards run in microbatch order in all of them, so that gradients are summed in the same order and results can be compared bit by bit.
 A new schedule is one file and one row of SCHEDULES. Whether order and delay fit together is not decided here but by the checker.
 
-A stage on several devices has a rank for each, and the microbatches of a batch are shared out among them (dealing.py): each of them runs the order
-of the schedule, and leaves out what is not its own.
+A stage on several devices has a rank for each, and the microbatches of a batch are shared out among them (dealing.py): each of them runs
+the order of the schedule, and leaves out what is not its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class ScheduleOptions:
 
 
 def build_schedule(kind: str, stages: int, microbatches: int, shares: Shares = ()) -> Schedule:
-    """The schedule of a uniform pipeline in which every stage has forward, backward and update. Without `shares` it has one rank per stage."""
+    """The schedule of a uniform pipeline in which every stage has forward, backward and update.
+    Without `shares` it has one rank per stage."""
     row = SCHEDULES.get(kind)
     if row is None:
         raise UsageError(f"unknown schedule {kind!r}, expected one of {', '.join(SCHEDULES)}", where="schedule")

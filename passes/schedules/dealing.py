@@ -1,19 +1,20 @@
 """Who of a stage's ranks runs which microbatches of a batch, and how far forwards run ahead of backwards then.
 
-In: for every stage the shares of its ranks. `deal` spreads each rank's microbatches evenly over the batch, so that ranks with equal shares take
-turns, and stages with the same shares make the same groups: whole pipelines side by side.
+In: for every stage the shares of its ranks. `deal` spreads each rank's microbatches evenly over the batch, so that ranks with equal shares
+take turns, and stages with the same shares make the same groups: whole pipelines side by side.
 
-Each rank follows the order that one rank would follow for the whole stage, and leaves out what is not its own. A rank must have so many forwards in hand
-that it can work while its microbatch is with the stages behind it. With one rank per stage that is one microbatch for each stage behind, d-1-s. A rank
-that runs n of the m microbatches of a batch holds one for m/n of the time of one. So the microbatch is away for that time at the rank of the next stage
-which takes it, and for as long as that rank has forwards in hand: `ahead` is the sum of both, of the slowest it shares microbatches with, rounded up to
-whole microbatches of its own, that is to a multiple of m/n. Without the rounding two replicas in front of one would wait for each other's turns: 1.5
-times the time.
+Each rank follows the order that one rank would follow for the whole stage, and leaves out what is not its own. A rank must have so many
+forwards in hand that it can work while its microbatch is with the stages behind it. With one rank per stage that is one microbatch for each
+stage behind, d-1-s. A rank that runs n of the m microbatches of a batch holds one for m/n of the time of one. So the microbatch is away for
+that time at the rank of the next stage which takes it, and for as long as that rank has forwards in hand: `ahead` is the sum of both, of
+the slowest it shares microbatches with, rounded up to whole microbatches of its own, that is to a multiple of m/n. Without the rounding two
+replicas in front of one would wait for each other's turns: 1.5 times the time.
 
-That is why nobody waits for ever. On rank r, F of microbatch k stands before B of microbatch j if k <= j + ahead(r). Give a rank that waits to run B(j)
-the value j, and one that waits to run F(k) the value k - ahead(r). Along the chain of those who wait for each other values never grow: whoever stands
-behind is at a microbatch no later. From an F to a B they shrink, because the rank that has not run F(k) yet waits for a B(i) with i < k - ahead. A
-circle of Bs alone would go to ever later stages, one of Fs alone to ever earlier ones; so there is no circle.
+That is why nobody waits for ever. On rank r, F of microbatch k stands before B of microbatch j if k <= j + ahead(r). Give a rank
+that waits to run B(j) the value j, and one that waits to run F(k) the value k - ahead(r). Along the chain of those who wait for
+each other values never grow: whoever stands behind is at a microbatch no later. From an F to a B they shrink, because the rank that
+has not run F(k) yet waits for a B(i) with i < k - ahead. A circle of Bs alone would go to ever later stages, one of Fs alone to
+ever earlier ones; so there is no circle.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def weights_behind(dealt: Dealt) -> list[list[int]]:
 
 
 def _along(dealt: Dealt, rounded: Callable[[Fraction, Sequence[int], int], int]) -> list[list[int]]:
-    """From the first stage on: for how long a microbatch of a rank is with the stages before it, in times of one microbatch. That is the time of the
-    rank that has it there and what was found for that one, for the slowest it shares microbatches with."""
+    """From the first stage on: for how long a microbatch of a rank is with the stages before it, in times of one microbatch. That is the
+    time of the rank that has it there and what was found for that one, for the slowest it shares microbatches with."""
     found: list[list[int]] = []
     total = sum(map(len, dealt[0]))
     before: list[tuple[set[int], Fraction]] = []

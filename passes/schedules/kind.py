@@ -10,8 +10,8 @@ from ...ir.schedule import Action, Program
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is in the pipeline: its stage, by how many microbatches its forwards should be ahead of its backwards, and how many backwards
-    later its weight gradients may come: w and s with one rank per stage (dealing.py)."""
+    """Where a rank is in the pipeline: its stage, by how many microbatches its forwards should be ahead of its backwards, and how many
+    backwards later its weight gradients may come: w and s with one rank per stage (dealing.py)."""
 
     stage: int
     ahead: int
@@ -20,7 +20,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A schedule: `order(place, microbatches)` gives the program of one rank for all microbatches of its stage; `delay` says how many updates the weights of a microbatch are behind (W(t+1) = W(t) - lr * g(W(t - delay))). With `splits` weight gradients run apart, as W, after split-backward."""
+    """A schedule: `order(place, microbatches)` gives the program of one rank for all microbatches of its stage; `delay` says how
+    many updates the weights of a microbatch are behind (W(t+1) = W(t) - lr * g(W(t - delay))). With `splits` weight gradients
+    run apart, as W, after split-backward."""
 
     order: Callable[[Place, int], Program]
     delay: int

@@ -53,8 +53,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will run where. `module` is the program, `reference` the same model before it was cut into stages, `search` what the planner did if it
-    chose."""
+    """What will run where. `module` is the program, `reference` the same model before it was cut into stages,
+    `search` what the planner did if it chose."""
 
     model: Model
     module: Module
@@ -93,8 +93,8 @@ class Plan:
 def describe_plan(
     module: Module, reference: Module, calls: Sequence[Call], search: Search | None = None, predicted: Predicted | None = None
 ) -> dict[str, Any]:
-    """A planned module as plain data; `reference` is the model before `partition`, `calls` are all passes, `predicted` is what the simulator says of
-    the module alone."""
+    """A planned module as plain data; `reference` is the model before `partition`, `calls` are all passes, `predicted` is what
+    the simulator says of the module alone."""
     from penstock.arguing import planner_facts, predict, predicted_facts
     from penstock.passes.lifetimes import memory_table
     from penstock.passes.manager import print_pipeline
@@ -138,8 +138,9 @@ def from_onnx(
     known: Mapping[str, object] | None = None,
     trained: str | None = None,
 ) -> Model:
-    """Import an ONNX file. `dims` binds symbolic dimensions, `known` inputs to numbers or arrays (a shape, axes, repeats that the model takes as
-    inputs); `frozen` is a pattern of parameter names that are not trained, `trained` of those that are although they hold a single number."""
+    """Import an ONNX file. `dims` binds symbolic dimensions, `known` inputs to numbers or arrays (a shape, axes, repeats
+    that the model takes as inputs); `frozen` is a pattern of parameter names that are not trained, `trained` of those that
+    are although they hold a single number."""
     from penstock.frontends.onnx import import_onnx
 
     return Model(import_onnx(path, dims=dims or {}, known=known or {}, frozen=frozen, trained=trained))
@@ -182,14 +183,13 @@ def plan(
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Plan:
-    """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device. With `replicas` every stage lies on so many
-    devices, which share the microbatches of a batch out among them; or `devices` names those of each stage. `shares` are how many of the microbatches
-    each of them runs: such that they are done at about the same time if not given. `precision` is f32, bf16 or
-    f16; if it is not given, training settings say it. `recompute` says what stages compute again in the backward pass instead of
-    saving it: auto (what the memory of their devices asks for), none or all. `cuda_libraries` says who computes contractions on GPUs: torch,
-    which calls the vendor's libraries, or none. `wire` is the element type of float32 activations and gradients on their way between stages: f32, bf16
-    or f16. `hints` is whether placement hints of the model are followed, where it has some and `split_at`
-    is not given."""
+    """Run all passes. Without `training` the plan is for inference. `stages` 0 means one per device. With `replicas` every stage lies on so
+    many devices, which share the microbatches of a batch out among them; or `devices` names those of each stage. `shares` are how many of
+    the microbatches each of them runs: such that they are done at about the same time if not given. `precision` is f32, bf16 or f16; if it
+    is not given, training settings say it. `recompute` says what stages compute again in the backward pass instead of saving it: auto (what
+    the memory of their devices asks for), none or all. `cuda_libraries` says who computes contractions on GPUs: torch, which calls the
+    vendor's libraries, or none. `wire` is the element type of float32 activations and gradients on their way between stages: f32, bf16 or
+    f16. `hints` is whether placement hints of the model are followed, where it has some and `split_at` is not given."""
     from penstock.passes.manager import Call, run_passes
     from penstock.passes.pipelines import PASSES
     from penstock.passes.schedules.dealing import fair_shares
@@ -298,8 +298,8 @@ def compile(
     dump: Dump | None = None,
     progress: ProgressHook | None = None,
 ) -> Path:
-    """Make machine code for every stage, and write the bundle. `jobs` is the most processes to compile with: one per core if not given; `dump`
-    is shown the code."""
+    """Make machine code for every stage, and write the bundle. `jobs` is the most processes to compile with: one per core
+    if not given; `dump` is shown the code."""
     from penstock.backends.bundle_writer import write_bundle
     from penstock.backends.interface import CompileOptions, backend_of
     from penstock.exporting import keep_source

@@ -8,7 +8,8 @@ Errors are relative to the largest magnitude of the expected array.
 What passes: 1e-5 where everything is computed in f32 or f64. Where a model has 16-bit floats, of unit roundoff u (2^-8 for bf16, 2^-11 for
 f16), no fixed number would do, because roundings add up along the model. So the interpreter runs it twice, in float64 and rounding every
 result as the IR says; the distance of the two is what these roundings do to this model, and compiled stages, which round at no more places
-than that (values that travel in 16 bits are rounded there, too) but add up in another order, may be MARGIN times as far off, or u, whichever is more. `--tolerance` overrides this.
+than that (values that travel in 16 bits are rounded there, too) but add up in another order, may be MARGIN times as far off, or u,
+whichever is more. `--tolerance` overrides this.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def verify_model(
     backend: str,
     data: str | None = None,
 ) -> int:
-    """Compare the forward pass of an ONNX file: onnxruntime against the interpreter, and against a compiled bundle of one stage. `data` has inputs
-    as a reproducer has them; they are drawn otherwise."""
+    """Compare the forward pass of an ONNX file: onnxruntime against the interpreter, and against a compiled bundle of one stage. `data` has
+    inputs as a reproducer has them; they are drawn otherwise."""
     import onnxruntime
 
     from penstock import api

@@ -1,9 +1,9 @@
 """What differs between two modules, by name: every line is compared with the one of the same name, wherever either stands.
 
-In: two modules. Out: what differs, as data (`compare`) or as lines of text (`differences`), part by part: cluster, stages, variables and edges; then graph
-after graph; schedule; notes. In the text `-` is gone, `+` is new, `~` has changed, with the words that did marked [-before-] {+after+}. Operations go by the
-names of their results, those that have none by what they do to which variable. What went from one graph into others, as where a model is cut into stages,
-is counted, and listed only where it changed on the way.
+In: two modules. Out: what differs, as data (`compare`) or as lines of text (`differences`), part by part: cluster, stages, variables and
+edges; then graph after graph; schedule; notes. In the text `-` is gone, `+` is new, `~` has changed, with the words that did marked
+[-before-] {+after+}. Operations go by the names of their results, those that have none by what they do to which variable. What went from
+one graph into others, as where a model is cut into stages, is counted, and listed only where it changed on the way.
 
 Limits: what was renamed is gone and new. Of lines that only stand elsewhere in their part the number is told, not which.
 """
@@ -56,8 +56,8 @@ class Lines(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class GraphDifference:
-    """`mark` is ~ for a graph that both have, - for one that is gone, + for a new one. `went` and `came` are operations that are in another graph now,
-    or were: their numbers by the name of that graph."""
+    """`mark` is ~ for a graph that both have, - for one that is gone, + for a new one. `went` and `came` are operations that are in another
+    graph now, or were: their numbers by the name of that graph."""
 
     name: str
     mark: str
@@ -161,8 +161,8 @@ def _schedule_name(line: str) -> object:
 
 
 def _head(module: Module, other: Module) -> Named:
-    """What stands above the graphs. Of variables that both modules share as objects there is the name alone, or nothing where they share all: modules have
-    many, and passes change few."""
+    """What stands above the graphs. Of variables that both modules share as objects there is the name alone, or nothing where they share
+    all: modules have many, and passes change few."""
     lines = _named(print_head(module), _head_name)
     if module.vars is not other.vars:
         for name, var in module.vars.items():
@@ -313,7 +313,8 @@ def _by_name(
 
 
 def words(before: str, after: str, most: int = _MOST_WORDS) -> Words:
-    """One line for two, in parts. Of lines that differ in more words than `most`, words are not matched: that takes up to the square of their number."""
+    """One line for two, in parts. Of lines that differ in more words than `most`, words are not matched: that
+    takes up to the square of their number."""
     old, new = _WORDS.findall(before), _WORDS.findall(after)
     first = _alike(old, new)
     last = _alike(old[first:][::-1], new[first:][::-1])

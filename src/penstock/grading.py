@@ -1,15 +1,17 @@
 """After a run: what the plan promised against what came, and corrections for the next plan.
 
-In: a bundle, whose plan.json says what was predicted, the metrics of a run of it, perhaps its trace. Out: a table, and, kept in the user's cache folder,
+In: a bundle, whose plan.json says what was predicted, the metrics of a run of it, perhaps its trace. Out: a
+table, and, kept in the user's cache folder,
 
     corrections   measured over predicted of the work that kernels do on this machine's processor; the median of the last ones is what estimates for
                   devices that are this machine are multiplied by. Launches, calls of graphs, messages and links are what the cluster file says
     stage times   with a trace: what F, B, W and U of each stage took, which is used wherever the same stage is planned or simulated again
 
-With a trace the work is what computations took beside launches and calls. Without one it is what the simulator needs to come to the measured step, all else being
-as predicted. A run says nothing of the work where the rest alone makes more than half of what was predicted or measured; then no correction is kept.
-A factor that is far from 1 is told, and not kept: it is of a run that was disturbed, or of a cluster file that is not of this machine. The first steps of a run
-are left out: they warm up caches and fill the pipeline. A run counts once: graded again, what it said before is replaced.
+With a trace the work is what computations took beside launches and calls. Without one it is what the simulator needs to come to the
+measured step, all else being as predicted. A run says nothing of the work where the rest alone makes more than half of what was predicted
+or measured; then no correction is kept. A factor that is far from 1 is told, and not kept: it is of a run that was disturbed, or of a
+cluster file that is not of this machine. The first steps of a run are left out: they warm up caches and fill the pipeline. A run counts
+once: graded again, what it said before is replaced.
 
 Limits: without a trace links that are slower than the cluster file says are taken for slow computing, as far as they are in the way.
 """
@@ -100,8 +102,8 @@ def _run(bundle: Bundle, metrics: Path) -> str:
 
 @dataclass(frozen=True)
 class Graded:
-    """Seconds per batch; `computing` are (rank, kind of action, predicted, measured), with a trace only. `factor` is what work took over what was predicted,
-    None where the run does not say; `kept` whether it went into the corrections."""
+    """Seconds per batch; `computing` are (rank, kind of action, predicted, measured), with a trace only. `factor` is what work took over
+    what was predicted, None where the run does not say; `kept` whether it went into the corrections."""
 
     predicted: float
     measured: float
@@ -133,7 +135,8 @@ def grade(bundle: Bundle, metrics: Path, trace: Path | None = None, store: Store
 
 
 def _promised(bundle: Bundle) -> tuple[dict[tuple[int, str], float], dict[tuple[int, str], float]]:
-    """Plain estimates by rank and kind, as in the plan of a bundle, whatever was known where it was made; and what of them is no work of this machine."""
+    """Plain estimates by rank and kind, as in the plan of a bundle, whatever was known where it was made; and
+    what of them is no work of this machine."""
     return rank_seconds(bundle.module), rank_seconds(bundle.module, Roofline(lambda device: 0.0 if is_here(device) else 1.0))
 
 
@@ -160,7 +163,8 @@ def _from_step(bundle: Bundle, measured: float) -> float | None:
     rest, promised = step(0.0), step(1.0)
     if not _says_enough(rest, promised, measured):
         return None
-    # A step takes at most `factor` times as long, and at least so many times what work adds to the rest; the other way round for factors below 1.
+    # A step takes at most `factor` times as long, and at least so many times what work adds to the rest;
+    # the other way round for factors below 1.
     low, high = sorted((measured / promised, (measured - rest) / (promised - rest)))
     while high > low * (1 + _CLOSE):
         middle = (low + high) / 2

@@ -1,8 +1,8 @@
 """penstock infer: a file's samples as requests to an inference bundle. In: options. Out: a file of outputs, and how fast it went.
 
-The file is cut into requests of `request` samples (one microbatch unless told otherwise), which are handed over as fast as the queue takes them: that
-measures throughput. A request's latency is the time from its handing over until its outputs are there; in throughput mode that is mostly waiting
-behind the others, in latency mode each is handed over when the one before it is answered. Loading is no part of either.
+The file is cut into requests of `request` samples (one microbatch unless told otherwise), which are handed over as fast as the queue takes
+them: that measures throughput. A request's latency is the time from its handing over until its outputs are there; in throughput mode that
+is mostly waiting behind the others, in latency mode each is handed over when the one before it is answered. Loading is no part of either.
 """
 
 from __future__ import annotations

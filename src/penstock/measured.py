@@ -3,12 +3,13 @@
     kernels   seconds of one call, from `penstock inspect --kernels --measure`; `Measured` is a source of prices for passes/cost.py
     stages    seconds of each kind of action of a rank that is alone, from `profile`
 
-An entry is found again by what was timed (the kernel whatever its names, the graph by its text) and by what timed it: back end, threads, processor, and the
-sources that made the code. Entries lie in the user's cache folder, each in a file of its own, with a hash that is checked when it is read, written
-under a temporary name and renamed; one that is damaged or is no time counts as absent. With PENSTOCK_CACHE=off nothing is kept.
+An entry is found again by what was timed (the kernel whatever its names, the graph by its text) and by what timed it: back end,
+threads, processor, and the sources that made the code. Entries lie in the user's cache folder, each in a file of its own, with a
+hash that is checked when it is read, written under a temporary name and renamed; one that is damaged or is no time counts as absent.
+With PENSTOCK_CACHE=off nothing is kept.
 
-Limits: times are of this machine. A device of the cluster is taken to be this machine if its host is localhost or has this machine's name, and it is a CPU;
-a quota that one rank has and another has not is not seen.
+Limits: times are of this machine. A device of the cluster is taken to be this machine if its host is localhost or has this machine's name,
+and it is a CPU; a quota that one rank has and another has not is not seen.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def _kernel_key(kernel: Kernel, backend: str, threads: int) -> str:
 
 
 def profile(bundle: Bundle, rehearse: Rehearse, table: Measured | None = None, *, anew: bool = False) -> dict[tuple[int, str], float]:
-    """Seconds of each kind of action of every rank, by rank and kind, as the ranks of the bundle would run them here: from the table, and what is
-    not there (everything, if `anew`) measured by `rehearse`, one rank after the other."""
+    """Seconds of each kind of action of every rank, by rank and kind, as the ranks of the bundle would run them here: from the table, and
+    what is not there (everything, if `anew`) measured by `rehearse`, one rank after the other."""
     table = table or Measured(bundle.manifest.backend)
     module = bundle.module
     found: dict[tuple[int, str], float] = {}

@@ -1,5 +1,5 @@
-"""Arguments that commands have in common which compile a model: the model and its inputs, devices, training, schedule. Help texts and checks of
-single values; what they mean together is for commands.py."""
+"""Arguments that commands have in common which compile a model: the model and its inputs, devices, training, schedule. Help texts and
+checks of single values; what they mean together is for commands.py."""
 
 from __future__ import annotations
 

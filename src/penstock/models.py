@@ -219,11 +219,11 @@ def write_resnet(
     seed: int = 0,
     dtype: str = "f32",
 ) -> Path:
-    """A residual network of bottleneck blocks, ResNet-50 unless told otherwise: a 7x7 convolution with stride 2 and 3x3 max pooling, stages of
-    `blocks` blocks, the stride of a stage in the 3x3 convolution of its first block, the mean over space, a linear layer.
+    """A residual network of bottleneck blocks, ResNet-50 unless told otherwise: a 7x7 convolution with stride 2 and 3x3 max pooling, stages
+    of `blocks` blocks, the stride of a stage in the 3x3 convolution of its first block, the mean over space, a linear layer.
 
-    Input `x` [batch, 3, size, size], output `y` [batch, classes]. Convolutions have He weights and no bias; batch norms have stored statistics
-    that vary over channels, and those in front of a sum have scales about 0.3, so that sums of many blocks stay small.
+    Input `x` [batch, 3, size, size], output `y` [batch, classes]. Convolutions have He weights and no bias; batch norms have stored
+    statistics that vary over channels, and those in front of a sum have scales about 0.3, so that sums of many blocks stay small.
     """
     sheet = _Sheet(dtype, seed)
 
@@ -267,8 +267,9 @@ def write_bert(
     seed: int = 0,
     dtype: str = "f32",
 ) -> Path:
-    """A BERT-shaped encoder, BERT-base unless told otherwise: learned positions, blocks with the norm behind, erf gelu, attention in both directions,
-    and a classification head: tanh of a linear layer on the first position, then a linear layer. Sequences are full, there is no mask.
+    """A BERT-shaped encoder, BERT-base unless told otherwise: learned positions, blocks with the norm behind, erf gelu,
+    attention in both directions, and a classification head: tanh of a linear layer on the first position, then a linear
+    layer. Sequences are full, there is no mask.
 
     Input `tokens` i64 [batch, positions], output `y` [batch, classes]. Weights are normal with deviation 0.02, biases zero.
     """

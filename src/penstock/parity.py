@@ -1,12 +1,13 @@
-"""What the delay of one update costs: the same training under 1f1b, which is plain training, and under 2bw, and the difference of the final losses.
+"""What the delay of one update costs: the same training under 1f1b, which is plain training, and under
+2bw, and the difference of the final losses.
 
-In: a model for every seed, optimisers by the names of their rows, data. Every run is one of real stages, so that what is compared is what users
-get; both schedules see the same samples in the same order from the same weights. Out: for every optimiser the final loss, the mean over the last
-steps (a tenth of them), for each seed and schedule; the gap 2bw - 1f1b of each seed; its mean and standard deviation over the seeds. The
-deviation of 1f1b's own final losses says what another seed changes: a gap within it is none that anybody could see in one run.
+In: a model for every seed, optimisers by the names of their rows, data. Every run is one of real stages, so that what is compared is what
+users get; both schedules see the same samples in the same order from the same weights. Out: for every optimiser the final loss, the mean
+over the last steps (a tenth of them), for each seed and schedule; the gap 2bw - 1f1b of each seed; its mean and standard deviation over the
+seeds. The deviation of 1f1b's own final losses says what another seed changes: a gap within it is none that anybody could see in one run.
 
-A loss that is not finite at the end is a run that has diverged: its gap is said, too. Limits: a model from a file has the same weights for every
-seed, which then is that of dropout and of the order of samples; few seeds give a coarse deviation.
+A loss that is not finite at the end is a run that has diverged: its gap is said, too. Limits: a model from a file has the same weights for
+every seed, which then is that of dropout and of the order of samples; few seeds give a coarse deviation.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def _changes(chain: Sequence[Op], hint_of: Mapping[str, int] | Mapping[str, str]
 
 
 def stage_starts(reference: Module, planned: Module) -> list[str | None]:
-    """What each stage of a planned module begins with, as `partition` takes it for `split_at`; None for the first. `reference` is the model before it
-    was cut."""
+    """What each stage of a planned module begins with, as `partition` takes it for `split_at`; None for the first.
+    `reference` is the model before it was cut."""
     chain = chain_of(reference)
     found: list[str | None] = [None]
     for stage in planned.stages[1:]:

@@ -1,6 +1,7 @@
 """`penstock plan --workload FILE.json`: place the graph of a file in the public device-placement format, and print what was found.
 
-Out: the optimum (or what was found, and how far from the optimum it can be), what every device has, and which nodes are where, by the ids of the file.
+Out: the optimum (or what was found, and how far from the optimum it can be), what every device has, and which
+nodes are where, by the ids of the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A plan as a file that people may edit: what `penstock plan --json` prints, and plan.json of a bundle. In: a path. Out: options of `ps.plan`.
+"""A plan as a file that people may edit: what `penstock plan --json` prints, and plan.json of a
+bundle. In: a path. Out: options of `ps.plan`.
 
-Read are `schedule`, `microbatches`, `samples_per_microbatch`, `precision`, `wire`, `recompute` and of every stage its `devices`, their `shares` and what it `starts_at`: a node or value of the
-model (nothing for the first stage). Everything else in such a file says what was predicted, and is not read. All that is wrong is one error.
+Read are `schedule`, `microbatches`, `samples_per_microbatch`, `precision`, `wire`, `recompute` and of every stage its `devices`, their
+`shares` and what it `starts_at`: a node or value of the model (nothing for the first stage). Everything else in such a file says what was
+predicted, and is not read. All that is wrong is one error.
 """
 
 from __future__ import annotations

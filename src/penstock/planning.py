@@ -1,10 +1,11 @@
 """Let the planner choose: how many stages, on which devices, with which shares of how large microbatches, under which schedule.
 
-In: a way to load the model at any size of a microbatch, a cluster, training settings, samples per batch. Out: a Plan as `ps.plan` makes it, with the
-`Search` that led to it: what every schedule could do at best, and why one was not taken.
+In: a way to load the model at any size of a microbatch, a cluster, training settings, samples per batch. Out: a Plan as `ps.plan` makes it,
+with the `Search` that led to it: what every schedule could do at best, and why one was not taken.
 
-The planner works on a chain of layers with formulas (passes/planner); what is best by these, and what is near it, is simulated (refining.py), and the
-fastest then goes through all passes, which check order, versions and memory exactly. A choice that they refuse is not lost in silence: the next best schedule is taken, and the reason is told.
+The planner works on a chain of layers with formulas (passes/planner); what is best by these, and what is near it, is simulated
+(refining.py), and the fastest then goes through all passes, which check order, versions and memory exactly. A choice that they refuse is
+not lost in silence: the next best schedule is taken, and the reason is told.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ _Try = tuple[str, Outcome, list[str]]
 
 @dataclass(frozen=True)
 class Search:
-    """What led to a plan. `result` has the best plan of every schedule, `chosen` is the one that was carried out; `refused` are those that the passes
-    refused, with the reason; `little` says of devices that they help too little to be used. `refined` is what the simulator said of the best plans near the
-    planner's, by schedule; `more_memory` how many times the memory of the devices the formulas were given. `in_bf16` makes the profile of the model in bfloat16, where the plan is in float32."""
+    """What led to a plan. `result` has the best plan of every schedule, `chosen` is the one that was carried out; `refused` are those that
+    the passes refused, with the reason; `little` says of devices that they help too little to be used. `refined` is what the simulator said
+    of the best plans near the planner's, by schedule; `more_memory` how many times the memory of the devices the formulas were given.
+    `in_bf16` makes the profile of the model in bfloat16, where the plan is in float32."""
 
     profile: Profile
     result: Result
@@ -65,7 +67,8 @@ class Search:
 
     @cached_property
     def what_if(self) -> list[Change]:
-        """Plans with one thing changed in what was asked for, or in the devices of the plan that was chosen, all the best by the formulas."""
+        """Plans with one thing changed in what was asked for, or in the devices of the plan that was
+        chosen, all the best by the formulas."""
         others = {}
         if self.in_bf16 is not None and (chain := self.in_bf16().chain).sizes == self.profile.chain.sizes:
             others["in bfloat16"] = chain
@@ -114,9 +117,10 @@ def plan_best(
     progress: api.ProgressHook | None = None,
     **options: Any,
 ) -> api.Plan:
-    """The best plan for batches of so many samples: what `--batch` asks for. `load` gives the model with so many samples per microbatch, for each of the
-    `sizes` to choose from, or as it is for None. The fastest of `schedules` is taken, by default of those that compute what plain training does; `replicas`
-    is the most devices of a stage, 0 for any number; `recompute` is auto, none or all; further options are those of `penstock.plan`."""
+    """The best plan for batches of so many samples: what `--batch` asks for. `load` gives the model with so many samples per microbatch,
+    for each of the `sizes` to choose from, or as it is for None. The fastest of `schedules` is taken, by default of those that compute
+    what plain training does; `replicas` is the most devices of a stage, 0 for any number; `recompute` is auto, none or all; further
+    options are those of `penstock.plan`."""
     library = {"cuda_libraries": options.get("cuda_libraries", "torch")}
     alone = replace(training, microbatches=1)
     models = _load_models(load, sizes, batch)
@@ -202,7 +206,8 @@ def _all_refused(refused: Mapping[str, Exception]) -> PenstockError:
 
 
 def _for_size(progress: api.ProgressHook, size: int) -> api.ProgressHook:
-    """Progress of the passes that a size is profiled with. They are a part of planning, which ends with all passes over the plan, so their end is not told."""
+    """Progress of the passes that a size is profiled with. They are a part of planning, which ends with all passes
+    over the plan, so their end is not told."""
 
     def tell(done: int, total: int, what: str) -> None:
         if done < total:
@@ -212,7 +217,8 @@ def _for_size(progress: api.ProgressHook, size: int) -> api.ProgressHook:
 
 
 def _with_more_memory(chain: Chain, cluster: Cluster, wanted: Wanted) -> Iterator[tuple[Result, float]]:
-    """Of every schedule the best plan in the least of more memory in which there is one, the fastest first; and how many times the memory that is."""
+    """Of every schedule the best plan in the least of more memory in which there is one, the fastest first;
+    and how many times the memory that is."""
     fleet, found = fleet_of(cluster), list[tuple[Result, float]]()
     for schedule in wanted.schedules:
         for part in MORE_MEMORY:
@@ -231,9 +237,9 @@ def _with_memory(fleet: Fleet, part: float) -> Fleet:
 def _tries(
     profile: Profile, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]], refined: Mapping[str, Refined]
 ) -> Iterator[_Try]:
-    """Plans to be carried out, until the passes accept one: of every schedule the best by simulation, where there is one, that of the formulas, those for
-    somewhat less memory than there is, since what the planner counts are estimates, and such without replicas, whose rules are simpler. The fastest
-    schedule comes first."""
+    """Plans to be carried out, until the passes accept one: of every schedule the best by simulation, where there is one, that of the
+    formulas, those for somewhat less memory than there is, since what the planner counts are estimates, and such without replicas, whose
+    rules are simpler. The fastest schedule comes first."""
     limited = any(device.memory for device in result.fleet.devices)
     every = len(refined) == len(spared)
     for schedule in sorted(spared, key=lambda kind: refined[kind].step if every else spared[kind][0].step):

@@ -1,11 +1,13 @@
 """The last step of planning: the planner's plans, and others near them, judged by the simulator instead of formulas.
 
-In: a chain of layers, a cluster, and the best plan of each schedule by the formulas of passes/planner/cost.py, which are some percent off where stages are
-unequal. Out: for each schedule the plan that takes least when its program is run against the same costs by runtime/simulate.py, with what it takes there.
-Tried are all devices that may be used in every order, one for each stage, with the best cuts by the formulas for that order; of other layouts (replicas) what
-the formulas think best; and from the fastest of these on cuts that are moved by some layers.
+In: a chain of layers, a cluster, and the best plan of each schedule by the formulas of passes/planner/cost.py, which are some
+percent off where stages are unequal. Out: for each schedule the plan that takes least when its program is run against the same
+costs by runtime/simulate.py, with what it takes there. Tried are all devices that may be used in every order, one for each stage,
+with the best cuts by the formulas for that order; of other layouts (replicas) what the formulas think best; and from the fastest of
+these on cuts that are moved by some layers.
 
-Limits: small plans only (`_MOST_ACTIONS`, `_ENOUGH` in all; orders and layouts of up to `_MOST_ORDERED` devices); microbatches are as large as in a plan that the formulas found.
+Limits: small plans only (`_MOST_ACTIONS`, `_ENOUGH` in all; orders and layouts of up to `_MOST_ORDERED` devices); microbatches are as
+large as in a plan that the formulas found.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from penstock.runtime.simulate import machine_of, simulate, wire_chain
 from penstock.simulating import BATCHES, LOCAL, seat_of
 
 _MOST_ACTIONS, _MOST_ORDERED = 4000, 4
-# Layouts that the formulas think so many times as slow as the best at most, and how many of them; sizes of microbatches that orders are tried with.
+# Layouts that the formulas think so many times as slow as the best at most, and how many of them; sizes of
+# microbatches that orders are tried with.
 _WITHIN, _MOST_LAYOUTS, _SIZES = 1.5, 12, 2
 # Of so many starts cuts are moved, by so many layers.
 _STARTS, _MOVES = 2, (1, 2, 4, 8)
@@ -46,7 +49,8 @@ class Refined:
 
 
 def refine(planner: Planner, cluster: Cluster, outcome: Outcome, devices: Sequence[int]) -> Refined | None:
-    """The best plan near one that the planner found, on some of these devices of the fleet; None where it is too large to be simulated many times."""
+    """The best plan near one that the planner found, on some of these devices of the fleet; None where it is
+    too large to be simulated many times."""
     plan = outcome.plan
     if plan.count * len(plan.devices) > _MOST_ACTIONS or len(plan.stages) > len(planner.fleet):
         return None
@@ -102,7 +106,8 @@ def _neighbours(plan: Plan, table: Table) -> Iterator[Plan]:
 
 
 class _Judge:
-    """What the simulator says of plans, each of them once; infinity of those that are illegal, do not fit, or came when enough had been simulated."""
+    """What the simulator says of plans, each of them once; infinity of those that are illegal, do not fit,
+    or came when enough had been simulated."""
 
     def __init__(self, planner: Planner, cluster: Cluster) -> None:
         self.planner, self.cluster = planner, cluster

@@ -1,15 +1,17 @@
-"""Plan a bundle anew for the devices that are left. In: a bundle, some of its devices, in the order of ranks. Out: a bundle of the same model for these.
+"""Plan a bundle anew for the devices that are left. In: a bundle, some of its devices, in the order of ranks.
+Out: a bundle of the same model for these.
 
     python -m penstock.replanning '{"bundle": ..., "devices": [...], "out": ..., "parent": process}'      prints {"bundle": ..., "told": ...} or the error as JSON
 
-The bundle keeps the model before it was cut, with its loss, gradients and updates (reference.ir), and the passes that it went through (plan.json): all
-from `partition` on are run again, with the same schedule, microbatches and precision. Where every stage still has a device, stages keep the
-devices that they have left, else each device gets a stage; where to cut is searched for again, and shares are dealt again. Checkpoints of
-the model load under both plans.
+The bundle keeps the model before it was cut, with its loss, gradients and updates (reference.ir), and the passes that it went through
+(plan.json): all from `partition` on are run again, with the same schedule, microbatches and precision. Where every stage still has a
+device, stages keep the devices that they have left, else each device gets a stage; where to cut is searched for again, and shares are dealt
+again. Checkpoints of the model load under both plans.
 
 The runtime starts this as a process of its own: it may not import passes, and a launcher that lives for days has no use for them.
 
-Known limits: cuts are searched for as `penstock plan` without --batch does it: the schedule and the microbatches stay. The code is compiled for this host.
+Known limits: cuts are searched for as `penstock plan` without --batch does it: the schedule and the microbatches
+stay. The code is compiled for this host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The command simulate: the program of a bundle or IR file, run against modelled times, links, NICs, cores and memory.
 
-Times of computations come from the costs of passes/cost.py, from the table of what was measured on this machine, or are measured now: each rank of the
-bundle by itself (runtime/rehearse.py). Messages take the links of the cluster. Ranks on CPU devices of this machine share its cores; of other hosts a cluster file does not say how many they have.
+Times of computations come from the costs of passes/cost.py, from the table of what was measured on this machine, or are measured now: each
+rank of the bundle by itself (runtime/rehearse.py). Messages take the links of the cluster. Ranks on CPU devices of this machine share its
+cores; of other hosts a cluster file does not say how many they have.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def seat_of(cluster: Cluster, name: str) -> Seat | None:
 
 
 def times_of(module: Module, source: Path, costs: str) -> Seconds:
-    """How long actions take: `analytic`, passes/cost.py with the rates of the cluster; `table`, what was measured on this machine before, where it was;
-    `measured`, every rank of a bundle now, one after another, which also goes into the table."""
+    """How long actions take: `analytic`, passes/cost.py with the rates of the cluster; `table`, what was measured on this machine before,
+    where it was; `measured`, every rank of a bundle now, one after another, which also goes into the table."""
     return seconds_of(module, _computations(module, source, costs))
 
 

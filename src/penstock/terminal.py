@@ -14,7 +14,8 @@ PLAIN_EVERY = 5.0
 
 
 class StatusLine:
-    """A line on stderr that is written over on a terminal, at most every `rewrite_every` seconds; elsewhere a plain line every few seconds."""
+    """A line on stderr that is written over on a terminal, at most every `rewrite_every` seconds;
+    elsewhere a plain line every few seconds."""
 
     def __init__(self, quiet: bool = False, rewrite_every: float = 0.0) -> None:
         self.quiet = quiet
@@ -77,7 +78,8 @@ def say(text: str) -> None:
 
 
 def terminal_width() -> int | None:
-    """How wide lines may be: what COLUMNS says, else the terminal that standard output goes to; None where it goes to a file or a program."""
+    """How wide lines may be: what COLUMNS says, else the terminal that standard output goes to; None
+    where it goes to a file or a program."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns):
         return int(columns)
@@ -85,7 +87,8 @@ def terminal_width() -> int | None:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None, cut: Sequence[int] = ()) -> str:
-    """Columns under a header; numbers to the right. Where lines would be longer than `width`, the columns `cut` are, one after the other."""
+    """Columns under a header; numbers to the right. Where lines would be longer than `width`, the
+    columns `cut` are, one after the other."""
     cells = [[visible(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     for i in cut if width is not None else ():

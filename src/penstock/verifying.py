@@ -1,5 +1,5 @@
-"""`penstock verify`: which of its questions is asked, and whether the options go together. In: parsed arguments. Out: the exit code of checks.py, parity.py
-or bisecting."""
+"""`penstock verify`: which of its questions is asked, and whether the options go together. In: parsed arguments. Out: the exit code
+of checks.py, parity.py or bisecting."""
 
 from __future__ import annotations
 

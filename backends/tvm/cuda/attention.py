@@ -8,7 +8,8 @@ so scores are never in memory. The gradients compute p again from the statistics
 
     ds = p (dy . v - d) scale     dq = sum over keys of ds k,   dk = sum over queries of ds q,   dv = sum over queries of p dy
 
-in two launches, by query and by key. Limits: neither tensor cores nor reuse of keys between queries; what is hidden is computed all the same.
+in two launches, by query and by key. Limits: neither tensor cores nor reuse of keys between queries;
+what is hidden is computed all the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From the graphs of a stage to a shared library with machine code for one GPU architecture, on a machine that needs no GPU.
 
-In: stage graphs, an architecture. Out: a .so with the host part and the device code (a cubin: no source, no PTX). Lowering happens here; nvcc
-and the linker run in a process of their own (compiler.py), because TVM makes device code only where it can load its CUDA runtime, which
-wants libcuda.so.1: where there is no driver, that process gets a stand-in for it, which must not be seen by anything else.
+In: stage graphs, an architecture. Out: a .so with the host part and the device code (a cubin: no source, no PTX). Lowering happens here;
+nvcc and the linker run in a process of their own (compiler.py), because TVM makes device code only where it can load its CUDA runtime,
+which wants libcuda.so.1: where there is no driver, that process gets a stand-in for it, which must not be seen by anything else.
 
 Cached by content like code for CPUs; the version of nvcc is part of the key.
 """

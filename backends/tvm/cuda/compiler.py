@@ -1,10 +1,12 @@
 """The process that makes device code: python -m penstock.backends.tvm.cuda.compiler FOLDER ARCHITECTURE
 
-In: FOLDER/module.json, a lowered module. Out: FOLDER/stage.so, and FOLDER/kernels.cu for people; or FOLDER/failure.json with what went wrong.
+In: FOLDER/module.json, a lowered module. Out: FOLDER/stage.so, and FOLDER/kernels.cu for people; or
+FOLDER/failure.json with what went wrong.
 
-TVM compiles kernels to machine code only if its CUDA runtime can be loaded, which is linked with libcuda.so.1, the driver's library. Nothing
-of it is called while compiling. Where it is missing, a stand-in with the same symbols, each answering "no device", is made and loaded in
-this process; it never leaves FOLDER. Source, options and result of nvcc pass through a callback here, so that no environment decides.
+TVM compiles kernels to machine code only if its CUDA runtime can be loaded, which is linked with libcuda.so.1, the driver's
+library. Nothing of it is called while compiling. Where it is missing, a stand-in with the same symbols, each answering "no
+device", is made and loaded in this process; it never leaves FOLDER. Source, options and result of nvcc pass through a
+callback here, so that no environment decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kernel generators for GPUs: one TIR function with its launches for one group of operations.
 
-In: a group, as for CPUs. Out: a Kernel. Formulas come from kernels/ (elements, rows, windows, reduce), loops from loops.py; here is what a GPU
-does otherwise: scattered rows, sums and order along an axis, the gradient of a maximum, the loss.
+In: a group, as for CPUs. Out: a Kernel. Formulas come from kernels/ (elements, rows, windows, reduce), loops from loops.py; here is what a
+GPU does otherwise: scattered rows, sums and order along an axis, the gradient of a maximum, the loss.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .loops import THREADS, DeviceLoops, bind_index, reduce_lines
 
 
 def emit_gather_grad(body: DeviceBody, op: Op) -> None:
-    """The gradient of a lookup, without atomic additions: equal indices form a chain in the order they stand in, and the first of each chain
-    adds up the rows of dy of all of them.
+    """The gradient of a lookup, without atomic additions: equal indices form a chain in the order they stand in, and the first of each
+    chain adds up the rows of dy of all of them.
 
     Finding the next equal index compares each with each, which for thousands of indices is little beside the rows that are moved."""
     dy, indices = op.ins
@@ -95,8 +95,8 @@ def emit_scatter(body: DeviceBody, op: Op) -> None:
 
 
 def _chains(body: DeviceBody, indices: Value, size: int) -> tuple[Buffer, Buffer, Buffer]:
-    """Equal indices as chains: for each position its index, the next position with an equal one (their number if there is none), and whether
-    it is the first of its chain."""
+    """Equal indices as chains: for each position its index, the next position with an equal one (their number if there is none), and
+    whether it is the first of its chain."""
     emit, places = body.emit, indices.type.dims
     count = prod(places)
     row = emit.workspace(count, "i32", "row")
@@ -172,7 +172,8 @@ def emit_cumsum(body: DeviceBody, op: Op) -> None:
 
 
 def emit_topk(body: DeviceBody, op: Op) -> None:
-    """A thread per element counts how many of its row come before it, which says where it goes. Limit: that is every two elements of a row."""
+    """A thread per element counts how many of its row come before it, which says where it goes.
+    Limit: that is every two elements of a row."""
     x, (values, indices) = op.ins[0], op.outs
     a, axis, dims = complete_attrs(op), axis_of(op, x), x.type.dims
     count, largest = a["k"], bool(a["largest"])

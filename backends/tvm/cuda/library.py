@@ -1,8 +1,9 @@
 """Products, convolutions and attention by the vendor's libraries, through torch.
 
-In: a group of one operation with the annotation `library=torch`. Out: a LibraryCall: the name of a function that the loader registers (torch_calls.py), and the
-operation with the layout changes in front of its operands as text; the operands are the values before these changes, which torch makes views
-of. At run time the function gets the tensors without copies, on the stream that kernels run on, and fills the results.
+In: a group of one operation with the annotation `library=torch`. Out: a LibraryCall: the name of a function that the loader
+registers (torch_calls.py), and the operation with the layout changes in front of its operands as text; the operands are the
+values before these changes, which torch makes views of. At run time the function gets the tensors without copies, on the stream
+that kernels run on, and fills the results.
 
 Accuracy is that of torch: float32 in float32 (no TF32 unless torch is told so), 16-bit floats with float32 accumulators.
 """

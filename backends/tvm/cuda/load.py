@@ -1,7 +1,8 @@
 """Loading a stage that was compiled for a GPU, and calling it with torch tensors on that GPU.
 
-In: the library of a stage, the architecture it is for, the number of the GPU on this host. Out: a StageProgram; tensors pass without copies, and everything runs on torch's
-current stream. Nothing is compiled here, and nothing of the bundle is executed but the library, whose hash was checked.
+In: the library of a stage, the architecture it is for, the number of the GPU on this host. Out: a StageProgram; tensors pass
+without copies, and everything runs on torch's current stream. Nothing is compiled here, and nothing of the bundle is executed
+but the library, whose hash was checked.
 
 Torch has to be imported before TVM's CUDA runtime is loaded: it brings the CUDA runtime library that TVM's is linked with.
 """

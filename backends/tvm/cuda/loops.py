@@ -223,7 +223,8 @@ _SCRATCH_BYTES = 32 << 10
 
 
 class DeviceRows(Rows):
-    """Row operations: a block per row along the last dimensions, which its threads share; or a thread per row when rows lie side by side."""
+    """Row operations: a block per row along the last dimensions, which its threads share; or a
+    thread per row when rows lie side by side."""
 
     body: DeviceBody
     emit: ThreadEmitter

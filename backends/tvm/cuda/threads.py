@@ -1,11 +1,11 @@
 """Building TIR statements for GPUs: launches of blocks of threads, memory of a thread, of a block, and between launches.
 
-In: the calls of kernels.emit.Emitter, plus `launch`, `barrier`, `shared` and `workspace`. Out: one TIR statement with a grid per launch. The
-launches of one kernel run one after the other, so that the second reads what the first wrote.
+In: the calls of kernels.emit.Emitter, plus `launch`, `barrier`, `shared` and `workspace`. Out: one TIR statement with a grid per launch.
+The launches of one kernel run one after the other, so that the second reads what the first wrote.
 
-Rules: a barrier is reached by all threads of a block or by none, so it stands in no `when` that differs between threads, and loops around one
-have the same number of turns in every thread. Everything named with `bind` belongs to one thread. There are no atomic operations and nothing
-that depends on the order in which blocks run: results are the same in every run.
+Rules: a barrier is reached by all threads of a block or by none, so it stands in no `when` that differs between threads, and loops around
+one have the same number of turns in every thread. Everything named with `bind` belongs to one thread. There are no atomic operations and
+nothing that depends on the order in which blocks run: results are the same in every run.
 """
 
 from __future__ import annotations

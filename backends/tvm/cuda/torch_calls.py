@@ -1,7 +1,7 @@
 """What library calls do, in the process that runs a stage: torch works on views of the tensors it is given.
 
-In: operands and results of a call as TVM hands them over, and the text that library.py wrote: the operation, its attributes, layout changes in
-front of operands, which results are wanted. Out: filled results. The text only chooses from `CALLS`; nothing in it is executed.
+In: operands and results of a call as TVM hands them over, and the text that library.py wrote: the operation, its attributes, layout changes
+in front of operands, which results are wanted. Out: filled results. The text only chooses from `CALLS`; nothing in it is executed.
 
 Everything runs on torch's current stream, which is the one that kernels run on. Tensors pass without copies.
 """

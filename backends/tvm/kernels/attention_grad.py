@@ -1,6 +1,7 @@
 """Gradients of attention in one kernel. The shares are computed again, block by block, from the largest score and the sum of every row.
 
-In: an attention_grad operation (dy, q, k, v, y, largest, sum). Out: with share = e^(score - largest) / sum and slope = share * (dy v^T - sum(dy * y)),
+In: an attention_grad operation (dy, q, k, v, y, largest, sum). Out: with share = e^(score - largest) / sum
+and slope = share * (dy v^T - sum(dy * y)),
 
     for each head:
       pack q and dy, k twice (turned and not) and v turned

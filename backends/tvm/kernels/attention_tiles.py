@@ -81,8 +81,8 @@ def sizes_of(body: Body, op: Op, q: Value, k: Value, v: Value) -> Sizes:
 
 
 def over_heads(body: Body, op: Op, operands: Sequence[Value], ease: int, head: Callable[[Sizes, Index], None]) -> None:
-    """`head` for every head of every batch entry, shared out among threads; `operands` are q, k and v. A multiplication and an addition take
-    1 / `ease` of what loops count as work."""
+    """`head` for every head of every batch entry, shared out among threads; `operands` are q, k and v. A multiplication and an addition
+    take 1 / `ease` of what loops count as work."""
     if body.loops is not None:
         raise NotOneKernel(f"{op.kind} has loops for CPUs only")
     q, k, v = operands
@@ -104,8 +104,8 @@ def smaller(a: Expr, b: Expr | int) -> Expr:
 
 
 class Tile(Protocol):
-    """What can be done with a tile of rows and a panel of keys: all of it, where every row sees every key, or some vectors of it, after which
-    every key is tested."""
+    """What can be done with a tile of rows and a panel of keys: all of it, where every row sees every key, or some vectors
+    of it, after which every key is tested."""
 
     def whole(self) -> None: ...
     def part(self, vectors: int) -> None: ...
@@ -214,7 +214,8 @@ class Tiles:
         return packed
 
     def turned(self, value: Value, lead: Index, depth: int) -> Buffer:
-        """[panels, depth, width]: the keys of a panel at the same place of their vectors are neighbours; keys that do not exist are zero."""
+        """[panels, depth, width]: the keys of a panel at the same place of their vectors are
+        neighbours; keys that do not exist are zero."""
         s, emit, lanes = self.s, self.emit, self.s.lanes
         packed = emit.alloc(s.panels * depth * s.width, self.dtype, "turned")
         groups, odd = divmod(s.keys, lanes)

@@ -1,7 +1,8 @@
 """The gradient of a convolution for its weight: sums over all positions of all images, with the sums in registers.
 
-In: x and the gradient dy of the output. Out: dw[o, c, r, s] = sum over n, p of dy[n, o, p] * x[n, c, p * stride - low + (r, s) * dilation].
-One side stands in lanes: its channels are packed [position, channel], transposed in registers. The other side is read one element at a time:
+In: x and the gradient dy of the output. Out: dw[o, c, r, s] = sum over n, p of dy[n, o, p] * x[n, c, p * stride - low +
+(r, s) * dilation]. One side stands in lanes: its channels are packed [position, channel], transposed in registers. The
+other side is read one element at a time:
 
     channels of x in lanes:   a tile is [outputs, lanes] for one tap after the other; the packed x has its border, and taps move in it
     channels of dy in lanes:  a tile is [channels of x, taps of one kernel row; lanes]; x is copied with a border if it needs one
@@ -11,7 +12,8 @@ Which one: the cheaper by multiply-adds, counting lanes that stay empty, and ele
 Order: a panel of lanes after the other. When the packed panel is small for all images, a tile stays in registers over all of them; else
 images are outside, tiles are added up in memory, and the result is finished after the last image.
 
-Limits: as for correlation.py; both sides in memory; not both sides with few channels (conv_depth.py), no kernel with more columns than a tile has rows.
+Limits: as for correlation.py; both sides in memory; not both sides with few channels (conv_depth.py), no
+kernel with more columns than a tile has rows.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def emit_weight_gradient(body: Body, w: WeightGradient) -> None:
 
 
 class _Sums:
-    """What both forms share. Sums are [channel of the other side, tap, lanes]; a unit is a range of those channels that is finished together."""
+    """What both forms share. Sums are [channel of the other side, tap, lanes]; a unit is a range of
+    those channels that is finished together."""
 
     unit: int
     other: int
@@ -182,8 +185,8 @@ class _Sums:
         step: Callable[[Expr, Expr], tuple[Expr, list[Expr]]],
         operands: tuple[Buffer, Buffer],
     ) -> None:
-        """Set the rows of `sums` that start at `slots`, or add one image to them. For an image (counted from 0 if all are added) and a position, `step` says which row
-        of the packed side and which elements of the other are multiplied."""
+        """Set the rows of `sums` that start at `slots`, or add one image to them. For an image (counted from 0 if all are added) and a
+        position, `step` says which row of the packed side and which elements of the other are multiplied."""
         emit, lanes = self.emit, self.lanes
         packed, source = operands
         accs = [emit.alloc(self.width, self.dtype, "acc") for _ in slots]

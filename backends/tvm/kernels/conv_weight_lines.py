@@ -7,10 +7,10 @@ In: the sizes of a gradient, two spatial dimensions. Out: a Layout, which says w
 
 and the lines are cut into blocks that stay in the second cache.
 
-A unit is a band of rows of one image; two units make a pair, whose numbers stand in the two halves of words: those of two images where their number
-is even. Rows of a unit follow each other at a distance `pitch`, in dy with zeros between them, in x with the border of zeros, of which one column serves
-the end of one row and the begin of the next: so all taps read x as it is packed once. With a stride, columns and rows of x are kept apart by their
-remainder modulo the stride (`residues`, those that some tap reads), and taps are shifts again.
+A unit is a band of rows of one image; two units make a pair, whose numbers stand in the two halves of words: those of two images where
+their number is even. Rows of a unit follow each other at a distance `pitch`, in dy with zeros between them, in x with the border of zeros,
+of which one column serves the end of one row and the begin of the next: so all taps read x as it is packed once. With a stride, columns and
+rows of x are kept apart by their remainder modulo the stride (`residues`, those that some tap reads), and taps are shifts again.
 Units of which taps read nothing but their own positions follow each other without a gap; others begin with a whole step of dy.
 """
 

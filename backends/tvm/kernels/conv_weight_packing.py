@@ -5,8 +5,9 @@ In: x and dy in memory, and a Layout (conv_weight_lines.py). Out: words of a blo
     dy  for 32 filters [steps, 2 row tiles, parts, 16 filters, 16 lines]
     x   for 16 channels [parts, lines, 16 channels], so that 16 lines from any one on are a tile, whichever tap is wanted
 
-dy stays as it lies: its rows are copied to lines with zeros between them. x is turned in registers, 16 positions of 16 channels at a time; a table says to which line each
-position goes. The border is zero from the start, rows of it that lie inside for other units are made so again.
+dy stays as it lies: its rows are copied to lines with zeros between them. x is turned in registers, 16 positions of 16
+channels at a time; a table says to which line each position goes. The border is zero from the start, rows of it that lie
+inside for other units are made so again.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class WeightPacking:
     # ------------------------------------------------------------------------------ dy
 
     def dy(self, words: Buffer, start: Expr, group: Expr, first: Expr, height: int, block: Expr) -> Expr | None:
-        """Filters first .. first + height, to word `start`. Gives 1 if a number is too large for tiles, else 0; None where that cannot be."""
+        """Filters first .. first + height, to word `start`. Gives 1 if a number is too large for
+        tiles, else 0; None where that cannot be."""
         emit, layout, w = self.emit, self.layout, self.w
         steps = layout.segments * layout.steps
         large = Magnitudes(emit) if self.parts > 1 else None
@@ -140,7 +142,8 @@ class WeightPacking:
         large: Magnitudes | None,
         upper: bool = False,
     ) -> None:
-        """In a vector loop: the words of a pair, parts `apart` words from each other. `upper`: of its second number, added to words of the first."""
+        """In a vector loop: the words of a pair, parts `apart` words from each other. `upper`: of its
+        second number, added to words of the first."""
         pair = [self.emit.bind(value, "x") for value in pair]
         for value in pair:
             if large is not None:

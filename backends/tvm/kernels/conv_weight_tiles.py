@@ -8,12 +8,14 @@ In: as for conv_weight.py, which does the same for everybody else. Out: loops
           for strip, tap:             4 tiles of sums += 2 tiles of dy times 2 of x, for each step and pair of parts
           after the last block        turn sums of all taps into runs of the weight, and `Body.finish`
 
-Each block has sums of its own, added in memory to those before. What a line, a unit and a block are, and how large, is told in conv_weight_lines.py.
+Each block has sums of its own, added in memory to those before. What a line, a unit and a block are, and
+how large, is told in conv_weight_lines.py.
 
-Where 32 filters or channels have a number that is too large for parts, infinities and nans among them, their sums are computed one by one, slowly, as f32 has them.
+Where 32 filters or channels have a number that is too large for parts, infinities and nans among them, their sums are
+computed one by one, slowly, as f32 has them.
 
-Limits: few channels or filters (with one tap as many as 64, for which packing costs too much), and images of fewer than 16 positions, are left to
-conv_weight.py; a single image of one row has half of each word empty.
+Limits: few channels or filters (with one tap as many as 64, for which packing costs too much), and images of fewer than 16 positions, are
+left to conv_weight.py; a single image of one row has half of each word empty.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def emit_weight_tiles(body: Body, w: WeightGradient, plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class _Operands:
-    """Packed dy of 32 filters and x of 32 channels: words, and where in them they begin; `channels` is where they begin among all, `large` whether tiles cannot compute them."""
+    """Packed dy of 32 filters and x of 32 channels: words, and where in them they begin; `channels` is where they begin among all,
+    `large` whether tiles cannot compute them."""
 
     dy: Buffer
     dy_at: Expr
@@ -217,7 +220,8 @@ class _WeightTiles:
             registers.store(2 * r + c, o.sums, tap * (STRIP * STRIP) + (r * STRIP + c) * SIDE, 4 * STRIP)
 
     def _add_up(self, o: _Operands) -> None:
-        """Sums of this block with those of blocks before. Each block has sums of its own, so that long ones are not rounded at every step."""
+        """Sums of this block with those of blocks before. Each block has sums of its own, so that
+        long ones are not rounded at every step."""
         emit, size = self.emit, self.taps * STRIP * STRIP
         if self.partial is None:
             return

@@ -1,7 +1,7 @@
 """Random numbers as expressions: Philox 2x32-10, as ir/ops/draws.py says.
 
-In: words as uint32, or the number of a microbatch and keys as int64. Out: words, keys, floats. A round takes one product of 64 bits, of which both
-halves are used; sixteen lanes of AVX-512 make sixteen numbers in about a hundred instructions.
+In: words as uint32, or the number of a microbatch and keys as int64. Out: words, keys, floats. A round takes one product of 64 bits, of
+which both halves are used; sixteen lanes of AVX-512 make sixteen numbers in about a hundred instructions.
 """
 
 from __future__ import annotations

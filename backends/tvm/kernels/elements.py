@@ -364,8 +364,8 @@ def _const(f: Functions, op: Op, read: Read, index: Index) -> Expr:
 
 
 def _unfolded(x: tirx.FloatImm) -> Expr:
-    """0, 1 or infinity of either sign, or nan, as a number that TVM does not see through: for it 0 * x and 0 / x are 0, whatever x is, and x / 0
-    cannot be compiled. The root of each of them is itself, which those who compile TVM's code know."""
+    """0, 1 or infinity of either sign, or nan, as a number that TVM does not see through: for it 0 * x and 0 / x are 0, whatever x is, and
+    x / 0 cannot be compiled. The root of each of them is itself, which those who compile TVM's code know."""
     negative = x.value < 0
     root = tirx.sqrt(_number(x, -x.value if negative else x.value))
     return root * _number(x, -1) if negative else root

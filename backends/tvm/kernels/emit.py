@@ -1,11 +1,11 @@
 """Building TIR statements: loops, vectors with remainders, local storage. In: Python calls in program order. Out: one TIR statement.
 
-Kernels are emitted loop by loop instead of being scheduled from a default nest: what is written here is what the code generator sees, and no
-schedule primitive can refuse a ragged size or a second output. Every buffer is one-dimensional; addresses are computed by the callers.
+Kernels are emitted loop by loop instead of being scheduled from a default nest: what is written here is what the code generator sees, and
+no schedule primitive can refuse a ragged size or a second output. Every buffer is one-dimensional; addresses are computed by the callers.
 
 Element types of 16 bits are for storage: `load` widens to f32, `Emitter.store` rounds to the nearest, ties to even, and everything between
-is f32, sums and scratch memory included (`literal` and `alloc` take f32 for f16 and bf16). bf16 memory is read and written as 16-bit integers:
-a bf16 is the upper half of an f32, so the conversions are shifts on every machine, and inf, nan and denormals come out right.
+is f32, sums and scratch memory included (`literal` and `alloc` take f32 for f16 and bf16). bf16 memory is read and written as 16-bit
+integers: a bf16 is the upper half of an f32, so the conversions are shifts on every machine, and inf, nan and denormals come out right.
 
 Invariant: a variable bound or a buffer allocated inside a block is used only inside that block.
 """
@@ -161,7 +161,8 @@ class Emitter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Statements about all lanes at once, in a vector loop, which ends here and goes on behind: names of both parts are the same arrays."""
+        """Statements about all lanes at once, in a vector loop, which ends here and goes on behind:
+        names of both parts are the same arrays."""
         if self._lane is None:
             yield
             return
@@ -300,7 +301,8 @@ _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
 
 
 def _evaluated(index: Expr, lane: Expr, value: int) -> tuple[Expr, int] | None:
-    """An index with the lane at `value`, as an expression and, with all other variables 0, as a number. None if it is not plain arithmetic."""
+    """An index with the lane at `value`, as an expression and, with all other variables 0, as a
+    number. None if it is not plain arithmetic."""
     if isinstance(index, tirx.IntImm):
         return index, int(index.value)
     if isinstance(index, tirx.Var):

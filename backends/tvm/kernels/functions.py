@@ -1,11 +1,11 @@
 """Elementary functions as vector expressions. In: a TIR expression. Out: an expression that the vectoriser keeps in vector registers.
 
 LLVM turns exp, tanh, erf and log of a vector into one library call per lane; the f32 versions here are polynomials instead, sine and cosine
-(trigonometry.py) and powers (powers.py) too. Errors, measured in the tests: exp, log, sqrt, rsqrt and pow 1.3 ulp, sigmoid, sin and cos 2 ulp,
-tanh and erf 5e-7 relative. All of them keep nan, and go to the right limit (0, 1, inf) for infinite and very large operands; exp and pow give
-denormals. f64 uses the library, and so do sin and cos without fused multiply-adds. Vectors of AVX-512 have instructions of their own (lanes.py)
-for exponents, mantissas and roots, so results may differ in the last bit between them and the elements left over behind the last one.
-Coefficients: Eigen (rational tanh, erf), our own fits (exp, log).
+(trigonometry.py) and powers (powers.py) too. Errors, measured in the tests: exp, log, sqrt, rsqrt and pow 1.3 ulp, sigmoid, sin and cos 2
+ulp, tanh and erf 5e-7 relative. All of them keep nan, and go to the right limit (0, 1, inf) for infinite and very large operands; exp and
+pow give denormals. f64 uses the library, and so do sin and cos without fused multiply-adds. Vectors of AVX-512 have instructions of their
+own (lanes.py) for exponents, mantissas and roots, so results may differ in the last bit between them and the elements left over behind the
+last one. Coefficients: Eigen (rational tanh, erf), our own fits (exp, log).
 Normal results are computed by normal numbers: a processor takes ten to thirty times as long to make a denormal.
 
 Comparisons are written so that a nan operand falls through to the result: `select(x > limit, limit, x)` keeps it, TIR's min and max do not.
@@ -101,9 +101,9 @@ def _is_f32(x: Expr) -> bool:
 
 
 class Functions:
-    """The functions over a way to name intermediate results: TIR expressions are trees, and a value used twice would be computed twice.
-    `rounded` gives an f32 as memory of a 16-bit float would hold it. `lanes` are those of the processor: 16 with AVX-512, 8 with AVX2 and fused
-    multiply-adds."""
+    """The functions over a way to name intermediate results: TIR expressions are trees, and a value used twice would be
+    computed twice. `rounded` gives an f32 as memory of a 16-bit float would hold it. `lanes` are those of the processor: 16
+    with AVX-512, 8 with AVX2 and fused multiply-adds."""
 
     def __init__(self, emit: Emitter, lanes: int = 1) -> None:
         self.emit, self.bind, self.rounded = emit, emit.bind, emit.rounded

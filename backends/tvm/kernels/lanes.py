@@ -32,7 +32,8 @@ def _kept(emit: Emitter, value: Expr) -> Buffer:
 
 
 class Wide:
-    """Instructions of AVX-512 on f32. Each costs one to three steps of the processor and is right for nan, infinities, zeros and denormals."""
+    """Instructions of AVX-512 on f32. Each costs one to three steps of the processor and is right for
+    nan, infinities, zeros and denormals."""
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
@@ -73,8 +74,8 @@ def _all() -> Any:
 
 
 def mend(emit: Emitter, value: Expr, rare: Expr, exact: Callable[[Expr], Expr], x: Expr, kind: Any = SERIAL) -> Expr:
-    """`value`, and exact(x) where `rare` holds. A vector without such lanes takes one comparison; where there are some, exact(x) is taken for
-    them one by one, or, with `kind` VECTOR, for all lanes."""
+    """`value`, and exact(x) where `rare` holds. A vector without such lanes takes one comparison; where there are some, exact(x) is taken
+    for them one by one, or, with `kind` VECTOR, for all lanes."""
     width = emit.width()
     if width == 1 or not emit.may_pause():
         return emit.bind(tirx.if_then_else(rare, exact(x), value))

@@ -1,9 +1,9 @@
 """x to the power y in f32 as a vector expression: 2^(y log2|x|), with the logarithm and its product in f64, so that nothing is lost before
 the result is rounded.
 
-|x| = 2^e (1 + r) with 1 + r within sqrt(1/2) .. sqrt(2), log2|x| = e + r Q(r), the product is a whole number and a rest, and 2^rest is an f32 polynomial.
-Special operands are those of IEEE 754: x^0 and 1^y are 1, also for nan; a negative x has results for whole y, and the sign of x for odd ones.
-Error, measured in the tests: 1.3 ulp over all results, denormals included.
+|x| = 2^e (1 + r) with 1 + r within sqrt(1/2) .. sqrt(2), log2|x| = e + r Q(r), the product is a whole number and a rest, and 2^rest is an
+f32 polynomial. Special operands are those of IEEE 754: x^0 and 1^y are 1, also for nan; a negative x has results for whole y, and the sign
+of x for odd ones. Error, measured in the tests: 1.3 ulp over all results, denormals included.
 """
 
 from __future__ import annotations

@@ -8,15 +8,15 @@ nothing but the order of a packing loop), and a function that places element (ba
                               pack B [k, nj]              (squares are transposed in registers where B lies along k)
         for row tile:         accumulators [mi, nj] = sum over k of A column * B row;  then `Body.finish` for each vector
 
-What limits: per step along k a tile needs a row of the panel, nj elements, from the second cache, and mi elements of A from the first, which
-are in time for a tile of 6x4 vectors. Copying a panel takes as long as twelve rows of A keep a tile busy, so where B lies along j the first tile
-of a panel reads B itself and leaves the panel behind: it would wait for memory either way. A packed block of A is at most 1 MiB, half of the second cache.
-Short sums store more than they compute: up to 256 steps the lines of the result are asked for during the steps; from 512 on that costs more
-than it gives, unless the result is added to a variable, which is read there (up to 1024).
+What limits: per step along k a tile needs a row of the panel, nj elements, from the second cache, and mi elements of A from the first,
+which are in time for a tile of 6x4 vectors. Copying a panel takes as long as twelve rows of A keep a tile busy, so where B lies along j the
+first tile of a panel reads B itself and leaves the panel behind: it would wait for memory either way. A packed block of A is at most 1 MiB,
+half of the second cache. Short sums store more than they compute: up to 256 steps the lines of the result are asked for during the steps;
+from 512 on that costs more than it gives, unless the result is added to a variable, which is read there (up to 1024).
 Products of few rows have loops of their own, in product_few.py.
 Ragged sizes: the last rows get a tile of just that many rows; a last panel of less than half a vector has loops of its own, in
-product_narrow.py; another one is padded with zeros to whole vectors, and its columns are finished one by one from a copy of the tile, because
-indexing accumulators by a variable would force them out of registers.
+product_narrow.py; another one is padded with zeros to whole vectors, and its columns are finished one by one from a copy of the tile,
+because indexing accumulators by a variable would force them out of registers.
 Long sums (k above 4096) are split into blocks of at most 1024, with partial sums in memory, so that blocks of both operands stay in cache.
 """
 
@@ -63,8 +63,8 @@ _NEAR_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _Block:
-    """What one pass over the columns computes: rows start .. start+rows, sums over k_from .. k_from+k_size. With `first` given, sums are left
-    in `partial`, on top of what is there unless `first` holds; without, they are finished."""
+    """What one pass over the columns computes: rows start .. start+rows, sums over k_from .. k_from+k_size. With `first` given, sums are
+    left in `partial`, on top of what is there unless `first` holds; without, they are finished."""
 
     lead: Index
     start: Expr
@@ -367,7 +367,8 @@ class _Tiles:
         turns, rest = divmod(block.k_size, unrolled)
         targets = self._hinted(block)
         hints = height * ceil_div(columns, self.line) if targets else 0
-        # The turns in so many equal parts, with some hints before each: all at once would fill the buffers that the loop itself loads through.
+        # The turns in so many equal parts, with some hints before each: all at once would fill the
+        # buffers that the loop itself loads through.
         parts = max((d for d in range(1, max(hints, 1) + 1) if turns % d == 0), default=1)
         each = ceil_div(hints, parts) if parts > 1 else 0
         with emit.loop(parts, SERIAL, "k") as part:

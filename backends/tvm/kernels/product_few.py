@@ -8,9 +8,10 @@ B contiguous along j, up to sixteen rows:   for columns block:
                                                 sums [m, columns] = 0, in the first cache or near it
                                                 for some rows of B at once, for vector of columns:   sums += A * these rows
                                                 then `Body.finish` for each vector
-With few rows B streams from memory once, in the order in which it lies there. A panel of B as wide as a tile would be read in pieces of 256 bytes from another page each: 20 GB/s where whole rows give 29. The rows of B that
-are taken together are held in registers, so that sums are loaded and stored once for all of them: twelve rows of two vectors for 16 rows of A.
-Limit: the last columns, fewer than a vector, are computed one by one.
+With few rows B streams from memory once, in the order in which it lies there. A panel of B as wide as a tile would be read in
+pieces of 256 bytes from another page each: 20 GB/s where whole rows give 29. The rows of B that are taken together are held in
+registers, so that sums are loaded and stored once for all of them: twelve rows of two vectors for 16 rows of A. Limit: the last
+columns, fewer than a vector, are computed one by one.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ STREAM_COLUMNS = 128
 # Up to so many rows of A, the rows of B are what is loaded most, and one vector of each at a time is enough.
 _THIN = 4
 _TOGETHER_THIN = 8
-# Sums of a block of columns: a part of the second cache, so that long runs of B are read. A block is never all columns of a wide result, so that threads can share them.
+# Sums of a block of columns: a part of the second cache, so that long runs of B are read. A block is never all columns of a wide
+# result, so that threads can share them.
 _SUM_BYTES = 256 << 10
 _WIDE = 4096
 

@@ -1,8 +1,8 @@
 """Row operations: each needs a few sums or maxima over one axis before the first element of the result is known.
 
-In: softmax, log_softmax, layer_norm, cross_entropy and their gradients along any axis. Out: one loop over rows, in it one pass over the axis
-per reduction and one for the results; `Body.finish` runs in the last pass, so a residual addition behind a layer norm is free.
-If the axis is the last one, vectors run along it and are folded at the end of a pass; otherwise vectors run across rows and nothing is folded.
+In: softmax, log_softmax, layer_norm, cross_entropy and their gradients along any axis. Out: one loop over rows, in it one pass over the
+axis per reduction and one for the results; `Body.finish` runs in the last pass, so a residual addition behind a layer norm is free. If the
+axis is the last one, vectors run along it and are folded at the end of a pass; otherwise vectors run across rows and nothing is folded.
 
 layer_norm: mean = sum(x) / n, rstd = 1 / sqrt(sum((x - mean)^2) / n + eps), in two passes, so no cancellation.
 """

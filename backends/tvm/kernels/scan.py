@@ -5,7 +5,8 @@ through step by step along the axis, with its sums in the nearest cache; along t
 
     after steps s = 1, 2, 4, ..:  x[i] += x[i - s]        then the total of all vectors before is added to all lanes
 
-so what one vector waits for the one before is a single addition. Integers, whose additions take a single cycle, go one by one. `Body.finish` runs on the sums. Threads share rows and strips.
+so what one vector waits for the one before is a single addition. Integers, whose additions take a single cycle, go one by one.
+`Body.finish` runs on the sums. Threads share rows and strips.
 """
 
 from __future__ import annotations

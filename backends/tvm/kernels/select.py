@@ -1,15 +1,17 @@
 """The largest or smallest elements of a row, in order.
 
-In: topk along any axis. Out: one loop over rows, shared by threads. Elements become integer keys whose order is the order asked for (nan above
-all, both zeros equal, turned round for the smallest). Ties go to the first element.
+In: topk along any axis. Out: one loop over rows, shared by threads. Elements become integer keys whose order is the order asked for (nan
+above all, both zeros equal, turned round for the smallest). Ties go to the first element.
 
-Short rows: the rank of an element is how many come before it; each key is compared with all others, in vectors, and goes where its rank says.
+Short rows: the rank of an element is how many come before it; each key is compared with all others,
+in vectors, and goes where its rank says.
 
-Others, a tournament: a row is cut in blocks of about the square root of its size, and the largest key of each block is kept. Then k times: the
-largest of the blocks, the first block that has it, the first place of it there; the element is taken out, and its block looks for its
+Others, a tournament: a row is cut in blocks of about the square root of its size, and the largest key of each block is kept. Then k times:
+the largest of the blocks, the first block that has it, the first place of it there; the element is taken out, and its block looks for its
 next. All four are passes of vectors over a block, so k elements of n cost n + 4 k sqrt(n) steps.
 
-Most of a row: keys are sorted by their digits of 8 bits, lowest first, each pass counting places beforehand and keeping the order of equal digits.
+Most of a row: keys are sorted by their digits of 8 bits, lowest first, each pass counting places
+beforehand and keeping the order of equal digits.
 
 The key of a float is its bits as an integer, the lower ones turned round where the sign is set; of f16 and bf16 those of the f32 they
 widen to. In a tournament, an element that is out has the lowest key, and is told from others with that key by a mark.

@@ -1,8 +1,8 @@
 """What all reductions share: folding vectors, cutting long sums into parts, and what each operation adds up.
 
-In: reduction operations of a group. Out: for each its start values and combinations, its operands at an index of the reduced tensor, and what
-its results are, given the totals. `ColumnTotals` keeps totals of columns while rows pass by: it lets column sums ride along with a kernel
-that works row by row.
+In: reduction operations of a group. Out: for each its start values and combinations, its operands at an index of the reduced
+tensor, and what its results are, given the totals. `ColumnTotals` keeps totals of columns while rows pass by: it lets column sums
+ride along with a kernel that works row by row.
 
 Parts: a sum that is long enough for several threads is cut into as many equal parts as sizes allow, whatever the number of threads, so the
 order of additions, and with it the result, does not depend on it.

@@ -4,8 +4,8 @@ In: a Correlation. Out: words of pairs, for some output rows of one image, or fo
 
     [piece][step of 32 channels][part][16 pairs of channels][rows of the band, `pitch` words each]
 
-so that the right tile of a tap, 16 pairs times 16 neighbouring positions, is one load with the words of a plane from row to row, wherever it
-begins. Positions are counted through, row after row and image after image: a tile reaches over the ends of rows, and what it has between
+so that the right tile of a tap, 16 pairs times 16 neighbouring positions, is one load with the words of a plane from row to row, wherever
+it begins. Positions are counted through, row after row and image after image: a tile reaches over the ends of rows, and what it has between
 them is dropped. Borders are zeros in memory, and neighbours share them: the zeros behind a row are those in front of the next one.
 
 With one tap nothing is read twice, and what is read together lies together: a band is made of its strips (what is summed at once), each
@@ -42,7 +42,8 @@ _STRIP = 512
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows and columns of the source with its border that have these remainders; the columns first .. first + count of it are in the source."""
+    """Rows and columns of the source with its border that have these remainders; the columns first ..
+    first + count of it are in the source."""
 
     remainder: Pair
     first: int
@@ -146,7 +147,8 @@ class Bands:
         return first, max(last + 1, 0)
 
     def _cut(self) -> None:
-        """Rows and images of a strip, whose sums are computed at once, and of a band, which is packed at once. Rows are those of a phase."""
+        """Rows and images of a strip, whose sums are computed at once, and of a band, which is
+        packed at once. Rows are those of a phase."""
         c = self.c
         most = max(_STRIP // len(c.phases), 2 * SIDE)
         row_bytes = 4 * self.pitch * len(self.pieces) * self.steps * self.parts * SIDE

@@ -9,11 +9,11 @@ In: a Correlation of bf16 or f32. Out: loops
         4 tiles of sums += for each step of 32 channels, for each tap, for each pair of parts: 2 tiles of weights times 2 of the source
         store the sums; with the last positions, close the gaps between rows, and `Body.finish` for each vector of neighbouring positions
 
-Positions of the result are the columns of tiles, so results come out in the order of memory. All phases of some rows leave their sums side by
-side, and are interleaved where the gaps are closed.
+Positions of the result are the columns of tiles, so results come out in the order of memory. All phases of some rows leave their sums side
+by side, and are interleaved where the gaps are closed.
 
-Where a block of f32 weights, or a band, has a number that is too large for parts, infinities and nans among them, these sums are computed one by
-one, slowly, as f32 has them.
+Where a block of f32 weights, or a band, has a number that is too large for parts, infinities and nans among them, these sums are
+computed one by one, slowly, as f32 has them.
 
 Limits: what tile_registers.py says of denormals.
 """
@@ -94,7 +94,8 @@ class _TileConv:
         self.body, self.c, self.emit = body, c, body.emit
         self.bands = Bands(c)
         self.source = SourcePacking(body, self.bands)
-        # Where a band has no more than four tiles of positions, all are summed at once, so that weights are read once, as fast as memory gives them.
+        # Where a band has no more than four tiles of positions, all are summed at once, so that weights are
+        # read once, as fast as memory gives them.
         alone = self.bands.images == 1 and self.bands.rows == self.bands.counts[0] == self.bands.strip
         tiles = ceil_div(self.bands.positions(1, self.bands.strip), SIDE)
         self.across = 4 if alone and 2 < tiles <= 4 else 2

@@ -1,11 +1,12 @@
 """Weights of correlations in the order of tile registers.
 
-In: a Correlation and the bands of its source. Out: words of pairs, and behind them, for each block of filters, whether a number of it is too
-large for tiles,
+In: a Correlation and the bands of its source. Out: words of pairs, and behind them, for each block of filters,
+whether a number of it is too large for tiles,
 
     [group][block of filters][phase][step of 32 channels][tap][part][tile of 16 filters][16 filters, 16 pairs]
 
-with 32 filters in a block, or 16, so that the sums of a block read them from first to last, which is as fast as memory gives them. Channels are paired as in tile_bands.py.
+with 32 filters in a block, or 16, so that the sums of a block read them from first to last, which is as fast as memory gives them.
+Channels are paired as in tile_bands.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from .transpose import pieces
 
 @dataclass(frozen=True)
 class Filters:
-    """`count` filters from `first` on, a block of a group; their words begin `at`, and `flag` is where it stands whether one is too large."""
+    """`count` filters from `first` on, a block of a group; their words begin `at`, and `flag` is
+    where it stands whether one is too large."""
 
     first: Expr
     count: int

@@ -5,9 +5,9 @@ In: accessors of a Product, and which part of it to pack. Out: words of pairs,
     A   for 32 rows [steps, row tiles, parts, 16 rows, 16 pairs]
     B   strips of 32 columns, each [steps, column tiles, parts, 16 pairs, 16 columns]; behind all of them, for each strip, whether a number of it is too large
 
-A step is 32 numbers along k. Which of them make a pair is free, if both operands have it so: neighbours for bf16, which has those in one word of
-memory where it is contiguous along k; for f32 number q and q + 16, so that the same instructions make pairs of two vectors in either direction.
-A wants rows, B wants pairs outside, and one that comes the other way is transposed in registers.
+A step is 32 numbers along k. Which of them make a pair is free, if both operands have it so: neighbours for bf16, which has those in one
+word of memory where it is contiguous along k; for f32 number q and q + 16, so that the same instructions make pairs of two vectors in
+either direction. A wants rows, B wants pairs outside, and one that comes the other way is transposed in registers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def can_pack(body: Body, out: Value) -> bool:
 
 
 def _is_rounded(body: Body, value: Value) -> bool:
-    """Whether all that is read of a value of bf16 is bf16: what the kernel itself computes is not rounded, and packing cuts the rest off."""
+    """Whether all that is read of a value of bf16 is bf16: what the kernel itself computes is not
+    rounded, and packing cuts the rest off."""
     if body.is_stored(value):
         return True
     op = next((o for o in (*body.group.ops, *body.group.inline.values()) if value in o.outs), None)

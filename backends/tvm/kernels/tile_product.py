@@ -10,8 +10,8 @@ In: a Product of bf16 or f32, as for product.py, which does the same for everybo
 
 A B that fits that cache as a whole is packed before, and then A goes by in blocks that fit beside it.
 
-The order of packed operands is told in tile_packing.py. Where a block of f32 operands has a number that is too large for parts, infinities and nans
-among them, its sums are computed one by one, slowly, as f32 has them.
+The order of packed operands is told in tile_packing.py. Where a block of f32 operands has a number that is too large for parts, infinities
+and nans among them, its sums are computed one by one, slowly, as f32 has them.
 
 Limits: few rows are left to product.py, for packing B costs as much as 20 rows save; what tile_registers.py says of denormals.
 """
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 # Longer sums are computed in blocks of so many numbers, with sums in memory in between. Key: parts.
 _LONGEST_K = {1: 4096, 3: 1024}
 _K_BLOCK = {1: 2048, 3: 512}
-# In a second cache of 2 MiB: strips of B that are packed together, so that rows of B are read as streams of up to a kilobyte; all of B, beside a block of A.
+# In a second cache of 2 MiB: strips of B that are packed together, so that rows of B are read as streams of up to a
+# kilobyte; all of B, beside a block of A.
 _STRIPS_BYTES, _STREAM_STRIPS = 5 << 17, 16
 _B_BYTES, _NEAR_A_BYTES = 3 << 18, 1 << 19
 # Otherwise a block of A is in the third cache.

@@ -1,20 +1,21 @@
 """Tile registers (Intel AMX) as kernels see them, and f32 numbers in parts that these multiply.
 
-A tile has 16 rows of 16 words; a word is a pair of bf16 or an f32. One instruction adds to a tile of sums (f32) the product of 16 rows of 32
-bf16 and 32 rows of 16, the second given as 16 rows of pairs: it does 16 times as many multiply-adds in a cycle as the vector units do in f32.
+A tile has 16 rows of 16 words; a word is a pair of bf16 or an f32. One instruction adds to a tile of sums (f32) the
+product of 16 rows of 32 bf16 and 32 rows of 16, the second given as 16 rows of pairs: it does 16 times as many
+multiply-adds in a cycle as the vector units do in f32.
 
-An f32 has 24 bits, a bf16 has 8, so an f32 is the sum of three bf16: the nearest one, the one nearest to what is left, and the rest, which fits.
-Products of two bf16 are exact in f32. Of the nine products of parts the six largest are added up; the three that are left out are below 2**-24 of
-the whole, which is how f32 rounds anyway. So a product of f32 takes six instructions, at a third of the time of the vector units,
-and is as exact. The number of parts of an element type is PARTS.
+An f32 has 24 bits, a bf16 has 8, so an f32 is the sum of three bf16: the nearest one, the one nearest to what is left, and the rest, which
+fits. Products of two bf16 are exact in f32. Of the nine products of parts the six largest are added up; the three that are left out are
+below 2**-24 of the whole, which is how f32 rounds anyway. So a product of f32 takes six instructions, at a third of the time of the vector
+units, and is as exact. The number of parts of an element type is PARTS.
 
 Limits: infinities and nans have no parts, and numbers within 2**-9 of the largest f32 round up to infinity: packing keeps the largest
-magnitude it met (`Magnitudes`), and kernels compute without tiles where that is `TOO_LARGE`. Results within 2**-7 of the largest f32 may be infinite:
-the product of the first parts may be larger than the whole. The instruction takes denormals as zero, and so what parts of numbers below 2**-102
-have behind their point; a product of parts below 2**-126 is zero.
+magnitude it met (`Magnitudes`), and kernels compute without tiles where that is `TOO_LARGE`. Results within 2**-7 of the largest f32 may be
+infinite: the product of the first parts may be larger than the whole. The instruction takes denormals as zero, and so what parts of numbers
+below 2**-102 have behind their point; a product of parts below 2**-126 is zero.
 
-Tile registers have a configuration per thread, which other libraries use too: `configured` puts it back. Processes have to ask the system for
-tile registers once (load.py).
+Tile registers have a configuration per thread, which other libraries use too: `configured` puts it back. Processes have to ask the
+system for tile registers once (load.py).
 """
 
 from __future__ import annotations

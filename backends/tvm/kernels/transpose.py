@@ -1,7 +1,7 @@
 """Blocks turned in registers, and short vectors for remainders.
 
-In: where the rows of a square block start in memory. Out: its columns, as vector expressions, by log2(lanes) rounds of exchanging halves between
-pairs of rows; `pieces` covers an extent with vectors, and what is left with shorter ones, down to single elements.
+In: where the rows of a square block start in memory. Out: its columns, as vector expressions, by log2(lanes) rounds of exchanging halves
+between pairs of rows; `pieces` covers an extent with vectors, and what is left with shorter ones, down to single elements.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def separate_pairs(emit: Emitter, lanes: int, source: tuple[Buffer, Expr], targe
 
 
 def pieces(emit: Emitter, extent: int, lanes: int) -> Iterator[tuple[Expr, Expr]]:
-    """Cover 0 .. extent-1 with vectors and, behind the last whole one, halves, quarters ... of one: yields (index, lane) like Emitter.spans."""
+    """Cover 0 .. extent-1 with vectors and, behind the last whole one, halves, quarters ... of one:
+    yields (index, lane) like Emitter.spans."""
     whole = extent // lanes
     if whole:
         with emit.loop(whole, SERIAL, "p") as outer, emit.loop(lanes, VECTOR, "l") as lane:

@@ -1,11 +1,11 @@
 """Sine and cosine of f32 as vector expressions, for processors with fused multiply-adds.
 
-x = n pi + r, with n whole for the sine and a whole number and a half for the cosine; then both are r + r^3 P(r^2) up to the sign, which is that of
-an even or odd n. pi is taken in three parts of 24 bits: the first difference is exact, because the product is not rounded, so r keeps its relative
-precision next to the zeros.
+x = n pi + r, with n whole for the sine and a whole number and a half for the cosine; then both are r + r^3 P(r^2) up to the sign, which is
+that of an even or odd n. pi is taken in three parts of 24 bits: the first difference is exact, because the product is not rounded, so r
+keeps its relative precision next to the zeros.
 
-Limit: |x| <= 2^17, where r is not yet further from 0 than the polynomial allows; larger operands go to the C library, one by one, and a vector
-without any takes one comparison for that. Error, measured in the tests: 2 ulp, also at the floats nearest to multiples of pi / 2.
+Limit: |x| <= 2^17, where r is not yet further from 0 than the polynomial allows; larger operands go to the C library, one by one, and a
+vector without any takes one comparison for that. Error, measured in the tests: 2 ulp, also at the floats nearest to multiples of pi / 2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from .lanes import mend
 _LARGEST = 131072.0
 # The nearest f32 to pi, to what is left of it, and to what is left of that.
 _PI = (3.1415927410125732, -8.742277657347586e-08, -3.4302490200117637e-15)
-# sin(r) = r + r^3 * (these, of r^2) for |r| <= pi / 2 + 0.04: relative error 3.2e-11 before rounding, a fit by weighted least squares, weights made even.
+# sin(r) = r + r^3 * (these, of r^2) for |r| <= pi / 2 + 0.04: relative error 3.2e-11 before rounding, a fit by
+# weighted least squares, weights made even.
 _SIN = (-2.3829083e-08, 2.7521980e-06, -1.98408018e-04, 8.3333306e-03, -1.6666667e-01)
 # Added to a float of moderate size, it leaves the nearest whole number in the last bits.
 _ROUND = 12582912.0

@@ -1,10 +1,11 @@
 """Transpositions that are stored: squares turned in registers.
 
-In: a group that is one transpose of a stored value, and moves its last dimension. Out: loops over squares, whose rows along the last dimension of
-the operand become rows along the last one of the result. What is left at an end is done by a square that overlaps the one before.
+In: a group that is one transpose of a stored value, and moves its last dimension. Out: loops over squares, whose rows
+along the last dimension of the operand become rows along the last one of the result. What is left at an end is done
+by a square that overlaps the one before.
 
-Squares are gone through along the rows of the result, in strips of four beside each other, so that whole lines of both are used while they are near;
-what comes next is asked for, because the operand is read across its pages, where the processor does not look ahead.
+Squares are gone through along the rows of the result, in strips of four beside each other, so that whole lines of both are used while they
+are near; what comes next is asked for, because the operand is read across its pages, where the processor does not look ahead.
 
 Limit: where a dimension has fewer than four elements, and for bools, `emit_turn` leaves the work to the loops of elementwise.py.
 """
@@ -34,8 +35,8 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Turn:
-    """A transposition with dimensions that stay together taken as one. `down` is the dimension of the operand that comes last in the result,
-    `across` its own last one; the rest are outer dimensions, as (size, step in the operand, step in the result)."""
+    """A transposition with dimensions that stay together taken as one. `down` is the dimension of the operand that comes last in the
+    result, `across` its own last one; the rest are outer dimensions, as (size, step in the operand, step in the result)."""
 
     outer: tuple[tuple[int, int, int], ...]
     down: tuple[int, int]

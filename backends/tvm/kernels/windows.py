@@ -266,8 +266,8 @@ def emit_global_pool_grad(body: Body, op: Op) -> None:
 def emit_max_pool_grad(body: Body, op: Op) -> None:
     """Window by window: the first element equal to the window's maximum gets the gradient. Threads share planes.
 
-    The elements are found for a row of windows at once, in vectors, on a copy of the plane that has a border and keeps columns apart by their
-    remainder modulo the stride; only the additions are done one by one."""
+    The elements are found for a row of windows at once, in vectors, on a copy of the plane that has a border and keeps columns apart by
+    their remainder modulo the stride; only the additions are done one by one."""
     x, y, dy = op.ins
     dx = op.outs[0]
     if len(body.group.ops) > 1:

@@ -1,6 +1,7 @@
 """`penstock verify --bisect`: where what a model computes goes wrong, from the framework it came from to the last kernel.
 
-In: a model with the options of `compile`, a bundle, or a dump folder (sources.py). Out: the first thing that is wrong, and a reproducer of it.
+In: a model with the options of `compile`, a bundle, or a dump folder (sources.py). Out: the first
+thing that is wrong, and a reproducer of it.
 
     original.py    the framework's own values against the interpreter's: is it the import?
     trial.py       modules after each pass, by halves, in the interpreter in float64: is it a pass? slopes.py judges derivatives

@@ -1,17 +1,18 @@
 """How far two computations of one thing may be apart, and why: the one place where a tolerance is made.
 
-The same formula in another order, or with other roundings, differs by what rounding does. u is the unit roundoff of the element type, n the terms of a sum,
-whose roundings add up like a random walk:
+The same formula in another order, or with other roundings, differs by what rounding does. u is the unit roundoff of the element type, n the
+terms of a sum, whose roundings add up like a random walk:
 
     in float64, where nothing else differs    SAFETY * u * sqrt(n) * depth        depth: the longest chain of operations, along which errors add up at worst
     as the types say, another program         SAFETY * u * sqrt(n) of the operation that makes a value, or MARGIN * own * sqrt(n), whichever is more
 
-`own` is how far the interpreter itself is from float64 when it rounds every result as its type says. It knows what a chain of operations makes of roundings; but it
-sums in float64, which others do in float32: hence sqrt(n), of the longest sum. Where types have 16 bits, sums are made in more, and it is MARGIN * u and MARGIN * own.
+`own` is how far the interpreter itself is from float64 when it rounds every result as its type says. It knows what a chain of operations
+makes of roundings; but it sums in float64, which others do in float32: hence sqrt(n), of the longest sum. Where types have 16 bits, sums
+are made in more, and it is MARGIN * u and MARGIN * own.
 
-Errors are relative to the largest element, so that small elements of a sum that cancels are not judged by their own size. Where numbers are worse than that by
-nature (a gradient that is zero but for rounding, divided by its own size), a float64 result may be MARGIN times as far off as the reference moves when every number
-that goes into it is changed by one rounding.
+Errors are relative to the largest element, so that small elements of a sum that cancels are not judged by their own size. Where numbers are
+worse than that by nature (a gradient that is zero but for rounding, divided by its own size), a float64 result may be MARGIN times as far
+off as the reference moves when every number that goes into it is changed by one rounding.
 """
 
 from __future__ import annotations

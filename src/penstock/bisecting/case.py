@@ -1,6 +1,8 @@
-"""A fault in hand: a module with what it is run on, as small as can be. What the shrinker makes smaller, and what a reproducer is written from.
+"""A fault in hand: a module with what it is run on, as small as can be. What the shrinker makes
+smaller, and what a reproducer is written from.
 
-`module` is whole (`main`, or `F`, `B`, `N`, `U`), or has one graph `s0.F` that stands for a kernel. Weights are by variable, batches by input."""
+`module` is whole (`main`, or `F`, `B`, `N`, `U`), or has one graph `s0.F` that stands for a kernel.
+Weights are by variable, batches by input."""
 
 from __future__ import annotations
 

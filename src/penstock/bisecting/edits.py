@@ -8,7 +8,8 @@
     parameters  no longer trained
     dimensions  a size, wherever it stands in inputs and variables, gets smaller; so do its multiples, or not
 
-Nothing here looks at what the fault is, and nothing is believed: the verifier decides what is legal. `tidied` drops what nobody needs any more.
+Nothing here looks at what the fault is, and nothing is believed: the verifier decides what is legal.
+`tidied` drops what nobody needs any more.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Compiled kernels against the interpreter, stage by stage: the first kernel whose result differs.
 
-In: the program of all stages, its code, weights and batches. Every stage's graphs are called once as they are, with the values that they have in an
-interpreted run, rounded to their types: so an error of one graph is no error of the next. Of the first graph whose results are off, each kernel is
-compiled by itself and called with the values that the interpreter has at that point. Out: that kernel, its operations, its tensor and error.
+In: the program of all stages, its code, weights and batches. Every stage's graphs are called once as they are, with the values that
+they have in an interpreted run, rounded to their types: so an error of one graph is no error of the next. Of the first graph whose
+results are off, each kernel is compiled by itself and called with the values that the interpreter has at that point. Out: that
+kernel, its operations, its tensor and error.
 
-Expected is float64 on the same rounded operands. A result may be as far off as roundings of its type explain (allowed.py). What a gradient is added to is drawn, so that a sum that was overwritten shows.
+Expected is float64 on the same rounded operands. A result may be as far off as roundings of its type explain (allowed.py). What a gradient
+is added to is drawn, so that a sum that was overwritten shows.
 
 Limits: the first microbatch and the first batch; stages on GPUs that this host lacks are passed over, and said so.
 """
@@ -199,7 +201,8 @@ def _called(program: StageProgram, call: Call) -> dict[str | Slot, Array]:
 
 
 def first_alone(module: Module, stage: int, call: Call, backend: str, tolerance: float | None) -> tuple[Spot, Call] | None:
-    """The first kernel of a graph that is off when it is compiled by itself, and its call; None where it takes several of them to be wrong."""
+    """The first kernel of a graph that is off when it is compiled by itself, and its call; None where
+    it takes several of them to be wrong."""
     parts = dict(kernel_calls(call))
     calls = [replace(part, graph=replace(part.graph, name=f"s{stage}.{i}")) for i, part in enumerate(parts.values())]
     with compiled(module, stage, [part.graph for part in calls], backend) as program:

@@ -1,7 +1,7 @@
 """A part of an ONNX model as a model of its own: the reproducer of a wrong import.
 
-In: a model, one of its values, what all values are on some inputs. Out: the node that makes the value, alone, or with as many of those before it as it takes for
-the import to be wrong; what it reads are inputs, in integers (shapes, axes) constants.
+In: a model, one of its values, what all values are on some inputs. Out: the node that makes the value, alone, or with as many of those
+before it as it takes for the import to be wrong; what it reads are inputs, in integers (shapes, axes) constants.
 """
 
 from __future__ import annotations

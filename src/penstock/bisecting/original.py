@@ -1,12 +1,13 @@
 """The values of the framework a model came from, tensor by tensor: is it the import that is wrong?
 
-OnnxOriginal runs an ONNX file in onnxruntime, without its optimiser, with the result of every node handed out; TorchOriginal (torch_original.py) does the same with a
-program of torch. `first_difference` compares them with the interpreter's values of the imported module, in the order of the framework.
+OnnxOriginal runs an ONNX file in onnxruntime, without its optimiser, with the result of every node handed out; TorchOriginal
+(torch_original.py) does the same with a program of torch. `first_difference` compares them with the interpreter's values of the
+imported module, in the order of the framework.
 
 Both round as the types say; how far they may be apart for that says allowed.py.
 
-Limits: what the importer gives another name, folds away or computes in another way inside of a node has no counterpart; results of nodes inside of loops and branches
-are not looked at; a model of 2 GiB or more is not compared.
+Limits: what the importer gives another name, folds away or computes in another way inside of a node has no counterpart; results of nodes
+inside of loops and branches are not looked at; a model of 2 GiB or more is not compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The search: first the import, then passes by halves, then kernels stage by stage; what is found first is printed, and left as a reproducer.
+"""The search: first the import, then passes by halves, then kernels stage by stage; what is found
+first is printed, and left as a reproducer.
 
-In: a Trail (sources.py), options. Out: tables and lines on standard output, exit code 0, or VerifyError. What one pass breaks stays broken, so that log2(n) of n
-modules are run. Of the pass found, and of the one before it, all values are compared, graph by graph.
+In: a Trail (sources.py), options. Out: tables and lines on standard output, exit code 0, or VerifyError. What one pass breaks stays broken,
+so that log2(n) of n modules are run. Of the pass found, and of the one before it, all values are compared, graph by graph.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def bisect(trail: Trail, options: Options) -> int:
 class _Search:
     def __init__(self, trail: Trail, options: Options) -> None:
         self.trail, self.options = trail, options
-        # Drawn weights show more than those of a fresh model, whose biases are zero and whose numbers are small; its own ones are what counts.
+        # Drawn weights show more than those of a fresh model, whose biases are zero and whose numbers
+        # are small; its own ones are what counts.
         self.trial = Trial(trail.steps, options.steps, options.seed, options.tolerance)
         self.own = Trial(trail.steps, options.steps, options.seed, options.tolerance, trail.weights) if trail.weights else self.trial
         self.looked: list[str] = []

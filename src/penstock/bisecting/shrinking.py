@@ -1,15 +1,17 @@
 """The shrinker: the smallest case that still fails, by delta debugging.
 
-In: a case, what may be tried (edits.py), and a test that says whether a case still shows the fault. Out: a case that still shows it, is no larger by
-`Case.size`, and passes the verifier. Every family of edits has atoms (operations, parameters, batches, sizes of dimensions); all of them are tried at once, then in
-halves, quarters, ... down to one by one, and what works is kept. Families take turns until none of them finds anything more, or the budget is spent.
+In: a case, what may be tried (edits.py), and a test that says whether a case still shows the fault. Out: a case that still shows it, is no
+larger by `Case.size`, and passes the verifier. Every family of edits has atoms (operations, parameters, batches, sizes of dimensions); all
+of them are tried at once, then in halves, quarters, ... down to one by one, and what works is kept. Families take turns until none of them
+finds anything more, or the budget is spent.
 
     tried in all, where nothing works:   about 2n per family of n atoms
     without a limit, at the end:         no single edit is left that could be made (1-minimal)
 
 Limit: a fault in operations that nobody reads stays with them, as edits drop what nobody reads.
 
-Deterministic, but for the clock. The test decides what a fault is: one that accepts any failure may end with another fault than it began with.
+Deterministic, but for the clock. The test decides what a fault is: one that accepts any failure may
+end with another fault than it began with.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Derivatives, judged by differences: along a drawn direction, a loss that was moved a little either way.
 
-In: what `autodiff` made, whole, and a store of variables. Out: a derivative that is off. The derivative of the loss by a parameter is compared with what moving the
-parameter shows; inside the backward graph each derivative with what moving the value that it belongs to shows, first microbatch only.
+In: what `autodiff` made, whole, and a store of variables. Out: a derivative that is off. The derivative of the loss by a parameter
+is compared with what moving the parameter shows; inside the backward graph each derivative with what moving the value that it
+belongs to shows, first microbatch only.
 
-The loss may have kinks nearby, many of them where a layer of ReLUs is wide: what is off is tried again with smaller steps, between which there are fewer. One may
-be where nothing moves (a ReLU of exactly zero): then differences to both sides differ, and by that much the derivative may be off. A derivative that has several
-parts (a value with several readers) is judged by their sum alone.
+The loss may have kinks nearby, many of them where a layer of ReLUs is wide: what is off is tried again with smaller steps, between which
+there are fewer. One may be where nothing moves (a ReLU of exactly zero): then differences to both sides differ, and by that much the
+derivative may be off. A derivative that has several parts (a value with several readers) is judged by their sum alone.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from penstock.ir.types import FLOATS
 if TYPE_CHECKING:
     from penstock.bisecting.trial import Trial
 
-# How far a value is moved for a difference, of its own size: the error of the difference goes with the square, that of rounding with the inverse. One that is
-# right is right at one of these.
+# How far a value is moved for a difference, of its own size: the error of the difference goes with the square, that of rounding with the
+# inverse. One that is right is right at one of these.
 _MOVES = (1e-5, 1e-6, 1e-7)
 # Microbatches that are looked at: with two of them it shows whether they are added up.
 _MOST = 2

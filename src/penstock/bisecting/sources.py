@@ -1,8 +1,8 @@
 """Where the modules of a compilation come from: a dump folder, a bundle, or a model that is compiled now.
 
-A dump folder has modules and calls, no weights: these are drawn. A bundle has the model before it was cut into stages, and the program; what lies
-between is made again by the passes that its plan names, and must end in its program. Its weights and its source model are in it. A model is put through the passes here,
-with its dumps in a folder; a pass that does not finish is part of the answer.
+A dump folder has modules and calls, no weights: these are drawn. A bundle has the model before it was cut into stages, and the program;
+what lies between is made again by the passes that its plan names, and must end in its program. Its weights and its source model are in it.
+A model is put through the passes here, with its dumps in a folder; a pass that does not finish is part of the answer.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def bundle_trail(bundle: Bundle) -> Iterator[Trail]:
 
 
 def _made_again(bundle: Bundle) -> Iterator[Step]:
-    """The modules of the passes from `partition` on. The last one is that of the bundle, whether or not these passes would make it today."""
+    """The modules of the passes from `partition` on. The last one is that of the bundle, whether or
+    not these passes would make it today."""
     assert bundle.reference is not None
     try:
         made = made_again(bundle.reference, str(bundle.plan.get("pipeline", "")))

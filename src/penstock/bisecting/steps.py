@@ -29,8 +29,8 @@ class Step:
 
 
 class Original(Protocol):
-    """The framework a model came from. `values` are tensors in the order in which they are computed, by the names that they have in the IR; those
-    that have none there are left out. `source_of` says what makes one, in the framework's words."""
+    """The framework a model came from. `values` are tensors in the order in which they are computed, by the names that they have in the IR;
+    those that have none there are left out. `source_of` says what makes one, in the framework's words."""
 
     name: str
 
@@ -50,8 +50,8 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class Trail:
-    """All that is known. `weights` are empty where only dumps are left of a model: then they are drawn. `refused` is the call of a pass that did
-    not finish, and its error; `compiled` is the code of the last module."""
+    """All that is known. `weights` are empty where only dumps are left of a model: then they are drawn. `refused` is the call of a pass
+    that did not finish, and its error; `compiled` is the code of the last module."""
 
     name: str
     steps: Sequence[Step]

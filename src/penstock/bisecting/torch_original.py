@@ -1,4 +1,5 @@
-"""A torch module as the original: its program is run call by call, as it is exported, and every result handed out. For Python; the command line reads ONNX.
+"""A torch module as the original: its program is run call by call, as it is exported, and every result handed out.
+For Python; the command line reads ONNX.
 
 bisect_torch(module, (x,), cluster=ps.Cluster.local(2), training=ps.Training(loss="mse"), schedule="2bw")
 """

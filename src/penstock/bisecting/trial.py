@@ -1,6 +1,7 @@
 """What the modules of one compilation compute, in the interpreter in float64, and whether it is what it should be.
 
-In: the modules, weights (drawn from a seed where there are none), batches. Out: for a module what is wrong with it, and the first value that is.
+In: the modules, weights (drawn from a seed where there are none), batches. Out: for a module what is
+wrong with it, and the first value that is.
 
     forward alone      outputs are those of the first module
     gradients          the derivative of the loss by every parameter is what moving the parameter a little shows (slopes.py); where the first module has
@@ -8,12 +9,12 @@ In: the modules, weights (drawn from a seed where there are none), batches. Out:
     updates            outputs and variables of some steps are those of the recurrence of the first module with updates, at the schedule's delay;
                        where that module is cut into stages already, those of its own schedule
 
-Every module is verified statically first: what the verifier refuses needs no numbers. All is computed in float64, so that only the order of sums may
-differ; allowed.py says by how much.
+Every module is verified statically first: what the verifier refuses needs no numbers. All is computed in float64, so that only the order of
+sums may differ; allowed.py says by how much.
 
-Limits: a schedule with a delay is not run before weights have versions, so that what is wrong with it is found after `weight-versions`, if the
-verifier does not see it at once; the rule of an update, and what guards it, are not judged, only what passes make of them; a backward graph that was parted before it stood in one piece is judged by
-what it does to the variables.
+Limits: a schedule with a delay is not run before weights have versions, so that what is wrong with it is found after `weight-versions`, if
+the verifier does not see it at once; the rule of an update, and what guards it, are not judged, only what passes make of them; a backward
+graph that was parted before it stood in one piece is judged by what it does to the variables.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from penstock.passes.schedules import ScheduleOptions, schedule
 # A pass that changes what an update does, and is meant to.
 _MEANT = r"guard\b"
 
-# What a run gave: outputs by ("output", microbatch, name), variables at its end by ("variable", 0, name), derivatives by ("gradient", 0, name).
+# What a run gave: outputs by ("output", microbatch, name), variables at its end by ("variable", 0,
+# name), derivatives by ("gradient", 0, name).
 Result = tuple[str, int, str]
 
 
@@ -80,7 +82,8 @@ class Trial:
     ) -> None:
         self.first, self.seed, self.tolerance = steps[0].module, seed, tolerance
         self.microbatches, self.loss_scale = _microbatches(steps), _loss_scale(steps)
-        # The first module that updates, as it means to: what all later ones are compared with. Those before it are judged by their derivatives alone.
+        # The first module that updates, as it means to: what all later ones are compared with. Those before it
+        # are judged by their derivatives alone.
         begin = next((i for i, step in enumerate(steps) if updates(step.module)), len(steps))
         begin = next((i for i, step in enumerate(steps) if re.match(_MEANT, step.call)), begin)
         self.trained = steps[begin].module if begin < len(steps) else None
@@ -102,7 +105,8 @@ class Trial:
             return error
 
     def run_first(self) -> None:
-        """The first module with the weights and batches; PenstockError where these are not for it. One that means nothing yet (can_run) is not run."""
+        """The first module with the weights and batches; PenstockError where these are not for it. One that
+        means nothing yet (can_run) is not run."""
         if is_whole(self.first):
             self.store(self.first)
             self._wanted  # noqa: B018
@@ -124,8 +128,8 @@ class Trial:
             yield from self._off(_results(self.execute(module)), _results(self.recurrence(_delay(module))), _delay(module), module)
 
     def _derives(self, module: Module) -> bool:
-        """Whether derivatives of this module were taken by passes that are looked at. Those that the first module came with may be by a part of the loss, or
-        of a multiple of it: then no slope says what they should be."""
+        """Whether derivatives of this module were taken by passes that are looked at. Those that the first module came with may be by a
+        part of the loss, or of a multiple of it: then no slope says what they should be."""
         return "B" in module.graphs and (module is self.first or "B" not in self.first.graphs)
 
     def compares_training(self, module: Module) -> bool:

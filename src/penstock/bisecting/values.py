@@ -1,6 +1,7 @@
 """Where two runs part: the first value, in the order of execution, that is not what the one of its name is in the other run.
 
-Values are compared by name, which passes keep: what has no counterpart is not judged. Of copies that several stages or ranks have, the first counts."""
+Values are compared by name, which passes keep: what has no counterpart is not judged. Of copies that several
+stages or ranks have, the first counts."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ class Spot:
 
 @dataclass(frozen=True)
 class Errors:
-    """What values are off by. Of `unjudged` ones nothing is asked: where the interpreter, rounding as the types say, has other elements finite than in float64,
-    or none, its own error is infinite."""
+    """What values are off by. Of `unjudged` ones nothing is asked: where the interpreter, rounding as the types say, has other elements
+    finite than in float64, or none, its own error is infinite."""
 
     largest: float = 0.0
     unjudged: int = 0

@@ -19,8 +19,8 @@
     dump-files.txt           the names of all of these: what the next dump into the folder removes
 
 Modules can be gone on from (`penstock opt NN_pass.ir -p PASS`), compared (`penstock diff`) and looked into (`penstock inspect`). With
-`--dump-ir-filter REGEX` operations are dumped whose line `FILE @GRAPH OPERATION` matches, FILE being the path in the folder without its ending:
-`_fuse @` for a pass, `@s0[.]F ` for a graph, `= matmul` for operations. What is left is still a module (parts.py).
+`--dump-ir-filter REGEX` operations are dumped whose line `FILE @GRAPH OPERATION` matches, FILE being the path in the folder without its
+ending: `_fuse @` for a pass, `@s0[.]F ` for a graph, `= matmul` for operations. What is left is still a module (parts.py).
 
     folder.py   what passes and steps say               parts.py   modules of parts of a module
     files.py    the files, and which of a folder are those of a dump

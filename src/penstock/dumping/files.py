@@ -1,9 +1,11 @@
-"""The files of a dump. In: a folder, which may hold an older dump and files of the user. Out: files in it, and a list of them, dump-files.txt.
+"""The files of a dump. In: a folder, which may hold an older dump and files of the user. Out: files
+in it, and a list of them, dump-files.txt.
 
-A new dump removes what the list of the older one names, and folders that this one made, once they are empty. Nothing else is removed, and nothing is written
-over: where another file has a name of ours, there is no dump.
+A new dump removes what the list of the older one names, and folders that this one made, once they are empty. Nothing else is removed, and
+nothing is written over: where another file has a name of ours, there is no dump.
 
-The list may be a stranger's: of what it says counts only what has a name that dumps give, lies in the folder, and is reached through no link.
+The list may be a stranger's: of what it says counts only what has a name that dumps give, lies in
+the folder, and is reached through no link.
 """
 
 from __future__ import annotations

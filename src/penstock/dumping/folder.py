@@ -1,6 +1,7 @@
 """Writes the dump folder as passes run and steps end. In: modules, and what passes and steps say. Out: files (penstock.dumping lists them).
 
-The folder may be missing: then changes are printed on stderr, and nothing is written. An older dump in it is removed first; other files stay (files.py).
+The folder may be missing: then changes are printed on stderr, and nothing is written. An older dump in it is
+removed first; other files stay (files.py).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _HEADER = "number\tpass\tms\tops_before\tops_after\tchanged\trest\n"
 
 
 class Dump:
-    """A folder that `penstock.plan` and `penstock.compile` write what every pass and step made into, as `--dump-ir` does; without one, changes are printed."""
+    """A folder that `penstock.plan` and `penstock.compile` write what every pass and step made into, as `--dump-ir`
+    does; without one, changes are printed."""
 
     # A watcher of passes (penstock.passes.manager) and of back ends (penstock.backends.interface).
     def __init__(self, folder: str | Path | None, *, only: str | None = None, changed: bool = False) -> None:
@@ -49,8 +51,8 @@ class Dump:
         self._steps: list[str] = []
         self._files: Files | None = None
         self._printer = Printer()
-        # For index.html: number, call, ms and result (None where nothing changed) of each pass, sources of kernels by graph and kernel, and of whole
-        # stages by their file.
+        # For index.html: number, call, ms and result (None where nothing changed) of each pass, sources of kernels by graph and
+        # kernel, and of whole stages by their file.
         self.passes: list[tuple[int, str, float | None, Module | None]] = []
         self.kernels: dict[str, str] = {}
         self.programs: dict[str, str] = {}

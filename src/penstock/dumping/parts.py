@@ -1,6 +1,7 @@
 """Parts of a module that are modules of their own: they print, parse and verify, so all commands that take IR files take them.
 
-In: a module, and what of it is wanted. Out: a module without facts: what a part leaves out is missing from it, so it claims nothing but its types.
+In: a module, and what of it is wanted. Out: a module without facts: what a part leaves out is missing
+from it, so it claims nothing but its types.
 
     excerpt       some operations; what they take from others is an input of the graph, what nobody takes any more is a result
     part_of_stage the graphs of a stage with their variables, and the edges from and to it

@@ -21,7 +21,8 @@ _MOST_RANKS = 64
 
 @nothing_collected()
 def dump_program(dump: Dump, module: Module, predicted: Callable[[], Forecast] | None = None) -> None:
-    """Write the parts of a module that has been cut into stages, as far as it is planned; `predicted` gives the run where somebody knows it."""
+    """Write the parts of a module that has been cut into stages, as far as it is planned; `predicted`
+    gives the run where somebody knows it."""
     if dump.folder is None or not any(module.stage_graph(stage.index, "F") for stage in module.stages):
         return
     for stage in module.stages:

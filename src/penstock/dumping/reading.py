@@ -5,7 +5,8 @@
     dumped_passes   a dump folder -> the module after each pass that is dumped there, read when it is asked for
     made_again      the model before `partition`, which bundles keep, and the pipeline that plan.json names -> the module after each pass from there on
 
-Limit: what passes make today need not be what they made when a bundle was written; who asks compares the last module with that of the bundle.
+Limit: what passes make today need not be what they made when a bundle was written; who asks compares
+the last module with that of the bundle.
 """
 
 from __future__ import annotations

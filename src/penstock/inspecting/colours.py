@@ -1,4 +1,5 @@
-"""Colours for a terminal. In: text of ours. Out: the same text with escape sequences around its words; without them it is the text that came in.
+"""Colours for a terminal. In: text of ours. Out: the same text with escape sequences around its words;
+without them it is the text that came in.
 
 Colours are on where standard output is a terminal that has them. NO_COLOR turns them off, as everywhere (no-color.org).
 """

@@ -6,8 +6,9 @@
     /fc1/MatMul    a node of the source: everything that came of it, forward, backward and update
     block.0.attn   a module of the source, or part of a path: everything below it
 
-Names of the source are taken as the source spells them, and `%` and `@` may be left out where only one thing is called so: a value comes before a
-variable, and that before a node. Limits: a name with characters that the IR cannot print is that of every node which is spelled alike in it.
+Names of the source are taken as the source spells them, and `%` and `@` may be left out where only one thing is called so: a
+value comes before a variable, and that before a node. Limits: a name with characters that the IR cannot print is that of
+every node which is spelled alike in it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Target:
     places: tuple[Place, ...]
 
     def within(self, module: Module) -> Target:
-        """The same in another module of the pipeline: by the name; where that is not known there, of a kernel by what its operations make, and else by the
-        nodes that the operations came from."""
+        """The same in another module of the pipeline: by the name; where that is not known there, of a kernel by what its operations make,
+        and else by the nodes that the operations came from."""
         found = tuple(_places(module, self.kind, self.name))
         if not found and self.kind == KERNEL:
             made = {(graph_kind(place.graph), v.name) for place in self.places for v in place.op.outs}
@@ -59,8 +60,8 @@ class Target:
 
 
 def find(module: Module, text: str, spelled: Mapping[str, Sequence[str]] | None = None) -> Target:
-    """The operations that a name means; UsageError with names like it where it means none. `spelled` gives, by name of the program, what the source
-    calls it."""
+    """The operations that a name means; UsageError with names like it where it means none. `spelled` gives, by name of
+    the program, what the source calls it."""
     found = look_up(module, text, spelled)
     if found is None:
         like = lookalikes(module, text)

@@ -5,13 +5,13 @@
     │ ●    matmul  %q f32[32,64]  @w  k1
     ●─╯    add  %y f32[32,64]  k1
 
-In: a graph. Out: Lines. `●` is an operation, `○` an input; a rail goes down from what makes a value to its last use. `├` and `┤` use a value that is used again
-below, `╯` and `╰` use it for the last time, `╮` and `╭` are further results; a rail that only passes behind is drawn through. `■` is an operation of which nothing goes
-on: it changes a variable, or its results are handed out. An operation goes on along the rail of an operand that ends in it, so a chain is one straight rail, and
-a residual connection the rail beside it.
+In: a graph. Out: Lines. `●` is an operation, `○` an input; a rail goes down from what makes a value to its last use. `├` and `┤` use a
+value that is used again below, `╯` and `╰` use it for the last time, `╮` and `╭` are further results; a rail that only passes behind is
+drawn through. `■` is an operation of which nothing goes on: it changes a variable, or its results are handed out. An operation goes on
+along the rail of an operand that ends in it, so a chain is one straight rail, and a residual connection the rail beside it.
 
-Operands without a rail are named: variables, constants, inputs where there are many, and values for which no rail was left (`most`), as in backward graphs, which
-take all that was saved. Reads of variables and constants have no lines of their own.
+Operands without a rail are named: variables, constants, inputs where there are many, and values for which no rail was left (`most`), as in
+backward graphs, which take all that was saved. Reads of variables and constants have no lines of their own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _HIDDEN = ("var", "kernel", "of", "stage", "mesh", "sharding", "library", "packe
 
 @dataclass(frozen=True)
 class Line:
-    """`op` is None for an input. `named` are operands without a rail, `result` what is made, `saved` whether it is kept for the backward graph."""
+    """`op` is None for an input. `named` are operands without a rail, `result` what is made, `saved`
+    whether it is kept for the backward graph."""
 
     rails: str
     op: Op | None
@@ -133,8 +134,8 @@ class _Rails:
         self._carried[rail] = value
 
     def _row(self, at: int, mark: str, joints: Mapping[int, str]) -> str:
-        """One line of rails: the mark, and a bar from it to every rail that it has to do with. A joint is its shape at the left end of the bar, within it
-        and at the right end."""
+        """One line of rails: the mark, and a bar from it to every rail that it has to do with. A joint is its shape at the left end of
+        the bar, within it and at the right end."""
         first, last = min([at, *joints]), max([at, *joints])
         cells = []
         for i in range(max(len(self._carried), last + 1)):

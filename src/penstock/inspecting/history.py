@@ -1,10 +1,12 @@
-"""What passes did to some operations. In: what is looked at, and a Target. Out: one Change for every pass that touched it, with the lines of `penstock diff`.
+"""What passes did to some operations. In: what is looked at, and a Target. Out: one Change for every pass that
+touched it, with the lines of `penstock diff`.
 
     a dump folder    the modules in it, one after another
     a bundle         passes are run again: from the model before it was cut (reference.ir), with the pipeline that plan.json names
 
-Modules are compared where they hold the operations of the target, their variables and the edges that carry their results; all else is left out of the
-comparison. Limits: passes before `partition` are seen in dump folders only; what `schedule` and the passes that work on actions do is none of an operation's.
+Modules are compared where they hold the operations of the target, their variables and the edges that carry their results; all else is
+left out of the comparison. Limits: passes before `partition` are seen in dump folders only; what `schedule` and the passes that work
+on actions do is none of an operation's.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """What kernels cost on this machine: each compiled by itself, and called again and again with the same random operands.
 
-In: rows of the report on kernels. Out: the rows with the median time of a call. With one thread that is processor time, which other work on the
-machine changes little; several threads, or a GPU, are timed by the clock, because their processor time is not the time that a call takes. What
-fits into a cache is found there: the sum over a stage is at most what the stage takes, up to noise.
+In: rows of the report on kernels. Out: the rows with the median time of a call. With one thread that is processor time, which other work on
+the machine changes little; several threads, or a GPU, are timed by the clock, because their processor time is not the time that a call
+takes. What fits into a cache is found there: the sum over a stage is at most what the stage takes, up to noise.
 
-The roofline of measured rows is that of this machine, not of the device in the plan: the rate of a large matrix product, and of a sum of two long
-lists, compiled and measured in the same way. A kernel whose operands fit into a cache can be faster than that.
+The roofline of measured rows is that of this machine, not of the device in the plan: the rate of a large matrix product, and of a sum of
+two long lists, compiled and measured in the same way. A kernel whose operands fit into a cache can be faster than that.
 
-Operands are legal by construction: indices are in range, and floats are positive, in [0.1, 1), where something that is computed from them has to be (a
-logarithm, a root, a divisor, a variance). All others lie around 0: in [-1, 1), and operands of products and convolutions closer, so that their sums of many
-terms have a variance of about 1, as in a trained model. Sums of positive numbers would be large, and functions of them flat: exponentials, gelu and softmax
-then take paths, and times, that they do not take in a model.
+Operands are legal by construction: indices are in range, and floats are positive, in [0.1, 1), where something that is computed from them
+has to be (a logarithm, a root, a divisor, a variance). All others lie around 0: in [-1, 1), and operands of products and convolutions
+closer, so that their sums of many terms have a variance of about 1, as in a trained model. Sums of positive numbers would be large, and
+functions of them flat: exponentials, gelu and softmax then take paths, and times, that they do not take in a model.
 """
 
 from __future__ import annotations

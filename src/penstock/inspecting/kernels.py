@@ -1,9 +1,9 @@
 """What the kernels of a compiled module are, what they should cost, and what they do cost on this machine.
 
-In: a module with stage graphs and kernels chosen (`fuse`). Out: one row per distinct kernel of a stage: its operations and shapes, work, time by the
-roofline of the stage's device, measured time, and how often it runs. Kernels of one graph that differ in names only are one row with several
-names. Each kernel also stands as a graph of its own, which any back end can compile and run: what it reads from other kernels are inputs,
-what others read of it are results, and variables stay variables.
+In: a module with stage graphs and kernels chosen (`fuse`). Out: one row per distinct kernel of a stage: its operations and shapes, work,
+time by the roofline of the stage's device, measured time, and how often it runs. Kernels of one graph that differ in names only are one row
+with several names. Each kernel also stands as a graph of its own, which any back end can compile and run: what it reads from other kernels
+are inputs, what others read of it are results, and variables stay variables.
 
     operations of a graph = operations in kernels + operations computed where they are read (or constant tables) + reads of variables
     bytes of a kernel     = what it reads from memory, seen through layout changes, + what it stores; nothing in between
@@ -13,8 +13,8 @@ what others read of it are results, and variables stay variables.
 
 Measured times come from kernel_timing.py.
 
-Limits: shows the choice in the IR; a back end may split a kernel that it cannot make in one, and is then measured with all its parts. A mesh counts
-as its first device. Sources are those for this machine's CPU.
+Limits: shows the choice in the IR; a back end may split a kernel that it cannot make in one, and is then measured with all its parts. A
+mesh counts as its first device. Sources are those for this machine's CPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Memory of every rank over a run, as the plan predicts it. In: a module with a schedule. Out: a Curve per rank.
 
-A point stands after each action of the rank's program: when that ends in the simulation, the bytes that live then, and those that the process holds (ir/memory.py
-says what is counted). Times are those of the rates in the module's cluster; a module that cannot be simulated yet has its actions, one unit of time each.
+A point stands after each action of the rank's program: when that ends in the simulation, the bytes that live then, and those that the
+process holds (ir/memory.py says what is counted). Times are those of the rates in the module's cluster; a module that cannot be simulated
+yet has its actions, one unit of time each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Plans and traces as HTML for a notebook. In: a planned module, or a trace. Out: a fragment without scripts; text is escaped where it goes in (ir/html.py).
+"""Plans and traces as HTML for a notebook. In: a planned module, or a trace. Out: a fragment without scripts; text
+is escaped where it goes in (ir/html.py).
 
-What is shown of a plan is what `penstock inspect` shows: the facts of summary.py. A trace is a picture: a row per rank, a box for every computation that is
-wide enough to be seen, with the action and its time as its title.
+What is shown of a plan is what `penstock inspect` shows: the facts of summary.py. A trace is a picture: a row per rank, a box for every
+computation that is wide enough to be seen, with the action and its time as its title.
 """
 
 from __future__ import annotations

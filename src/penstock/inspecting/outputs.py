@@ -1,5 +1,5 @@
-"""Files that `inspect` writes. In: what they are called, and what is read. Out: one error for all that is wrong with where they are to go, before anything is
-read; and files that are there whole or not at all.
+"""Files that `inspect` writes. In: what they are called, and what is read. Out: one error for all that is wrong with where they are to go,
+before anything is read; and files that are there whole or not at all.
 
 Limit: a file that comes to be between the check and the writing is replaced as one that was there before.
 """
@@ -16,8 +16,8 @@ from penstock.runtime.places import file_problem, is_inside
 
 
 def check_outputs(exports: Sequence[str], html: str | None, reads: Mapping[str, str | None]) -> None:
-    """UsageError where a file cannot be written, nobody knows as what, or where it would replace what is read or another one of them. `reads` is by words
-    for it."""
+    """UsageError where a file cannot be written, nobody knows as what, or where it would replace what is read or another
+    one of them. `reads` is by words for it."""
     outs = [("--export", path) for path in exports]
     outs += [] if html is None else [("--html", html)]
     given = {what: path for what, path in reads.items() if path}

@@ -1,7 +1,8 @@
 """The node of a model that operations came from. In: a bundle and the `loc` of an operation. Out: a Source.
 
-Of a bundle that was compiled from ONNX the node itself is read, out of the structure that the bundle keeps of its model; of one of torch the `loc` is the path
-of the module and the name of the call. Nodes inside of local functions and of subgraphs have their place before their name, and are told by that alone.
+Of a bundle that was compiled from ONNX the node itself is read, out of the structure that the bundle keeps of its model; of one of
+torch the `loc` is the path of the module and the name of the call. Nodes inside of local functions and of subgraphs have their place
+before their name, and are told by that alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ ONNX, TORCH, VARIABLE = "ONNX node", "torch call", "variable"
 
 @dataclass(frozen=True)
 class Source:
-    """`kind` is what the frontend read, empty where that is not known; the rest is what is known of the node. `module` is the path of a torch module."""
+    """`kind` is what the frontend read, empty where that is not known; the rest is what is known of the node.
+    `module` is the path of a torch module."""
 
     name: str
     kind: str = ""

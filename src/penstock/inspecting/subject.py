@@ -1,6 +1,7 @@
 """What is looked at. In: the path of a bundle, an IR file or a dump folder. Out: its module, with the bundle or the dumps if it is one.
 
-The module of a dump folder is its last one. A bundle may come with the dump folder of the compilation that made it, which says what passes did.
+The module of a dump folder is its last one. A bundle may come with the dump folder of the compilation
+that made it, which says what passes did.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a module is, in a few tables. In: a module. Out: a Summary: stages with their work and memory, graphs, messages, notes.
 
-Times are predicted by the rates of the module's cluster, per batch and of the rank that is busy longest; memory is the predicted peak of the rank that needs
-most. A module that is not cut into stages, or has no schedule, devices or messages yet, has no such numbers.
+Times are predicted by the rates of the module's cluster, per batch and of the rank that is busy longest; memory is the predicted peak of
+the rank that needs most. A module that is not cut into stages, or has no schedule, devices or messages yet, has no such numbers.
 """
 
 from __future__ import annotations

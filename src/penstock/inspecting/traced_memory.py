@@ -1,6 +1,6 @@
-"""Memory of a run as its trace tells it, beside the plan. In: the module that ran, and what `run --trace` wrote. Out: for every rank the live bytes after each action,
-planned and measured, and the first thing in which they differ; every block with its access intervals; blocks of the same kind together, and those among them
-that lie idle for longer than it takes to move them out and back.
+"""Memory of a run as its trace tells it, beside the plan. In: the module that ran, and what `run --trace` wrote. Out: for every rank the
+live bytes after each action, planned and measured, and the first thing in which they differ; every block with its access intervals; blocks
+of the same kind together, and those among them that lie idle for longer than it takes to move them out and back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class TracedPoint:
 
 @dataclass(frozen=True)
 class HeldVersion:
-    """A version of a parameter in a buffer, from the action that writes it (None: it was there before) to the one after which nobody reads it."""
+    """A version of a parameter in a buffer, from the action that writes it (None: it was there before)
+    to the one after which nobody reads it."""
 
     version: int
     written: str | None
@@ -38,8 +39,8 @@ class HeldVersion:
 
 @dataclass(frozen=True)
 class TracedBlock:
-    """`taken` and `given` are actions, None before the first and after the last; times are seconds since the first action of all. `idle_s` is the longest time
-    between two uses, `after` and `before` the actions around it, `move_s` what moving out and back takes."""
+    """`taken` and `given` are actions, None before the first and after the last; times are seconds since the first action of all. `idle_s`
+    is the longest time between two uses, `after` and `before` the actions around it, `move_s` what moving out and back takes."""
 
     purpose: str
     what: str
@@ -62,8 +63,8 @@ class TracedBlock:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Blocks with the same values in them, of all microbatches or batches, or the buffers of a variable. Seconds are medians, `between` the kinds of actions around
-    the longest idle times. `at_peak` are the bytes of those that could be elsewhere when most lives."""
+    """Blocks with the same values in them, of all microbatches or batches, or the buffers of a variable. Seconds are medians, `between` the
+    kinds of actions around the longest idle times. `at_peak` are the bytes of those that could be elsewhere when most lives."""
 
     purpose: str
     names: tuple[str, ...]

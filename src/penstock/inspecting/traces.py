@@ -1,4 +1,5 @@
-"""A trace as something to look at. In: the file that `run --trace`, `simulate --trace` or `inspect --export` wrote. Out: a Trace: what every rank did, when."""
+"""A trace as something to look at. In: the file that `run --trace`, `simulate --trace` or `inspect --export` wrote.
+Out: a Trace: what every rank did, when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Facts as text for a terminal. In: what summary, memory, weights, flow and why found. Out: text, without colours but where they are asked for.
+"""Facts as text for a terminal. In: what summary, memory, weights, flow and why found. Out: text,
+without colours but where they are asked for.
 
 Lines are as wide as they need to be where the output is no terminal, and cut or wrapped to its width where it is one.
 """

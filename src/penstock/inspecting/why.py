@@ -7,8 +7,8 @@
     crossings   what of theirs goes from stage to stage, with its bytes
     reasons     of the stages they are on (reasons.py)
 
-Times of a kernel are its roofline on the stage's device, and what it took where it was measured on this machine (`inspect --measure`). On the other devices
-of the cluster it would take their roofline: work over rate, bytes over bandwidth, whichever is more.
+Times of a kernel are its roofline on the stage's device, and what it took where it was measured on this machine (`inspect --measure`). On
+the other devices of the cluster it would take their roofline: work over rate, bytes over bandwidth, whichever is more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from penstock.passes.cost import bound
 
 @dataclass(frozen=True)
 class KernelUse:
-    """The kernel that an operation is a part of: `calls` per batch, of this kernel alone; seconds of one call. `alike` others differ in names only."""
+    """The kernel that an operation is a part of: `calls` per batch, of this kernel alone; seconds of one
+    call. `alike` others differ in names only."""
 
     label: str
     operations: tuple[str, ...]
@@ -46,8 +47,8 @@ class KernelUse:
 
 @dataclass(frozen=True)
 class Part:
-    """One operation of the program. Without a kernel it is computed where it is read, or is a read of a variable; `fused` is whether kernels were chosen.
-    `follows` names the first result of the forward operation that an operation of the backward pass belongs to."""
+    """One operation of the program. Without a kernel it is computed where it is read, or is a read of a variable; `fused` is whether
+    kernels were chosen. `follows` names the first result of the forward operation that an operation of the backward pass belongs to."""
 
     graph: str
     position: int

@@ -1,7 +1,7 @@
 """`penstock completion SHELL`: a script that completes commands, options and their values, passes in pipelines, and operations.
 
-In: the parser of the command line, and the tables of passes and operations. Out: a script for bash, zsh or fish. It holds all words, so that a
-completion starts no Python; after an update it is printed anew (`source <(penstock completion bash)` does so with every shell).
+In: the parser of the command line, and the tables of passes and operations. Out: a script for bash, zsh or fish. It holds all words, so
+that a completion starts no Python; after an update it is printed anew (`source <(penstock completion bash)` does so with every shell).
 
 What can come next is known from the command, and from the option before the word:
 
@@ -40,7 +40,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Command:
-    """A command (`checkpoint ls`; the empty one is penstock itself): its options, what follows those that take a value, and what stands by itself."""
+    """A command (`checkpoint ls`; the empty one is penstock itself): its options, what follows those that
+    take a value, and what stands by itself."""
 
     name: str
     options: tuple[str, ...]

@@ -7,6 +7,7 @@
     page.py        the facts, styles and scripts in one file of HTML
     page/          the page itself: a template, a style sheet, and JavaScript without libraries, one file per view
 
-What the page shows it computes from the facts; nothing in it is asked from anywhere, and it runs nothing but its own script (a content security policy
-says so to the browser). Names come from models, so they are data everywhere: text nodes, never markup. The same input gives the same bytes.
+What the page shows it computes from the facts; nothing in it is asked from anywhere, and it runs nothing but its own script
+(a content security policy says so to the browser). Names come from models, so they are data everywhere: text nodes, never
+markup. The same input gives the same bytes.
 """

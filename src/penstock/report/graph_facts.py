@@ -3,8 +3,8 @@
     {"values": [[name, type, bytes], ...], "graphs": [{"name", "kind", "stage", "ins", "outs", "saved", "ops"}, ...]}
     operation = [kind, results, operands, source location, other attributes, kernel, variable, stage]
 
-Names, types and other texts are numbers of the report's strings, values are numbers of `values`; a stage that is not known is -1, an empty text the number
-of "". The same name means the same tensor in all graphs of a module, so it is one value.
+Names, types and other texts are numbers of the report's strings, values are numbers of `values`; a stage that is not known is -1, an empty
+text the number of "". The same name means the same tensor in all graphs of a module, so it is one value.
 """
 
 from __future__ import annotations

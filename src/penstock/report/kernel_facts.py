@@ -2,8 +2,8 @@
 
     {"stage", "graph", "names", "calls", "per", "ops": [[kind, operands, results], ...], "flops", "bytes", "roofline", "measured", "share", "source"}
 
-Seconds are those of one call; `measured` is null where nobody timed it (`penstock inspect --kernels --measure`); `share` is the part of the stage's time per
-batch; `source` is a number of `sources` (`_packed` says how they are written), -1 where there is none.
+Seconds are those of one call; `measured` is null where nobody timed it (`penstock inspect --kernels --measure`); `share` is the part of the
+stage's time per batch; `source` is a number of `sources` (`_packed` says how they are written), -1 where there is none.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a report is made from: the program, its passes with their modules, plan, times, sources of kernels. A compile has all of that in hand; what lies in
-files is read by reading.py."""
+"""What a report is made from: the program, its passes with their modules, plan, times, sources of kernels. A compile has all of that in
+hand; what lies in files is read by reading.py."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """A pass of the pipeline, the first being what went into it; `module` is what came out of it, None where nothing changed; so are ms where nobody
-    measured them."""
+    """A pass of the pipeline, the first being what went into it; `module` is what came out of it, None where nothing changed;
+    so are ms where nobody measured them."""
 
     number: int
     call: str
@@ -31,7 +31,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Trace:
-    """Of every rank: actions with start and duration, and (time, bytes held) where that was traced; seconds from the first action of all."""
+    """Of every rank: actions with start and duration, and (time, bytes held) where that was traced;
+    seconds from the first action of all."""
 
     actions: Mapping[int, list[tuple[Action, float, float]]]
     held: Mapping[int, list[tuple[float, int]]]
@@ -39,8 +40,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class Material:
-    """`module` is the newest there is. `sources` are those of kernels by graph and name (`s0.F/k3`), `programs` those of whole stages by file. `failure` is the
-    error that ended the pipeline, `predicted` what the simulator says of the module alone, where somebody knows it."""
+    """`module` is the newest there is. `sources` are those of kernels by graph and name (`s0.F/k3`), `programs` those of
+    whole stages by file. `failure` is the error that ended the pipeline, `predicted` what the simulator says of the
+    module alone, where somebody knows it."""
 
     module: Module
     steps: tuple[Step, ...] = ()

@@ -3,10 +3,10 @@
     {"rank", "fixed": {purpose: bytes}, "variables": [[name, role, versions, bytes], ...], "points": [time, activations, boundary, free, ... flat],
      "lives": [name, owner, purpose, bytes, from, to, ... flat]}
 
-`fixed` does not change: weights, gradients, optimiser state, buffers, and data that wait. The sum at a point is what memory_curve says the process holds;
-`free` are blocks that nobody uses between calls: temporaries of graphs, and memory kept for the next microbatch. `lives` are the blocks of values of
-microbatches (those of batch t under -1 - t), with the times between which they live; `to` is -1 where the run ends first. A message of several values
-has the name of the first, and their number. Times are ticks of schedule_facts.
+`fixed` does not change: weights, gradients, optimiser state, buffers, and data that wait. The sum at a point is what memory_curve says the
+process holds; `free` are blocks that nobody uses between calls: temporaries of graphs, and memory kept for the next microbatch. `lives` are
+the blocks of values of microbatches (those of batch t under -1 - t), with the times between which they live; `to` is -1 where the run ends
+first. A message of several values has the name of the first, and their number. Times are ticks of schedule_facts.
 
 Limit: of a long program no more than so many lives are kept, those of its beginning, and the points until then.
 """
@@ -71,8 +71,8 @@ def _flat(life: Life, finishes: list[int], strings: Strings) -> tuple[int, ...]:
 def measured_memory(trace: Trace, planned: Simulated, at: Sequence[int]) -> list[list[int]]:
     """Bytes of values that each rank of a traced run held, [time, bytes, ... flat], laid out by action: times are those of the plan.
 
-    What the run held while an action ran is where the plan has that action, if batch at[0] of the run is batch at[1] of the plan; as far around these as the
-    run did the same actions in the same order."""
+    What the run held while an action ran is where the plan has that action, if batch at[0] of the run is batch at[1] of the plan; as far
+    around these as the run did the same actions in the same order."""
     return [_laid_out(trace.held.get(rank, ()), _stops(trace, planned, rank, at)) for rank in sorted(trace.actions)]
 
 

@@ -1,8 +1,8 @@
 """Facts as one file of HTML. In: facts, title. Out: the page, with its styles, scripts and data inside.
 
-The data are JSON in a script element that no browser runs; `<` is written as an escape there, so that no text can end the element, and a number that is
-not finite is null. The page's own script and styles are allowed by their hashes, and nothing else is: whatever were smuggled in would not run, and nothing
-can be loaded from anywhere.
+The data are JSON in a script element that no browser runs; `<` is written as an escape there, so that no text can end the element, and a
+number that is not finite is null. The page's own script and styles are allowed by their hashes, and nothing else is: whatever were smuggled
+in would not run, and nothing can be loaded from anywhere.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     {"number", "name", "call", "does", "ms", "ops", "changed", "parts": [{"title", "mark", "rows", "went", "came", "moved"}, ...]}
     row = [mark, names, text] of what is gone (-) or new (+), [~, names, [[mark, text], ...]] of what changed
 
-`names` are the results of the operations that a row is about, so that one finds every pass that touched a value. Operations whose attributes alone changed
-say these and nothing else; what changed alike is one row.
+`names` are the results of the operations that a row is about, so that one finds every pass that touched a value. Operations whose
+attributes alone changed say these and nothing else; what changed alike is one row.
 """
 
 from __future__ import annotations

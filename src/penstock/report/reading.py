@@ -1,10 +1,12 @@
-"""Material of reports, read. In: what is looked at (a bundle, a dump folder, an IR file), and perhaps the trace of a run. Out: the program, its passes with
-their modules, plan, times, and sources of kernels.
+"""Material of reports, read. In: what is looked at (a bundle, a dump folder, an IR file), and perhaps the trace of a run. Out: the program,
+its passes with their modules, plan, times, and sources of kernels.
 
-A dump folder has the module after every pass, the plan, the sources, and if the pipeline failed, why. Of a bundle passes are run again from `partition` on, as
-`inspect --why` does, and kernels are planned again for this machine's CPU. A bundle with its dump folder beside it has all of that.
+A dump folder has the module after every pass, the plan, the sources, and if the pipeline failed, why. Of a bundle passes are
+run again from `partition` on, as `inspect --why` does, and kernels are planned again for this machine's CPU. A bundle with
+its dump folder beside it has all of that.
 
-Limit: `--dump-ir-filter` and `--dump-ir-changed` leave modules out of a dump folder, so a report made of it later knows less than its index.html.
+Limit: `--dump-ir-filter` and `--dump-ir-changed` leave modules out of a dump folder, so a report made of
+it later knows less than its index.html.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ def _files(folder: Path, pattern: str) -> list[str]:
 
 
 def _planned_sources(module: Module) -> dict[str, str]:
-    """The sources of all kernels as they are for this machine's CPU. Kernels of several stages that differ in names only have that of the first."""
+    """The sources of all kernels as they are for this machine's CPU. Kernels of several stages that differ
+    in names only have that of the first."""
     from penstock.inspecting.kernels import kernel_rows, kernel_source
 
     if "fused" not in module.facts or module.cluster is None:

@@ -4,11 +4,11 @@
     measured  the same; `compared` are [rank, kind, planned, measured] in seconds, the medians of all computations; `at` is [batch of the run, batch of the
               plan]: what is laid over each other at first, from the middle of both, since a run's first batches warm up
 
-Times are whole tenths of a microsecond. `kind` is a place in `kinds`, `number` that of the microbatch or batch; a version or peer that is not there is -1.
-A batch begins where its first forward does: there two timelines are laid over each other, whatever came before.
+Times are whole tenths of a microsecond. `kind` is a place in `kinds`, `number` that of the microbatch or batch; a version or peer that is
+not there is -1. A batch begins where its first forward does: there two timelines are laid over each other, whatever came before.
 
-Limits: no more than so many actions are kept, whole batches in the order of time, of a trace those in the middle of the run; drops take no time and
-are left out.
+Limits: no more than so many actions are kept, whole batches in the order of time, of a trace those in the middle of the
+run; drops take no time and are left out.
 """
 
 from __future__ import annotations

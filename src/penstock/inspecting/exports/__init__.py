@@ -16,7 +16,8 @@ from pathlib import Path
 
 from penstock.inspecting.subject import Subject
 
-# Ending -> module here, and the function that makes the files: it is given what is looked at, a path, and how many batches of a schedule to write.
+# Ending -> module here, and the function that makes the files: it is given what is looked at, a path, and
+# how many batches of a schedule to write.
 Writer = Callable[[Subject, Path, int], Sequence[Path]]
 WRITERS: Mapping[str, tuple[str, str]] = {
     ".dot": ("dot", "write_dot"),

@@ -1,7 +1,7 @@
 """The model as an ONNX file that says where everything runs, for Netron and other readers of ONNX.
 
-Every node has, in its `metadata_props`, `penstock.stage`, `penstock.device` and `penstock.kernel`: where what came of it runs in the forward pass, several with
-commas between. The model has `penstock.stages` and `penstock.schedule`.
+Every node has, in its `metadata_props`, `penstock.stage`, `penstock.device` and `penstock.kernel`: where what came of it runs in the
+forward pass, several with commas between. The model has `penstock.stages` and `penstock.schedule`.
 
     of a bundle that was compiled from ONNX    the model that was compiled, with its weights: what `penstock export --onnx` writes, and the metadata.
                                                It computes what the model computes. A node that became part of the operation of
@@ -56,8 +56,8 @@ def annotate(model: onnx.ModelProto, module: Module) -> None:
 
 
 def _absorbed(graph: onnx.GraphProto, places: Sequence[list[Placed]]) -> list[list[Placed]]:
-    """The operations of every node. One that has none of its own, though it depends on the inputs, has those of the nodes that take its results, if these
-    are of the same stages."""
+    """The operations of every node. One that has none of its own, though it depends on the inputs, has those of the nodes that take its
+    results, if these are of the same stages."""
     takers: dict[str, list[int]] = {}
     # Shapes are known when a model is compiled: what is computed from them is folded away.
     varies = {value.name for value in graph.input} - {tensor.name for tensor in graph.initializer}

@@ -1,4 +1,5 @@
-"""The forward part of a module as nodes with their places: what pictures of the model show. Reads of variables and constants belong to those who use them."""
+"""The forward part of a module as nodes with their places: what pictures of the model show. Reads of variables and
+constants belong to those who use them."""
 
 from __future__ import annotations
 

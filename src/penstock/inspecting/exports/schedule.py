@@ -1,7 +1,8 @@
-"""The schedule as files: a Chrome trace, which Perfetto opens, and a table of comma-separated values. In: a module with a schedule. Out: files.
+"""The schedule as files: a Chrome trace, which Perfetto opens, and a table of comma-separated values.
+In: a module with a schedule. Out: files.
 
-Both say what every rank does for some batches, from an empty pipeline to an empty one, with the times of the simulation by the rates of the module's cluster.
-The table has actions without times where the module cannot be simulated yet, a trace needs them.
+Both say what every rank does for some batches, from an empty pipeline to an empty one, with the times of the simulation by the rates of the
+module's cluster. The table has actions without times where the module cannot be simulated yet, a trace needs them.
 """
 
 from __future__ import annotations
