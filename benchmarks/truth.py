@@ -24,7 +24,6 @@ and 20 % at worst, memory within 10 % everywhere.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -32,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,9 @@ from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
-from truth_machines import Configuration, missing, place_workers, prefixes, quota_groups, shaped
+from truth_machines import Configuration, missing, prefixes, quota_groups, shaped
+from truth_plans import time_plans
+from truth_runs import BATCHES, FED, batches, beyond_base, load, memory_of, run, save
 
 import penstock as ps
 from penstock.backends.bundle import Bundle, open_bundle
@@ -54,9 +54,7 @@ from penstock.runtime.machine import Machine, Route, Seat, Transport
 from penstock.runtime.rehearse import rehearse
 from penstock.runtime.simulate import simulate
 
-BATCHES, FED = 12, 5
 SIMULATED = 14
-SYNTHETIC = DataSpec()
 # Ranks talk over sockets, though they could share memory.
 SOCKETS = {"PENSTOCK_SHARED_MEMORY": "0"}
 
@@ -212,13 +210,13 @@ def predict(
         rank: Seat(
             host,
             cores,
-            configuration.thread_count(rank),
-            configuration.quota(rank),
-            loopback["writing"],
-            loopback["buffer"],
-            loopback["writing"],
-            loopback["writing"],
-            speeds,
+            threads=configuration.thread_count(rank),
+            quota=configuration.quota(rank),
+            writing=loopback["writing"],
+            buffer=loopback["buffer"],
+            reading=loopback["writing"],
+            copying=loopback["writing"],
+            speeds=speeds,
         )
         for rank in range(configuration.stages)
     }
@@ -238,40 +236,7 @@ def predict(
     return {"step_s": found.step_seconds, "busy": [1 - use.bubble for use in found.ranks]}
 
 
-# ------------------------------------------------------------------------------------------------ run
-
-
-def batches(bundle: Bundle, count: int) -> Iterator[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(0)
-    assert bundle.module.schedule is not None
-    for _ in range(count):
-        batch = {}
-        for value in bundle.module.data_inputs:
-            shape = (value.type.dims[0] * bundle.module.schedule.microbatches, *value.type.dims[1:])
-            whole = value.type.dtype.startswith("i")
-            batch[value.name] = rng.integers(0, 10, shape) if whole else rng.standard_normal(shape).astype(np.float32)
-        yield batch
-
-
-def run(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], data: DataSpec = SYNTHETIC) -> list[float]:
-    """Seconds of steps with data that the workers make or read."""
-    with Job(bundle, timeout=600, data=data, latency=configuration.latency) as job:
-        place_workers(configuration, job.workers.process_ids(), groups)
-        list(job.steps_from_data(2))
-        ends = [step.at for step in job.steps_from_data(BATCHES)][1:-1]
-    return [(b - a) / 2 for a, b in zip(ends, ends[2:], strict=False)]
-
-
-def memory_of(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path]) -> list[int]:
-    """Peaks with batches that are handed to the workers, in which some of them wait, as plans count them."""
-    with Job(bundle, timeout=600, latency=configuration.latency) as job:
-        place_workers(configuration, job.workers.process_ids(), groups)
-        list(job.run(batches(bundle, FED)))
-        return beyond_base(job)
-
-
-def beyond_base(job: Job) -> list[int]:
-    return [peak - base for peak, base in zip(job.peak_bytes, job.base_bytes, strict=True)]
+# ------------------------------------------------------------------------------------------------ measure
 
 
 def measure(configuration: Configuration, known: dict[str, Any], seconds: float, rounds: int) -> dict[str, Any]:
@@ -324,20 +289,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def load(path: Path | None) -> dict[str, Any]:
-    if path is not None and path.exists():
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
-    return {"rows": [], "known": {}}
-
-
-def save(path: Path | None, report: Mapping[str, Any]) -> None:
-    if path is not None:
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        new.replace(path)
-
-
 def in_shaped_space(configuration: Configuration, report: dict[str, Any], seconds: float, rounds: int) -> dict[str, Any]:
     """Measure in a process of a network namespace of its own."""
     space = f"truth-{os.getpid()}"
@@ -358,6 +309,57 @@ def in_shaped_space(configuration: Configuration, report: dict[str, Any], second
     return dict(row)
 
 
+def calibrated(report: dict[str, Any], path: Path | None) -> None:
+    """Put what this host costs into the report, where it is not there yet, and say it."""
+    if "host" not in report["known"]:
+        with tempfile.TemporaryDirectory(prefix="truth-") as folder:
+            report["known"]["host"] = calibrate(Path(folder))
+        with tempfile.TemporaryDirectory(prefix="truth-") as folder, patch.dict(os.environ, SOCKETS):
+            report["known"]["sockets"] = calibrate(Path(folder))
+        save(path, report)
+    for place in ("host", "sockets"):
+        costs = report["known"][place]
+        told = (
+            f"{place}: a message takes {costs['message'] * 1e6:.0f} us of its rank at each end and {costs['latency'] * 1e6:.0f} us more "
+            f"to arrive; {costs['writing'] * 1e9:.2f} ns a byte to write, {costs['bandwidth'] / 1e9:.2f} GB/s; "
+            f"{costs['memory'] / 2**20:.1f} MiB beside tensors"
+        )
+        print(told, file=sys.stderr)
+
+
+def measure_all(wanted: Sequence[Configuration], report: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Put rows into the report for those that have none yet."""
+    begin = time.perf_counter()
+    options = {"seconds": arguments.seconds, "rounds": arguments.rounds}
+    for configuration in wanted:
+        if any(row["name"] == configuration.name for row in report["rows"]):
+            continue
+        if reason := "" if arguments.inside else missing(configuration):
+            print(f"{configuration.name}: left out: {reason}", file=sys.stderr)
+            continue
+        apart = bool(configuration.rate) and not arguments.inside
+        row = in_shaped_space(configuration, report, **options) if apart else measure(configuration, report["known"], **options)
+        report["rows"].append(row)
+        save(arguments.json, report)
+        memory = ", ".join(f"{rank['ratio']:.3f}" for rank in row["memory"])
+        told = (
+            f"predicted {row['predicted_s'] * 1e3:.1f} ms, measured {row['measured_s'] * 1e3:.1f} ms, {row['ratio']:.3f}; memory {memory}"
+        )
+        print(f"{configuration.name}: {told}; {time.perf_counter() - begin:.0f} s so far", file=sys.stderr, flush=True)
+
+
+def judge(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Print the table and how far off predictions are; the exit code."""
+    order = {c.name: i for i, c in enumerate(CONFIGURATIONS)}
+    print(table(sorted(rows, key=lambda row: order.get(row["name"], len(order)))))
+    found = verdict(rows)
+    print(
+        f"{len(rows)} configurations: step time off by {found['median']:.1%} in the median, {found['worst']:.1%} at worst; "
+        f"memory by {found['memory']:.1%} at worst"
+    )
+    return int(found["median"] > 0.10 or found["worst"] > 0.20 or found["memory"] > 0.10)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(c.name for c in CONFIGURATIONS)}")
@@ -371,58 +373,17 @@ def main() -> int:
     # Being terminated leaves no groups and network namespaces behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if arguments.plans:
-        from truth_plans import time_plans
-
         return time_plans(arguments.json)
+    names = [arguments.inside] if arguments.inside else arguments.only
     unknown = set(arguments.only) - {c.name for c in CONFIGURATIONS}
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     report = load(arguments.json)
-    if "host" not in report["known"]:
-        with tempfile.TemporaryDirectory(prefix="truth-") as folder:
-            report["known"]["host"] = calibrate(Path(folder))
-        with tempfile.TemporaryDirectory(prefix="truth-") as folder, patch.dict(os.environ, SOCKETS):
-            report["known"]["sockets"] = calibrate(Path(folder))
-        save(arguments.json, report)
-    for place in ("host", "sockets"):
-        costs = report["known"][place]
-        print(
-            f"{place}: a message takes {costs['message'] * 1e6:.0f} us of its rank at each end and {costs['latency'] * 1e6:.0f} us more to arrive; "
-            f"{costs['writing'] * 1e9:.2f} ns a byte to write, {costs['bandwidth'] / 1e9:.2f} GB/s; {costs['memory'] / 2**20:.1f} MiB beside tensors",
-            file=sys.stderr,
-        )
+    calibrated(report, arguments.json)
     if arguments.calibrate:
         return 0
-    wanted = [
-        c for c in CONFIGURATIONS if (c.name == arguments.inside if arguments.inside else not arguments.only or c.name in arguments.only)
-    ]
-    begin = time.perf_counter()
-    for configuration in wanted:
-        if any(row["name"] == configuration.name for row in report["rows"]):
-            continue
-        if reason := "" if arguments.inside else missing(configuration):
-            print(f"{configuration.name}: left out: {reason}", file=sys.stderr)
-            continue
-        options = {"seconds": arguments.seconds, "rounds": arguments.rounds}
-        apart = bool(configuration.rate) and not arguments.inside
-        row = in_shaped_space(configuration, report, **options) if apart else measure(configuration, report["known"], **options)
-        report["rows"].append(row)
-        save(arguments.json, report)
-        memory = ", ".join(f"{rank['ratio']:.3f}" for rank in row["memory"])
-        told = (
-            f"predicted {row['predicted_s'] * 1e3:.1f} ms, measured {row['measured_s'] * 1e3:.1f} ms, {row['ratio']:.3f}; memory {memory}"
-        )
-        print(f"{configuration.name}: {told}; {time.perf_counter() - begin:.0f} s so far", file=sys.stderr, flush=True)
-    if arguments.inside or not report["rows"]:
-        return 0
-    order = {c.name: i for i, c in enumerate(CONFIGURATIONS)}
-    rows = sorted(report["rows"], key=lambda row: order.get(row["name"], len(order)))
-    print(table(rows))
-    found = verdict(rows)
-    print(
-        f"{len(rows)} configurations: step time off by {found['median']:.1%} in the median, {found['worst']:.1%} at worst; memory by {found['memory']:.1%} at worst"
-    )
-    return int(found["median"] > 0.10 or found["worst"] > 0.20 or found["memory"] > 0.10)
+    measure_all([c for c in CONFIGURATIONS if not names or c.name in names], report, arguments)
+    return judge(report["rows"]) if report["rows"] and not arguments.inside else 0
 
 
 if __name__ == "__main__":

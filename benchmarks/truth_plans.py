@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from truth import batches, load, run, save
 from truth_machines import Configuration, prefixes, quota_groups
+from truth_runs import batches, load, run, save
 
 import penstock as ps
 from penstock.arguing import predict

@@ -1,0 +1,66 @@
+"""What benchmarks of truth.py do with a bundle and keep of it: batches, real runs in worker processes with their step times and peaks, and
+the file of results that a benchmark goes on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from truth_machines import Configuration, place_workers
+
+from penstock.backends.bundle import Bundle
+from penstock.runtime.control import DataSpec
+from penstock.runtime.job import Job
+
+BATCHES, FED = 12, 5
+SYNTHETIC = DataSpec()
+
+
+def batches(bundle: Bundle, count: int) -> Iterator[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    assert bundle.module.schedule is not None
+    for _ in range(count):
+        batch = {}
+        for value in bundle.module.data_inputs:
+            shape = (value.type.dims[0] * bundle.module.schedule.microbatches, *value.type.dims[1:])
+            whole = value.type.dtype.startswith("i")
+            batch[value.name] = rng.integers(0, 10, shape) if whole else rng.standard_normal(shape).astype(np.float32)
+        yield batch
+
+
+def run(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path], data: DataSpec = SYNTHETIC) -> list[float]:
+    """Seconds of steps with data that the workers make or read."""
+    with Job(bundle, timeout=600, data=data, latency=configuration.latency) as job:
+        place_workers(configuration, job.workers.process_ids(), groups)
+        list(job.steps_from_data(2))
+        ends = [step.at for step in job.steps_from_data(BATCHES)][1:-1]
+    return [(b - a) / 2 for a, b in zip(ends, ends[2:], strict=False)]
+
+
+def memory_of(configuration: Configuration, bundle: Bundle, groups: Mapping[int, Path]) -> list[int]:
+    """Peaks with batches that are handed to the workers, in which some of them wait, as plans count them."""
+    with Job(bundle, timeout=600, latency=configuration.latency) as job:
+        place_workers(configuration, job.workers.process_ids(), groups)
+        list(job.run(batches(bundle, FED)))
+        return beyond_base(job)
+
+
+def beyond_base(job: Job) -> list[int]:
+    return [peak - base for peak, base in zip(job.peak_bytes, job.base_bytes, strict=True)]
+
+
+def load(path: Path | None) -> dict[str, Any]:
+    if path is not None and path.exists():
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    return {"rows": [], "known": {}}
+
+
+def save(path: Path | None, report: Mapping[str, Any]) -> None:
+    if path is not None:
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        new.replace(path)
