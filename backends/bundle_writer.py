@@ -13,6 +13,8 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -72,72 +74,92 @@ def write_bundle(
     out = Path(os.path.abspath(out_dir))
     check_replaceable(out)
     key = key_in_use()
-    stages = [stage.index for stage in module.stages]
     _check_weights(module, weights)
     out.parent.mkdir(parents=True, exist_ok=True)
-    work = out.parent / f".{out.name}.{secrets.token_hex(4)}.tmp"
-    work.mkdir()
+    work = _Work(out.parent / f".{out.name}.{secrets.token_hex(4)}.tmp")
+    work.folder.mkdir()
     try:
-        files: dict[str, FileEntry] = {}
-
-        def add(name: str, write: Callable[[Path], tuple[str, int]]) -> str:
-            if name in files:
-                raise UsageError(f"two files of the bundle are called {name}", hint="name the files of a stage after the stage")
-            (work / name).parent.mkdir(exist_ok=True)
-            files[name] = FileEntry(*write(work / name))
-            return name
-
-        add(MODULE, lambda path: _write_bytes(path, print_module(module).encode()))
-        add(PLAN, lambda path: _write_bytes(path, json.dumps(plan or {}, indent=2, sort_keys=True).encode() + b"\n"))
-        if reference is not None:
-            add(REFERENCE, lambda path: _write_bytes(path, print_module(reference).encode()))
-        if module.cluster is not None:
-            toml = module.cluster.to_toml()
-            add(CLUSTER, lambda path: _write_bytes(path, toml.encode()))
+        _add_texts(work, module, plan or {}, reference)
         if origin is not None:
-            names = (
-                json.dumps({var: list(found) for var, found in origin.names.items()}, indent=2, sort_keys=True, ensure_ascii=False).encode()
-                + b"\n"
-            )
-            add(NAMES, lambda path: _write_bytes(path, names))
+            work.add_text(NAMES, _json({var: list(found) for var, found in origin.names.items()}, ensure_ascii=False))
             for file in origin.files:
-                add(f"{SOURCE}/{file.name}", lambda path, file=file: _copy(file, path))  # type: ignore[misc]
-        of_stage: dict[int, list[str]] = {}
-        for stage in stages:
-            of_stage[stage] = [
-                add(f"stages/{file.name}", lambda path, file=file: _copy(file, path))  # type: ignore[misc]
-                for file in stage_files.get(stage, ())
-            ]
-        with ThreadPoolExecutor(max(1, min(len(stages), usable_cores()))) as threads:
-            # Copying, hashing and flushing all happen outside the interpreter.
-            (work / "weights").mkdir()
-            written = list(threads.map(lambda stage: _write_weights(work, module, stage, weights), stages))
-        for stage, entry in zip(stages, written, strict=True):
-            of_stage[stage].append(add(weights_name(stage), lambda path, entry=entry: entry))  # type: ignore[misc]
+                work.add(f"{SOURCE}/{file.name}", partial(_copy, file))
+        of_stage = _add_stages(work, module, stage_files, weights)
+        ranks = zip(module.rank_stages(), module.rank_devices(), strict=True)
         manifest = Manifest(
             FORMAT,
             module.name,
             source_hash,
             backend,
             dict(tools if tools is not None else tool_versions()),
-            tuple(
-                _rank_entry(module, rank, device, stage, of_stage[stage])
-                for rank, (stage, device) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True))
-            ),
-            files,
+            tuple(_rank_entry(module, rank, device, stage, of_stage[stage]) for rank, (stage, device) in enumerate(ranks)),
+            work.files,
         )
-        text = msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=2) + b"\n"
-        digest, _ = _write_bytes(work / MANIFEST, text)
-        _write_bytes(work / MANIFEST_HASH, f"{digest}  {MANIFEST}\n".encode())
-        if key is not None:
-            _write_bytes(work / SIGNATURE, signature_of(key, text))
-        for folder in {work, *(path.parent for path in map(work.joinpath, files))}:
-            flush_directory(folder)
-        move_into_place(work, out)
+        work.seal(manifest, key)
+        move_into_place(work.folder, out)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work.folder, ignore_errors=True)
         raise
     return Bundle(out, manifest)
+
+
+@dataclass(slots=True)
+class _Work:
+    """The directory that becomes a bundle, and the files that are in it so far."""
+
+    folder: Path
+    files: dict[str, FileEntry] = field(default_factory=dict)
+
+    def add(self, name: str, write: Callable[[Path], tuple[str, int]]) -> str:
+        """A file by what writes it and says its hash and size; its name."""
+        if name in self.files:
+            raise UsageError(f"two files of the bundle are called {name}", hint="name the files of a stage after the stage")
+        (self.folder / name).parent.mkdir(exist_ok=True)
+        self.files[name] = FileEntry(*write(self.folder / name))
+        return name
+
+    def add_text(self, name: str, text: str) -> str:
+        return self.add(name, lambda path: _write_bytes(path, text.encode()))
+
+    def seal(self, manifest: Manifest, key: bytes | None) -> None:
+        """Add the manifest, its hash and signature, and flush all directories."""
+        text = msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=2) + b"\n"
+        digest, _ = _write_bytes(self.folder / MANIFEST, text)
+        _write_bytes(self.folder / MANIFEST_HASH, f"{digest}  {MANIFEST}\n".encode())
+        if key is not None:
+            _write_bytes(self.folder / SIGNATURE, signature_of(key, text))
+        for folder in {self.folder, *(path.parent for path in map(self.folder.joinpath, self.files))}:
+            flush_directory(folder)
+
+
+def _add_texts(work: _Work, module: Module, plan: Mapping[str, Any], reference: Module | None) -> None:
+    work.add_text(MODULE, print_module(module))
+    work.add_text(PLAN, _json(plan))
+    if reference is not None:
+        work.add_text(REFERENCE, print_module(reference))
+    if module.cluster is not None:
+        work.add_text(CLUSTER, module.cluster.to_toml())
+
+
+def _add_stages(
+    work: _Work, module: Module, stage_files: Mapping[int, Sequence[Path]], weights: Mapping[str, np.ndarray]
+) -> dict[int, list[str]]:
+    """Files of the back end and of weights; their names, by stage."""
+    stages = [stage.index for stage in module.stages]
+    names = {stage: [work.add(f"stages/{file.name}", partial(_copy, file)) for file in stage_files.get(stage, ())] for stage in stages}
+    (work.folder / "weights").mkdir()
+    with ThreadPoolExecutor(max(1, min(len(stages), usable_cores()))) as threads:
+        # Copying, hashing and flushing all happen outside the interpreter.
+        written = list(threads.map(lambda stage: _write_weights(work.folder, module, stage, weights), stages))
+    for stage, (digest, size) in zip(stages, written, strict=True):
+        name = weights_name(stage)
+        work.files[name] = FileEntry(digest, size)
+        names[stage].append(name)
+    return names
+
+
+def _json(content: Mapping[str, Any], ensure_ascii: bool = True) -> str:
+    return json.dumps(content, indent=2, sort_keys=True, ensure_ascii=ensure_ascii) + "\n"
 
 
 def sign_bundle(path: str | os.PathLike[str], key: bytes) -> Path:

@@ -16,6 +16,14 @@ SCHEDULE_KINDS = ("1f1b", "gpipe", "2bw", "eager-2bw", "zb-1f1b")
 
 def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False, metavar: str = "MODEL.onnx") -> None:
     """What `plan` and `compile` take, and `verify`, which takes more than models."""
+    _add_reading(parser, optional, metavar)
+    _add_training(parser)
+    _add_dividing(parser)
+    add_dump_arguments(parser, default=os.environ.get("PENSTOCK_DUMP"))
+
+
+def _add_reading(parser: argparse.ArgumentParser, optional: bool, metavar: str) -> None:
+    """The model, what it is read with, and the devices."""
     parser.add_argument("model", metavar=metavar, nargs="?" if optional else None)
     devices = parser.add_mutually_exclusive_group()
     devices.add_argument("--cluster", metavar="FILE", help="cluster file, TOML or YAML (.yaml, .yml)")
@@ -47,6 +55,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False,
         choices=("f32", "bf16", "f16"),
         help="element type of float32 activations and gradients on their way between stages: half the bytes for a rounding at each boundary (default: f32)",
     )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
     training = parser.add_argument_group("training (without a loss, the bundle is for inference)")
     training.add_argument("--train", metavar="FILE", help="training settings (TOML); the flags below override it")
     training.add_argument("--loss", metavar="L", help="cross_entropy or mse on the first output, or output:NAME")
@@ -91,6 +102,10 @@ def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False,
         choices=("auto", "none", "all"),
         help="what is computed again in the backward pass instead of saved: what the memory of the devices asks for, nothing, or all (default: auto)",
     )
+
+
+def _add_dividing(parser: argparse.ArgumentParser) -> None:
+    """Who computes what: libraries, stages, their devices, and where stages begin."""
     parser.add_argument(
         "--cuda-libraries",
         choices=("torch", "none"),
@@ -122,7 +137,6 @@ def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False,
         default="use",
         help="placement hints in the model (pipeline stages, layer_ann): follow them where they fit, or ignore them (default: use)",
     )
-    add_dump_arguments(parser, default=os.environ.get("PENSTOCK_DUMP"))
 
 
 def add_dump_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
