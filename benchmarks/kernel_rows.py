@@ -285,6 +285,7 @@ def _conv(which: str, channels: int, filters: int, size: int, kernel: int, strid
 for channels, filters, size, kernel, stride in (
     (64, 64, 56, 3, 1), (256, 64, 56, 1, 1), (64, 256, 56, 1, 1), (512, 128, 28, 1, 1), (3, 64, 224, 7, 2),
     (128, 128, 56, 3, 2), (256, 512, 56, 1, 2), (256, 256, 28, 3, 2), (256, 256, 14, 3, 1), (512, 512, 7, 3, 1),
+    (1024, 256, 14, 1, 1), (256, 1024, 14, 1, 1), (1024, 2048, 14, 1, 2), (2048, 512, 7, 1, 1),
 ):  # fmt: skip
     for which in ("forward", "dgrad", "wgrad"):
         text = f"{which} {channels}->{filters} {size}^2 {kernel}x{kernel} s{stride}"

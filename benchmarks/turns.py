@@ -17,13 +17,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
+# Threads that have finished a loop spin for a while, waiting for the next, on cores that the next contender needs: onnxruntime's, OpenMP's and TVM's alike.
+PAUSE_S = 0.2
 
 
 def in_turn(contenders: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Every contender once a round, the first one changing; with the number of the round."""
+    """Every contender once a round, the first one changing; with the number of the round. Each finds the threads of the one before asleep."""
     for number in range(rounds):
         shift = number % max(1, len(contenders))
         for contender in (*contenders[shift:], *contenders[:shift]):
+            time.sleep(PAUSE_S)
             yield number, contender
 
 

@@ -59,9 +59,9 @@ def linear(rows: int, columns: int, length: int, turned: bool, dtype: str = "f32
     return w.fused((x,), (w("add", made, w.read("b", f"{dtype}[{columns}]")),))
 
 
-def convolution(channels: int, filters: int, size: int, window: int, stride: int, groups: int = 1) -> Graph:
+def convolution(channels: int, filters: int, size: int, window: int, stride: int, groups: int = 1, images: int = 2) -> Graph:
     w = Writer()
-    x = value("x", f"f32[2,{channels},{size},{size + 2}]")
+    x = value("x", f"f32[{images},{channels},{size},{size + 2}]")
     weight = w.read("w", f"f32[{filters},{channels // groups},{window},{window}]")
     made = w("conv", x, weight, strides=(stride, stride), pads=(window // 2,) * 4, groups=groups)
     return w.fused((x,), (w("relu", w("add", made, w.read("b", f"f32[{filters},1,1]"))),))
@@ -86,11 +86,16 @@ CONVOLUTIONS: dict[str, Callable[[], Graph]] = {
     "3x3, small": lambda: convolution(64, 96, 5, 3, 1),
     "7x7 of 3 channels": lambda: convolution(3, 40, 31, 7, 2),
     "one tap": lambda: convolution(64, 96, 16, 1, 1),
+    "one tap, one image": lambda: convolution(320, 50, 37, 1, 1, 1, 1),
+    "one tap, groups": lambda: convolution(64, 44, 20, 1, 1, 2, 1),
+    "one tap, three images": lambda: convolution(48, 30, 33, 1, 1, 1, 3),
     "one tap, small": lambda: convolution(64, 96, 7, 1, 1),
     "one tap, stride 2": lambda: convolution(64, 96, 14, 1, 2),
     "few filters": lambda: convolution(24, 8, 20, 3, 1),
     "groups": lambda: convolution(32, 64, 14, 3, 1, 4),
     "channels apart": lambda: convolution(32, 32, 14, 3, 1, 32),
+    "channels apart, one image": lambda: convolution(32, 32, 14, 3, 1, 32, 1),
+    "3x3, one image": lambda: convolution(64, 80, 20, 3, 1, 1, 1),
 }
 
 

@@ -9,8 +9,8 @@ In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, paddi
   * the same on tile registers (tile_conv.py), where the machine has them and there is enough to do;
   * a product per image (conv_points.py): one tap, every position once, and not a small image;
   * sums over positions: gradients for the weight (conv_weight_tiles.py with tile registers, conv_weight.py without), and conv_depth.py for small groups;
-  * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, convolutions that take
-    some positions with one tap, and integers.
+  * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, convolutions with one tap that leave
+    positions out, and integers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from penstock.ir.graph import Op, Value
 from penstock.ir.ops import Window, complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS, ITEM_BYTES
 
+from ..group import PACKED
 from . import tile_conv, windows
 from .body import EFFECTS, Body
 from .conv_depth import emit_depthwise_gradient
@@ -163,8 +164,8 @@ def emit_conv(body: Body, op: Op) -> None:
         tile_conv.emit_tile_conv(body, correlation)
     elif _is_pointwise(g, sizes, spatial):
         _emit_pointwise(body, op, y, x, groups, w.type.dims[1], g, lambda group, o, c: body.at(w, (group * filters + o, c, *_zeros(g))))
-    elif g.kernel == (1, 1) and groups == 1 and not any(g.low):
-        # Nothing to be had from neighbouring windows: packing gathers what is read.
+    elif g.kernel == (1, 1) and g.strides != (1, 1) and groups == 1 and not any(g.low) and not op.attrs.get(PACKED):
+        # Most of the source is not read: packing gathers what is. Where weights are packed ahead, even that is more work than reading it in place.
         windows.emit_conv(body, op)
     else:
         emit_correlation(body, correlation)

@@ -73,10 +73,11 @@ class _Lines:
             packed = emit.alloc(size, c.dtype, "wp")
             self._fill(packed)
         starts = self._starts()
+        inner = kind if c.images == 1 else SERIAL
         with emit.loop(c.images, kind, "n") as n, self.body.point():
             self.source.alloc(False)
-            self.source.copy(n)
-            with emit.loop(c.groups, SERIAL, "g") as g, self.body.point():
+            self.source.copy(n, inner)
+            with emit.loop(c.groups, inner, "g") as g, self.body.point():
                 for unit, rows in cover(emit, c.spatial[0], c.step[0] * self.height, "h"):
                     with self.body.point():
                         top = tirx.floordiv(unit, c.step[0]) if not isinstance(unit, tirx.IntImm) else unit // c.step[0]

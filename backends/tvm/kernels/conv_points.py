@@ -1,19 +1,22 @@
 """Convolutions of one tap and stride 1, and their gradients for the input: per image and group a product with neighbouring positions in lanes.
 
-In: out[n, g, o, p] = sum over c of weight[g, o, c] * source[n, g, c, p]. Out: loops
+In: weight and source of out[n, g, o, p] = sum over c of weight[g, o, c] * source[n, g, c, p]. Out: loops
 
     pack weights          [tile][channel][outputs]
-    for image and group, block of positions:
-      pack the block    [panel][channel][positions in lanes], so that the block is read in long runs and lies together in cache
+    for image and group, part of the positions:
+      pack the positions  [panel][channel][positions in lanes], so that they are read in long runs and lie together in cache
       for tile of outputs, panel: accumulators [outputs, lanes]; then `Body.finish` on vectors of neighbouring positions
 
-Weights are packed once, tile by tile, because rows a power of two apart would share few sets of the first-level cache. Limit: small images leave lanes empty; conv_tiles.py has positions of several rows there.
+Weights are packed once, tile by tile, because rows a power of two apart would share few sets of the first-level cache. Parts are as equal as whole panels
+allow, so that threads which take as many of them take as long. Limit: small images leave lanes empty; conv_tiles.py has positions of several rows
+there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 from tvm import tirx
 
@@ -22,12 +25,14 @@ from penstock.ir.types import ITEM_BYTES
 
 from .body import Body, parallel_if
 from .correlation import cover, most_rows
-from .elements import Index
+from .elements import Index, unravel
 from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal
 from .transpose import pieces
 
-# Elements of a block of positions: they stay in the second-level cache while all outputs are computed.
-_BLOCK = 98304
+# Elements of a packed part of the positions: they stay in the second-level cache while its outputs are computed.
+_PART = 98304
+# Threads share so many parts or a multiple: several for each of a few threads, and where they have the same number, an equal one.
+_TASKS = 8
 # What may follow a convolution in unrolled code: one instruction for each, as many as norm, residual and relu with the sum saved.
 _CHEAP = ("add", "sub", "mul", "relu", "relu_grad", "reshape")
 _LIGHT = 7
@@ -60,7 +65,10 @@ class _Points:
         self.width = self.vectors * self.lanes
         self.most = most_rows(body, self.vectors)
         self.rows = ceil_div(p.filters, ceil_div(p.filters, self.most))
-        self.block = max(min(_BLOCK // p.channels // self.width, ceil_div(p.positions, self.width)), 1) * self.width
+        # Panels of positions, the last one maybe narrower, in equal parts.
+        self.panels = ceil_div(p.positions, self.width)
+        fewest, each = ceil_div(self.panels, max(_PART // p.channels // self.width, 1)), ceil_div(_TASKS, p.images * p.groups)
+        self.parts = min(ceil_div(fewest, each) * each, self.panels)
         # Little to do behind the sums: do it on the registers, in unrolled code.
         self.light = len(body.group.ops) <= 2 or (len(body.group.ops) <= _LIGHT and all(op.kind in _CHEAP for op in body.group.ops[1:]))
 
@@ -73,54 +81,47 @@ class _Points:
 
     def run(self) -> None:
         p, emit = self.p, self.emit
-        work = parallel_if(self.body.machine, p.out.type.size * p.channels // 8)
-        many = p.images * p.groups > 1
         size = p.groups * p.filters * p.channels
         ready = self.body.packed_ahead(p.op, size, self.dtype, self._fill)
         self.weights = emit.alloc(size, self.dtype, "wp") if ready is None else ready
         if ready is None:
             self._fill(self.weights)
-        with emit.loop(p.images * p.groups, work if many else SERIAL, "b") as b, self.body.point():
-            image, group = b, literal(0, "i32")
-            if p.groups > 1:
-                image, group = emit.bind(tirx.floordiv(b, p.groups), "n"), emit.bind(tirx.floormod(b, p.groups), "g")
-            whole, rest = divmod(p.positions, self.block)
-            if whole:
-                with emit.loop(whole, SERIAL if many else work, "pb") as q, self.body.point():
-                    self._block(image, group, q * self.block if whole > 1 else literal(0, "i32"), self.block)
-            if rest:
-                with self.body.point():
-                    self._block(image, group, literal(whole * self.block, "i32"), rest)
+        kind = parallel_if(self.body.machine, p.out.type.size * p.channels // 8)
+        counts = (p.images, p.groups, self.parts)
+        with emit.loop(prod(counts), kind, "i") as i, self.body.point():
+            image, group, part = (emit.bind(number, "i") for number in unravel(i, counts))
+            self._part(image, group, part)
 
-    def _block(self, image: Expr, group: Expr, start: Expr, count: int) -> None:
+    def _part(self, image: Expr, group: Expr, part: Expr) -> None:
+        """All outputs at some positions: the part of this number."""
         p, emit = self.p, self.emit
-        panels = ceil_div(count, self.width)
+        whole, rest = divmod(p.positions, self.width)
+        first, last = (emit.bind(tirx.floordiv((part + i) * self.panels, self.parts), "panel") for i in (0, 1))
         size = p.channels * self.width
-        packed = emit.alloc(panels * size, self.dtype, "bp")
+        packed = emit.alloc(ceil_div(self.panels, self.parts) * size, self.dtype, "bp")
+        count = emit.bind(tirx.min(last, whole) - first, "count")
         with emit.loop(p.channels, SERIAL, "c") as c:
-            whole, rest = divmod(count, self.width)
-            with emit.loop(whole, SERIAL, "pp") as q:
-                for v in range(self.vectors if whole else 0):
+            with emit.loop(count, SERIAL, "pp") as q:
+                for v in range(self.vectors):
                     with emit.loop(self.lanes, VECTOR, "l") as lane, self.body.point():
                         at = lane + v * self.lanes
-                        emit.store(
-                            packed, p.source(image, group * p.channels + c, start + q * self.width + at), q * size + c * self.width + at
-                        )
+                        value = p.source(image, group * p.channels + c, (first + q) * self.width + at)
+                        emit.store(packed, value, q * size + c * self.width + at)
             if rest:
-                at = emit.bind(whole * size + c * self.width, "at")
-                for i, _ in pieces(emit, rest, self.lanes):
-                    with self.body.point():
-                        emit.store(packed, p.source(image, group * p.channels + c, start + (whole * self.width) + i), at + i)
-                for i in range(rest, ceil_div(rest, self.lanes) * self.lanes):
-                    emit.store(packed, literal(0, self.dtype), at + i)
+                with emit.when(last > whole):
+                    at = emit.bind(count * size + c * self.width, "at")
+                    for i, _ in pieces(emit, rest, self.lanes):
+                        with self.body.point():
+                            emit.store(packed, p.source(image, group * p.channels + c, (whole * self.width) + i), at + i)
+                    for i in range(rest, ceil_div(rest, self.lanes) * self.lanes):
+                        emit.store(packed, literal(0, self.dtype), at + i)
+
         for o, rows in cover(emit, p.filters, self.rows, "o"):
-            whole, rest = divmod(count, self.width)
-            if whole:
-                with emit.loop(whole, SERIAL, "pp") as q, self.body.point():
-                    self._tile(image, group, o, rows, packed, q * size, start + q * self.width, self.width)
+            with emit.loop(count, SERIAL, "pp") as q, self.body.point():
+                self._tile(image, group, o, rows, packed, q * size, (first + q) * self.width, self.width)
             if rest:
-                with self.body.point():
-                    self._tile(image, group, o, rows, packed, literal(whole * size, "i32"), start + whole * self.width, rest)
+                with emit.when(last > whole), self.body.point():
+                    self._tile(image, group, o, rows, packed, count * size, literal(whole * self.width, "i32"), rest)
 
     def _tile(self, image: Expr, group: Expr, o: Expr, rows: int, packed: Buffer, base: Expr, start: Expr, count: int) -> None:
         p, emit, lanes = self.p, self.emit, self.lanes

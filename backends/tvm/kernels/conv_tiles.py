@@ -68,17 +68,18 @@ class _Panels:
             if packed is None:
                 packed = emit.alloc(weights, c.dtype, "wp")
                 fill(packed)
+            inner = kind if c.images == 1 else SERIAL
             with emit.loop(c.images, kind, "n") as n, self.body.point():
                 if c.needs_border:
                     self.source.alloc(False)
-                    self.source.copy(n)
-                with emit.loop(panels, kind if c.images == 1 else SERIAL, "jo") as jo, self.body.point():
+                    self.source.copy(n, inner)
+                with emit.loop(panels, inner, "jo") as jo, self.body.point():
                     self._strips(n, jo, packed, jo * self.panel_size)
         else:
             if c.needs_border:
                 self.source.alloc(True)
                 with emit.loop(c.images, kind, "n") as n, self.body.point():
-                    self.source.copy(n)
+                    self.source.copy(n, kind if c.images == 1 else SERIAL)
             with emit.loop(panels, kind, "jo") as jo, self.body.point():
                 packed, base = ready, jo * self.panel_size
                 if packed is None:

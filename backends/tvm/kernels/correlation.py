@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.ir.graph import Op, Value
 from penstock.ir.types import ITEM_BYTES
@@ -74,7 +75,7 @@ class Correlation:
 
     @property
     def needs_border(self) -> bool:
-        return self.plain is None or self.low != (0, 0) or self.padded != self.sizes
+        return self.plain is None or self.low != (0, 0) or any(p > s for p, s in zip(self.padded, self.sizes, strict=True))
 
 
 def most_rows(body: Body, vectors: int) -> int:
@@ -107,30 +108,31 @@ class Source:
         self.buffer: Buffer | None = None
         self.whole_batch = False
         self.split = 1
-        self.width = c.padded[1]
+        self.height, self.width = c.padded if c.needs_border else c.sizes
 
     def split_columns(self, extra: int) -> None:
         """Keep columns apart by their remainder modulo the stride, with some more behind the end for whole vectors."""
         self.split = self.c.strides[1]
-        self.width = ceil_div(self.c.padded[1], self.split) + extra
+        self.height, self.width = self.c.padded[0], ceil_div(self.c.padded[1], self.split) + extra
 
     @property
     def plane(self) -> int:
-        return self.c.padded[0] * self.width * self.split
+        return self.height * self.width * self.split
 
     def alloc(self, whole_batch: bool) -> None:
         self.whole_batch = whole_batch
         c = self.c
         self.buffer = self.emit.alloc((c.images if whole_batch else 1) * c.groups * c.channels * self.plane, c.dtype, "xp")
 
-    def copy(self, image: Expr) -> None:
+    def copy(self, image: Expr, kind: Any = SERIAL) -> None:
+        """Copy an image with its border; `kind` is that of the loop over its channels."""
         emit, c, body = self.emit, self.c, self.body
         lanes = max(body.lanes * 4 // ITEM_BYTES[c.dtype], 1)
         rows = min(c.sizes[0], c.padded[0] - c.low[0])
         # With a negative border the source starts later.
         first = max(-c.low[0], 0), max(-c.low[1], 0)
         columns = min(c.sizes[1], c.padded[1] - c.low[1])
-        with emit.loop(c.groups * c.channels, SERIAL, "c") as channel:
+        with emit.loop(c.groups * c.channels, kind, "c") as channel:
             start = emit.bind(((image * (c.groups * c.channels) if self.whole_batch else 0) + channel) * self.plane, "at")
             for i, _ in emit.spans(self.plane, lanes):
                 emit.store(self.buffer, literal(0, c.dtype), start + i)
