@@ -172,7 +172,7 @@ def penstock_contender(spec: Spec, file: Path, feeds: Arrays, folder: Path, thre
     about = {"planned in s": round(planned, 1), "compiled in s": round(time.perf_counter() - begin - planned, 1)}
     program = backend.load_stage(module, 0, [folder / name for name in names], threads)
     graphs = {kind: graph for kind in "FBU" if (graph := module.stage_graph(0, kind)) is not None}
-    about["GFLOP"] = round(sum(cost_of(op).flops for g in graphs.values() for op in g.ops if op.kind in COMPUTING) / 1e9, 3)
+    about["GFLOP"] = sum(cost_of(op).flops for g in graphs.values() for op in g.ops if op.kind in COMPUTING) / 1e9
     buffers = _buffers(module, model.imported.weights)
     slots = {kind: [buffers[slot.var] for slot in signature(graph).slots] for kind, graph in graphs.items()}
     inputs = {name: torch.from_numpy(array) for name, array in feeds.items()}
