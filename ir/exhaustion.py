@@ -13,6 +13,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(_says_so(one) for one in _behind(error))
 
 
+def ended_out_of_memory(said: str) -> bool:
+    """Whether the last line that a process wrote before it ended says so: that of a traceback, or what C++ says of an exception that nobody caught."""
+    last = said.rstrip().rpartition("\n")[2].lstrip(" |")
+    return last.partition(":")[0].endswith(MemoryError.__name__) or any(words in last for words in _SAID)
+
+
 def _says_so(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True

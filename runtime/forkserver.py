@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..ir.errors import DoesNotFit, PeerLost, PenstockError
+from ..ir.exhaustion import ended_out_of_memory
 from .logs import tail
 from .trouble import ending
 
@@ -113,7 +114,7 @@ class Server:
 
     def __init__(self, backend: str, environment: Mapping[str, str]) -> None:
         self.lost = False
-        self.failure = ""
+        self.failure: PenstockError | None = None
         self._processes: dict[int, Process] = {}
         self._count = 0
         self._ready, self._gone = threading.Event(), threading.Event()
@@ -185,7 +186,7 @@ class Server:
         with self._lock:
             self.lost = True
             said = tail(self._log)
-            self.failure = f"the process that ranks are forked from {ending(code)}\n{said}".rstrip()
+            self.failure = _describe_end(code, said)
             named = f"the process that ranks are forked from (process {self.pid} on {socket.gethostname()})"
             for process in self._processes.values():
                 process.end(code, f"{named} {ending(code)}, and all ranks with it\n{said}".rstrip())
@@ -220,7 +221,17 @@ def fork_rank(rank: Rank, backend: str, environment: Mapping[str, str]) -> Proce
             return process
         # One that was there already may have ended for want of work before it read of this rank.
         if known is None:
-            raise PeerLost(server.failure, where="launch")
+            assert server.failure is not None
+            raise server.failure
+
+
+def _describe_end(code: int, said: str) -> PenstockError:
+    """What a server that has ended means for its launcher; `said` is the tail of what it wrote."""
+    what = f"the process that ranks are forked from {ending(code)}"
+    if ended_out_of_memory(said):
+        hint = "it loads libraries before there are any tensors; `ulimit -v` and the limits of a container have to leave room for them"
+        return DoesNotFit(f"the system gave no more memory: {what}", where="launch", hint=hint)
+    return PeerLost(f"{what}\n{said}".rstrip(), where="launch")
 
 
 def _inherited() -> tuple[object, ...]:

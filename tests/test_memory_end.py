@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.cli import main
-from penstock.ir.exhaustion import is_out_of_memory
+from penstock.ir.exhaustion import ended_out_of_memory, is_out_of_memory
 from penstock.models import write_mlp
 
 MIB = 1 << 20
@@ -50,6 +50,15 @@ def test_whatever_noticed_it() -> None:
     assert is_out_of_memory(Exception("Error parsing message with type 'onnx.ModelProto': Arena alloc failed"))
     # The controls.
     assert not any(map(is_out_of_memory, (OSError(28, "No space left on device"), RuntimeError("shapes differ"), KeyError("memory"))))
+
+
+def test_what_a_process_wrote_last() -> None:
+    assert ended_out_of_memory("Traceback (most recent call last):\n  import x\nMemoryError\n")
+    assert ended_out_of_memory("  | terminate called after throwing an instance of 'std::bad_alloc'\n  |   what():  std::bad_alloc")
+    assert ended_out_of_memory("  | numpy._core._exceptions._ArrayMemoryError: Unable to allocate 1.00 GiB")
+    assert ended_out_of_memory("ImportError: libx.so: failed to map segment from shared object")
+    # The controls: it went on after that, or said nothing.
+    assert not any(map(ended_out_of_memory, ("bad_alloc caught\nImportError: no such torch", "a MemoryError was caught", "")))
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory"), RuntimeError("std::bad_alloc"), KeyError("x")])

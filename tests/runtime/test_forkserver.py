@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.ir.errors import PeerLost, PenstockError
+from penstock.ir.errors import DoesNotFit, PeerLost, PenstockError
 from penstock.runtime import forkserver
 from penstock.runtime.forkserver import Rank, Server, fork_rank
 from penstock.runtime.job import Job
@@ -140,6 +140,31 @@ def test_imports_that_fail(bundle_of, tmp_path, monkeypatch):
     assert caught.value.where == "launch"
     assert caught.value.what.startswith("the process that ranks are forked from ended with exit code 1\n")
     assert "ImportError: no such torch" in caught.value.what
+
+
+ABORT = """
+import os
+os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\\n  what():  std::bad_alloc\\n")
+os.abort()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("raise ImportError('libtorch_cpu.so: failed to map segment from shared object')", "ended with exit code 1"),
+        ("raise MemoryError", "ended with exit code 1"),
+        (ABORT, "was killed by SIGABRT"),
+    ],
+)
+def test_memory_that_ends_while_importing(bundle_of, tmp_path, monkeypatch, code, ended):
+    """Too little memory, and no lost rank; imports that fail for another reason (above) are the control."""
+    (tmp_path / "torch.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    with pytest.raises(DoesNotFit) as caught:
+        Job(bundle_of(2, "1f1b", 2), timeout=30)
+    assert caught.value.where == "launch"
+    assert caught.value.what == f"the system gave no more memory: the process that ranks are forked from {ended}"
 
 
 NO_FORK = """
