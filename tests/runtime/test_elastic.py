@@ -191,8 +191,8 @@ def test_torchrun_loses_a_host(compiled, tmp_path):
             logs.append((tmp_path / f"log{number}").open("w+"))
             agents.append(subprocess.Popen(command, stdout=logs[-1], stderr=logs[-1], start_new_session=True))
             # The first one serves the store where agents meet.
-            assert wait_for(lambda: can_connect(port), 60)
-        assert wait_for(lambda: steps_in(metrics) > 130)
+            assert wait_for(lambda: can_connect(port), 60), Path(logs[0].name).read_text()
+        assert wait_for(lambda: steps_in(metrics) > 130), [Path(log.name).read_text() for log in logs]
         for pid in (agents[1].pid, *children(agents[1].pid)):
             os.kill(pid, signal.SIGKILL)
         assert agents[0].wait(240) == 0
