@@ -92,10 +92,19 @@ class Reports:
         thread.start()
         return thread
 
-    def flush(self, timeout: float) -> None:
+    def finish(self, listener: threading.Thread | None, timeout: float) -> None:
+        """Wait until the steps are at rank 0; `listener` is what `expect` gave."""
         for work, _ in self._sent:
             work.wait(time_span(timeout))
         self._sent.clear()
+        if listener is None:
+            return
+        listener.join(timeout)
+        if isinstance(self.failure, PenstockError):
+            raise self.failure
+        if listener.is_alive() or self.failure is not None:
+            what = f"not all ranks reported their losses within {timeout:g} s"
+            raise PeerLost(what, where=f"rank {self._rank}") from self.failure
 
     def _add(self, rank: int, part: Step) -> None:
         assert self._metrics is not None
@@ -119,6 +128,43 @@ class Reports:
         except (RuntimeError, PenstockError) as error:
             # The pipeline meets the same lost connection, and says more about it; this is for the end of the chunk.
             self.failure = error
+
+
+class _Answers:
+    """What the worker of this rank says: steps go to rank 0 at once, the rest is kept until all ranks put theirs together."""
+
+    def __init__(self, reports: Reports, metrics: Metrics | None) -> None:
+        self._reports, self._metrics = reports, metrics
+        self._losses: dict[int, float] = {}
+        self._events: list[Event] = []
+        self._held: list[Entry] = []
+
+    def take(self, message: Record, arrays: Mapping[str, np.ndarray]) -> None:
+        if isinstance(message, Step):
+            self._reports.take(message)
+        elif isinstance(message, Evaluated):
+            self._losses.update(message.losses)
+        elif isinstance(message, Done) and self._metrics is not None:
+            self._metrics.tell_wait(message.waited)
+        elif isinstance(message, Trace):
+            self._events.extend(message.events)
+            self._held.extend(message.held)
+
+    def losses_of_all(self, group: Group, step: int) -> dict[int, float]:
+        """What all ranks computed in the evaluation after a step, by microbatch."""
+        parts = group.gather(f"evaluation/{step}", json.dumps(self._losses).encode())
+        self._losses.clear()
+        return {int(i): loss for part in parts for i, loss in json.loads(part).items()}
+
+    def traces_of_all(self, group: Group) -> list[tuple[list[Event], list[Entry]]]:
+        """Actions and memory of every rank, by the clock of rank 0."""
+        ahead = measure_offset(group).seconds
+        own = (
+            [(action, start + ahead, end + ahead) for action, start, end in self._events],
+            [entry._replace(at=entry.at + ahead) for entry in self._held],
+        )
+        traces = [json.loads(part) for part in group.gather("trace", json.dumps(own).encode())]
+        return [(events, [Entry(*entry) for entry in held]) for events, held in traces]
 
 
 def run_rank(
@@ -160,18 +206,14 @@ def run_rank(
     first, tables = start.step, start.tables
     end = first + options.steps if beginning.end is None else beginning.end
     metrics, record = None, None
-    events: list[Event] = []
-    held: list[Entry] = []
-    losses: dict[int, float] = {}
     if rank == 0:
-        print(f"{describe_hosts(present)} (interface chosen {interface.why})", file=sys.stderr, flush=True)
+        lines = [f"{describe_hosts(present)} (interface chosen {interface.why})"]
         if beginning.again:
             place = f"checkpoint {start.place}" if start.place is not None else "where it began"
-            print(f"penstock: the run goes on from {place}", file=sys.stderr, flush=True)
-        for text in planned:
-            print(f"penstock: {text}", file=sys.stderr, flush=True)
-        for warning in [*told, *(beginning.words if beginning.again else [*start.warnings, *warnings])]:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+            lines.append(f"penstock: the run goes on from {place}")
+        lines += [f"penstock: {text}" for text in planned]
+        lines += [f"warning: {text}" for text in [*told, *(beginning.words if beginning.again else [*start.warnings, *warnings])]]
+        print("\n".join(lines), file=sys.stderr, flush=True)
         samples = microbatch_size(module) * module.schedule.microbatches
         append = start.place is not None or beginning.again
         metrics = Metrics(
@@ -185,17 +227,6 @@ def run_rank(
             busy=Utilisation(module.rank_stages(), busy),
         )
         record = restarts.begin(options, first)
-
-    def reply(message: Record, arrays: Mapping[str, np.ndarray]) -> None:
-        if isinstance(message, Step):
-            reports.take(message)
-        elif isinstance(message, Evaluated):
-            losses.update(message.losses)
-        elif isinstance(message, Done) and metrics is not None:
-            metrics.tell_wait(message.waited)
-        elif isinstance(message, Trace):
-            events.extend(message.events)
-            held.extend(message.held)
 
     def receive(wait: bool) -> tuple[Message, Arrays] | None:
         raise AssertionError("all batches come from the data")
@@ -213,9 +244,10 @@ def run_rank(
         nan=options.nan,
         evaluation=options.evaluation,
     )
-    worker = Worker(bundle, rank, group, setup, reply, receive, status)
-    failing.append(worker.saver.settle)
     reports = Reports(rank, module, tables, metrics)
+    answers = _Answers(reports, metrics)
+    worker = Worker(bundle, rank, group, setup, answers.take, receive, status)
+    failing.append(worker.saver.settle)
     _agree_on_samples(group, "samples", count)
     evaluation = _agree_on_samples(group, "samples to evaluate on", to_evaluate)
     group.agree("step to start from", str(first))
@@ -226,21 +258,12 @@ def run_rank(
     for count in options.chunks(first, end):
         listener = reports.expect(count)
         worker.obey(Run(done, count))
-        reports.flush(options.timeout)
-        if listener is not None:
-            listener.join(options.timeout)
-            if isinstance(reports.failure, PenstockError):
-                raise reports.failure
-            if listener.is_alive() or reports.failure is not None:
-                what = f"not all ranks reported their losses within {options.timeout:g} s"
-                raise PeerLost(what, where=f"rank {rank}") from reports.failure
+        reports.finish(listener, options.timeout)
         done += count
         if evaluation is not None and options.evaluates_after(done, end):
             worker.obey(Evaluate(evaluation))
-            parts = group.gather(f"evaluation/{done}", json.dumps(losses).encode())
-            losses.clear()
+            together = answers.losses_of_all(group, done)
             if metrics is not None:
-                together = {int(i): loss for part in parts for i, loss in json.loads(part).items()}
                 metrics.evaluated(done, Evaluation(mean_loss(evaluation, microbatch_size(module), together), evaluation))
         if options.checkpoint is not None and options.saves_after(done, end):
             if record is not None:
@@ -248,21 +271,11 @@ def run_rank(
                 record = restarts.note_save(options, record, done)
             worker.obey(options.save_after(done, end))
     if options.trace is not None:
-        ahead = measure_offset(group).seconds
-        moved = (
-            [(action, start + ahead, end + ahead) for action, start, end in events],
-            [entry._replace(at=entry.at + ahead) for entry in held],
-        )
-        traces = [json.loads(part) for part in group.gather("trace", json.dumps(moved).encode())]
-        if rank == 0:
-            write_trace(
-                Path(options.trace),
-                [trace[0] for trace in traces],
-                module=module,
-                held=[[Entry(*entry) for entry in trace[1]] for trace in traces],
-            )
-            if metrics is not None:
-                metrics.overlapped(done, overlap_of([trace[0] for trace in traces], module))
+        traces = answers.traces_of_all(group)
+        if metrics is not None:
+            actions = [events for events, _ in traces]
+            write_trace(Path(options.trace), actions, module=module, held=[held for _, held in traces])
+            metrics.overlapped(done, overlap_of(actions, module))
     if metrics is not None:
         metrics.close()
         restarts.finish(options)

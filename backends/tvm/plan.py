@@ -140,13 +140,11 @@ def _groups(graph: Graph) -> list[Group]:
 def _users(graph: Graph, inline: Mapping[Value, Op]) -> dict[Value, list[Op]]:
     """Who reads a value, looking through operations that are computed where they are read."""
     users: dict[Value, list[Op]] = {}
-    through: dict[int, list[Op]] = {}
     for op in reversed(graph.ops):
         if op.outs and op.outs[0] in inline:
             readers = list({id(o): o for v in op.outs for o in users.get(v, ())}.values())
         else:
             readers = [op]
-        through[id(op)] = readers
         for v in op.ins:
             users.setdefault(v, []).extend(readers)
     return users
@@ -173,7 +171,7 @@ def _reads_of(group: Group) -> list[Value]:
 
 
 def _split(group: Group, graph_users: Mapping[Value, Sequence[Op]], results: set[Value]) -> list[Group]:
-    """One group per operation. An effect stays with the operation that makes its value where that is the only one there is."""
+    """One group per operation."""
     parts = []
     for op in group.ops:
         outs = tuple(v for v in op.outs if op.kind != "take" and (v in results or graph_users.get(v)))
