@@ -32,9 +32,9 @@ HANDED_OVER = ("Dump",)
 
 def commands() -> str:
     """Every command with all arguments."""
-    from penstock.cli import _parser
+    from penstock.cli import command_line
 
-    return "\n".join(part for name, parser in _subcommands(_parser()) for part in _command(f"penstock {name}", parser, 2))
+    return "\n".join(part for name, parser in _subcommands(command_line()) for part in _command(f"penstock {name}", parser, 2))
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:

@@ -192,9 +192,9 @@ def period(kind: str, stages: int, microbatches: int) -> Callable[[], str]:
 
 def commands() -> str:
     """The first lines of `penstock --help`."""
-    from penstock.cli import _parser
+    from penstock.cli import command_line
 
-    choices = next(action for action in _parser()._actions if action.dest == "command")
+    choices = next(action for action in command_line()._actions if action.dest == "command")
     return "".join(f"| `penstock {a.dest}` | {a.help} |\n" for a in choices._choices_actions)  # type: ignore[attr-defined]
 
 

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 
 import penstock
-from penstock.cli import _parser
+from penstock.cli import command_line
 from penstock.ir.cluster import Cluster
 from penstock.ir.errors import PenstockError
 from penstock.ir.text import parse_module, print_module
@@ -98,15 +98,15 @@ def test_commands_are_understood(page: Path) -> None:
     for words in _commands(page.read_text(encoding="utf-8")):
         if words[-1] == "--help":
             with pytest.raises(SystemExit, match=r"^0$"):
-                _parser().parse_args(words)
+                command_line().parse_args(words)
         else:
-            _parser().parse_args(words)
+            command_line().parse_args(words)
 
 
 def test_commands_are_found_and_wrong_ones_refused() -> None:
     assert sum(len(_commands(page.read_text(encoding="utf-8"))) for page in PAGES) > 25
     with pytest.raises(PenstockError):
-        _parser().parse_args(_commands("    penstock compile model.onnx --no-such-flag\n")[0])
+        command_line().parse_args(_commands("    penstock compile model.onnx --no-such-flag\n")[0])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -193,7 +193,7 @@ def _options(parser: argparse.ArgumentParser) -> set[str]:
 
 def test_the_reference_has_every_option_and_every_name() -> None:
     sections = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8").split("\n## penstock ")[1:]
-    commands = next(a.choices for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    commands = next(a.choices for a in command_line()._actions if isinstance(a, argparse._SubParsersAction))
     assert [section.splitlines()[0] for section in sections] == list(commands)
     for section, parser in zip(sections, commands.values(), strict=True):
         spelled = " ".join(re.findall(r"^\* `(-[^`]+)`", section, re.MULTILINE))

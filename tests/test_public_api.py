@@ -14,7 +14,7 @@ from pathlib import Path
 
 import penstock
 from penstock import models
-from penstock.cli import _parser
+from penstock.cli import command_line
 from penstock.runtime.job import Job
 from penstock.runtime.running import RunSummary
 from penstock.runtime.steps import Step
@@ -81,7 +81,7 @@ def public() -> list[str]:
             lines += _told_function(f"penstock.models.{name}", value)
     for kind in GIVEN_BACK:
         lines += _told_class(kind.__name__, kind)
-    return lines + list(_told_command("penstock", _parser()))
+    return lines + list(_told_command("penstock", command_line()))
 
 
 def _changes(pinned: list[str], found: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 import penstock as ps
-from penstock.cli import _parser, main
+from penstock.cli import command_line, main
 from penstock.dumping import Dump
 from penstock.ir.errors import UsageError
 from penstock.ir.ops import OPS, Needs
@@ -161,7 +161,7 @@ def parsers(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Ite
 def cases() -> list[tuple[tuple[str, ...], set[str]]]:
     """Words before the one that is completed, that one, and what it may become, by argparse and the tables."""
     found: list[tuple[tuple[str, ...], set[str]]] = []
-    for words, parser in parsers(_parser()):
+    for words, parser in parsers(command_line()):
         options = {option for action in parser._actions for option in action.option_strings}
         found.append(((*words, "--"), {option for option in options if option.startswith("--")}))
         found += [
@@ -236,7 +236,7 @@ def test_fish_completes_what_argparse_takes(capsys: pytest.CaptureFixture[str], 
 def test_other_shells_are_told_the_same(shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = script(shell, capsys, tmp_path)
     text = file.read_text()
-    for command in commands_of(_parser()):
+    for command in commands_of(command_line()):
         assert " ".join(command.place.words) in text
         for option in command.options:
             assert (option if shell == "zsh" else option.lstrip("-")) in text

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from penstock.cli import _parser
+from penstock.cli import command_line
 
 HEAVY = ("torch", "tvm", "onnx", "onnxruntime", "numpy", "networkx", "highspy")
 CODE = """
@@ -27,7 +27,7 @@ def loaded_by(*commands: list[str]) -> set[str]:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    names = next(action for action in _parser()._actions if action.dest == "command").choices
+    names = next(action for action in command_line()._actions if action.dest == "command").choices
     assert names is not None
     assert len(list(names)) > 10
     assert loaded_by(["--help"], ["--version"], *([name, "--help"] for name in names)) == set()

@@ -97,7 +97,7 @@ def _told(error: Exception) -> tuple[int, str]:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """What the arguments say, and defaults for those that are not given."""
-    arguments, unknown = _parser().parse_known_args(words)
+    arguments, unknown = command_line().parse_known_args(words)
     # argparse leaves what a command does not know to the parser above it, whose help has none of the command's arguments.
     command: argparse.ArgumentParser = vars(arguments).pop("explained_by")
     if unknown:
@@ -120,7 +120,8 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"`{self.prog} --help` explains the arguments")
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """All commands with their arguments."""
     parser = _Parser(prog="penstock", description="Compile an ONNX model into a multi-device pipeline bundle, train it, look into it.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -139,24 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--schedule", choices=SCHEDULE_KINDS, default="2bw", help="default: 2bw")
     demo.add_argument("--backend", choices=("tvm", "numpy"), default="tvm", help="default: tvm")
 
-    plan = add("plan", "choose stages and devices for a model, or for the graph of a placement file, and show the choice")
-    add_model_arguments(plan, optional=True)
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    grading = plan.add_argument_group("after a run (MODEL.onnx is then a bundle)")
-    grading.add_argument(
-        "--grade", metavar="METRICS", help="compare what the bundle's plan predicted with the metrics of a run, and keep corrections"
-    )
-    grading.add_argument("--trace", metavar="FILE", help="with --grade: the trace of the run, for computations one by one")
-    workload = plan.add_argument_group("placement files (in place of a model)")
-    workload.add_argument("--workload", metavar="FILE.json", help="a graph in the public device-placement format (docs/placement.md)")
-    workload.add_argument(
-        "--objective",
-        choices=("throughput", "latency"),
-        help="what is minimised: the largest load of a device, or the time of one sample alone (default: throughput)",
-    )
-    splits = workload.add_mutually_exclusive_group()
-    splits.add_argument("--contiguous", action="store_true", help="devices take contiguous sets of nodes (default)")
-    splits.add_argument("--any", action="store_true", help="devices take any nodes: throughput only")
+    _add_plan(add("plan", "choose stages and devices for a model, or for the graph of a placement file, and show the choice"))
 
     compile = add("compile", "compile a model into a bundle")
     add_model_arguments(compile)
@@ -167,119 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     compile.add_argument("--jobs", type=positive_number, metavar="N", help="processes to compile with (default: one per core)")
 
-    run = add("run", "train with a bundle: starts one process per rank, or joins as one rank under torchrun")
-    run.add_argument("bundle", metavar="BUNDLE")
-    run.add_argument(
-        "--data",
-        default="synthetic",
-        metavar="FILE|synthetic",
-        help="samples: .npz, .safetensors, .parquet, a folder of .npy, FILE:u16 of tokens, or INPUT=FILE,... (docs/data.md; default: synthetic)",
-    )
-    run.add_argument("--steps", type=positive_number, default=10, metavar="N", help="optimiser steps in this run (default: 10)")
-    run.add_argument("--shuffle", action="store_true", help="visit samples in a new order every epoch")
-    run.add_argument("--seed", type=seed_number, default=0, metavar="N", help="for --shuffle and synthetic data (default: 0)")
-    run.add_argument(
-        "--last-batch",
-        choices=("wrap", "drop", "pad"),
-        default="wrap",
-        help="where samples are no multiple of a batch: go on with the next epoch, drop the rest, or fill up from the same epoch (default: wrap)",
-    )
-    run.add_argument("--eval-data", metavar="FILE", help="samples to compute the mean loss of, without training on them (docs/data.md)")
-    run.add_argument("--eval-every", type=positive_number, metavar="N", help="steps between evaluations (default: one at the end)")
-    run.add_argument("--lr", type=float, metavar="X", help="learning rate, in place of the one the bundle was compiled with")
-    run.add_argument("--lr-schedule", metavar="R", help=RATE_HELP + ", in place of the one the bundle was compiled with")
-    run.add_argument("--metrics", metavar="FILE", help="write one JSON object per step")
-    run.add_argument("--checkpoint", metavar="DIR", help="write checkpoints here, at the end and every --checkpoint-every steps")
-    run.add_argument("--checkpoint-every", type=positive_number, metavar="N", help="steps between checkpoints")
-    run.add_argument(
-        "--keep-last", type=positive_number, metavar="N", help="remove older checkpoints, but for the newest N (default: keep all)"
-    )
-    run.add_argument(
-        "--checkpoint-wait",
-        action="store_true",
-        help="let training wait while a checkpoint is written, which needs no memory for a copy of the state",
-    )
-    run.add_argument("--resume", metavar="DIR", help="go on from the newest whole checkpoint in this directory, or from this checkpoint")
-    run.add_argument(
-        "--heartbeat",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="a rank without a sign of life for so long is lost; 0: never (default: 10)",
-    )
-    run.add_argument(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="give up when a peer that lives keeps a rank waiting this long (default: 600)",
-    )
-    run.add_argument(
-        "--nan",
-        choices=("stop", "skip", "warn"),
-        default="warn",
-        help="a loss or gradient that is not finite: end the run, insist on a bundle that leaves such updates out, or warn (default: warn)",
-    )
-    run.add_argument(
-        "--max-restarts",
-        type=whole_number,
-        default=0,
-        metavar="N",
-        help="start the workers again after a failure, from the newest checkpoint, up to N times (default: 0; under torchrun that is its option)",
-    )
-    run.add_argument(
-        "--elastic",
-        action="store_true",
-        help="with fewer devices than before plan anew on those that are left, and go on (default: end with an error)",
-    )
-    run.add_argument("--trace", metavar="FILE", help="write a Chrome trace of every action")
-    run.add_argument(
-        "--log",
-        action="append",
-        default=[],
-        metavar="KIND:WHERE",
-        help="send metrics there, too: tensorboard:DIR, wandb:PROJECT, mlflow:EXPERIMENT, prometheus:[HOST:]PORT or prometheus:FILE.prom; "
-        "may be given several times",
-    )
-    run.add_argument(
-        "--log-ranks",
-        default="0",
-        metavar="LIST",
-        help="whose processes' own output to show, with rank and stage before each line: all, none, or numbers such as 0,2; "
-        "errors are shown in any case (default: 0)",
-    )
-    run.add_argument(
-        "--secret",
-        metavar="FILE",
-        help="in a group: what its ranks have in common and nobody else has, at least 32 bytes (docs/security.md)",
-    )
-    run.add_argument(
-        "--tls", metavar="DIR", help="in a group: let the keepers of the ranks speak over TLS, with cert.pem and key.pem of this directory"
-    )
-
-    infer = add("infer", "run an inference bundle on arrays, and write its outputs")
-    infer.add_argument("bundle", metavar="BUNDLE")
-    infer.add_argument(
-        "--data",
-        "--input",
-        required=True,
-        metavar="X.npz|synthetic",
-        help="one array per input, any number of samples along the first axis; synthetic: seeded noise, to measure",
-    )
-    infer.add_argument("--output", metavar="Y.npz", help="one array per output")
-    infer.add_argument(
-        "--mode",
-        choices=("throughput", "latency"),
-        default="throughput",
-        help="throughput: many requests at once, which share microbatches; latency: one at a time (default: throughput)",
-    )
-    infer.add_argument("--request", type=positive_number, metavar="N", help="samples per request (default: those of a microbatch)")
-    infer.add_argument("--samples", type=positive_number, metavar="N", help="with --data synthetic: how many (default: 64 microbatches)")
-    infer.add_argument("--seed", type=seed_number, default=0, metavar="N", help="of --data synthetic (default: 0)")
-    infer.add_argument("--json", action="store_true", help="print throughput and percentiles of latency as one JSON object")
-    infer.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="give up when a peer keeps a rank waiting this long (default: 60)"
-    )
+    _add_run(add("run", "train with a bundle: starts one process per rank, or joins as one rank under torchrun"))
+    _add_infer(add("infer", "run an inference bundle on arrays, and write its outputs"))
 
     export = add("export", "write trained weights back into the ONNX model they came from, or into a safetensors file")
     export.add_argument("source", metavar="BUNDLE|CHECKPOINT", help="a bundle, or a checkpoint whose bundle stands where it stood")
@@ -301,22 +174,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_inspect(add("inspect", "look into a bundle, an IR file or a dump folder"))
 
-    simulate = add("simulate", "run a bundle's program against modelled times, links, NICs, cores and memory")
-    simulate.add_argument("file", metavar="BUNDLE|FILE.ir")
-    simulate.add_argument("--cluster", metavar="FILE", help="other devices and links than those it was planned for, under the same names")
-    simulate.add_argument("--batches", type=positive_number, default=10, metavar="N", help="batches to run (default: 10)")
-    simulate.add_argument(
-        "--costs",
-        choices=("analytic", "table", "measured"),
-        default="analytic",
-        help="where times of computations come from: the rates of the cluster, what was measured on this machine before, "
-        "or each rank of the bundle run by itself here (default: analytic)",
-    )
-    simulate.add_argument("--latency", type=float, metavar="S", help="seconds on all links, in place of the cluster's")
-    simulate.add_argument("--bandwidth", type=float, metavar="X", help="bytes per second of all links and NICs, in place of the cluster's")
-    simulate.add_argument("--gantt", metavar="FILE.svg", help="draw every rank's run, with memory over time")
-    simulate.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every action")
-    simulate.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    _add_simulate(add("simulate", "run a bundle's program against modelled times, links, NICs, cores and memory"))
 
     doctor = add("doctor", "measure this machine, or the hosts of a torchrun group, and write a cluster file")
     doctor.add_argument("--cluster-out", metavar="FILE", help="cluster file to write, TOML or YAML (.yaml)")
@@ -362,6 +220,175 @@ def _parser() -> argparse.ArgumentParser:
     add_model_arguments(verify, metavar="MODEL.onnx|BUNDLE|DUMPS|FILE.ir")
     add_verify_arguments(verify)
     return parser
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser, optional=True)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    grading = parser.add_argument_group("after a run (MODEL.onnx is then a bundle)")
+    grading.add_argument(
+        "--grade", metavar="METRICS", help="compare what the bundle's plan predicted with the metrics of a run, and keep corrections"
+    )
+    grading.add_argument("--trace", metavar="FILE", help="with --grade: the trace of the run, for computations one by one")
+    workload = parser.add_argument_group("placement files (in place of a model)")
+    workload.add_argument("--workload", metavar="FILE.json", help="a graph in the public device-placement format (docs/placement.md)")
+    workload.add_argument(
+        "--objective",
+        choices=("throughput", "latency"),
+        help="what is minimised: the largest load of a device, or the time of one sample alone (default: throughput)",
+    )
+    splits = workload.add_mutually_exclusive_group()
+    splits.add_argument("--contiguous", action="store_true", help="devices take contiguous sets of nodes (default)")
+    splits.add_argument("--any", action="store_true", help="devices take any nodes: throughput only")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", metavar="BUNDLE")
+    parser.add_argument(
+        "--data",
+        default="synthetic",
+        metavar="FILE|synthetic",
+        help="samples: .npz, .safetensors, .parquet, a folder of .npy, FILE:u16 of tokens, or INPUT=FILE,... (docs/data.md; default: synthetic)",
+    )
+    parser.add_argument("--steps", type=positive_number, default=10, metavar="N", help="optimiser steps in this run (default: 10)")
+    parser.add_argument("--shuffle", action="store_true", help="visit samples in a new order every epoch")
+    parser.add_argument("--seed", type=seed_number, default=0, metavar="N", help="for --shuffle and synthetic data (default: 0)")
+    parser.add_argument(
+        "--last-batch",
+        choices=("wrap", "drop", "pad"),
+        default="wrap",
+        help="where samples are no multiple of a batch: go on with the next epoch, drop the rest, or fill up from the same epoch (default: wrap)",
+    )
+    parser.add_argument("--eval-data", metavar="FILE", help="samples to compute the mean loss of, without training on them (docs/data.md)")
+    parser.add_argument("--eval-every", type=positive_number, metavar="N", help="steps between evaluations (default: one at the end)")
+    parser.add_argument("--lr", type=float, metavar="X", help="learning rate, in place of the one the bundle was compiled with")
+    parser.add_argument("--lr-schedule", metavar="R", help=RATE_HELP + ", in place of the one the bundle was compiled with")
+    _add_saving(parser)
+    _add_failing(parser)
+    _add_showing(parser)
+
+
+def _add_saving(parser: argparse.ArgumentParser) -> None:
+    """What a run writes to go on from."""
+    parser.add_argument("--metrics", metavar="FILE", help="write one JSON object per step")
+    parser.add_argument("--checkpoint", metavar="DIR", help="write checkpoints here, at the end and every --checkpoint-every steps")
+    parser.add_argument("--checkpoint-every", type=positive_number, metavar="N", help="steps between checkpoints")
+    parser.add_argument(
+        "--keep-last", type=positive_number, metavar="N", help="remove older checkpoints, but for the newest N (default: keep all)"
+    )
+    parser.add_argument(
+        "--checkpoint-wait",
+        action="store_true",
+        help="let training wait while a checkpoint is written, which needs no memory for a copy of the state",
+    )
+    parser.add_argument("--resume", metavar="DIR", help="go on from the newest whole checkpoint in this directory, or from this checkpoint")
+
+
+def _add_failing(parser: argparse.ArgumentParser) -> None:
+    """When a run gives up, and what it does then."""
+    parser.add_argument(
+        "--heartbeat",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="a rank without a sign of life for so long is lost; 0: never (default: 10)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="give up when a peer that lives keeps a rank waiting this long (default: 600)",
+    )
+    parser.add_argument(
+        "--nan",
+        choices=("stop", "skip", "warn"),
+        default="warn",
+        help="a loss or gradient that is not finite: end the run, insist on a bundle that leaves such updates out, or warn (default: warn)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=whole_number,
+        default=0,
+        metavar="N",
+        help="start the workers again after a failure, from the newest checkpoint, up to N times (default: 0; under torchrun that is its option)",
+    )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="with fewer devices than before plan anew on those that are left, and go on (default: end with an error)",
+    )
+
+
+def _add_showing(parser: argparse.ArgumentParser) -> None:
+    """Where a run shows what it does, and who may hear."""
+    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of every action")
+    parser.add_argument(
+        "--log",
+        action="append",
+        default=[],
+        metavar="KIND:WHERE",
+        help="send metrics there, too: tensorboard:DIR, wandb:PROJECT, mlflow:EXPERIMENT, prometheus:[HOST:]PORT or prometheus:FILE.prom; "
+        "may be given several times",
+    )
+    parser.add_argument(
+        "--log-ranks",
+        default="0",
+        metavar="LIST",
+        help="whose processes' own output to show, with rank and stage before each line: all, none, or numbers such as 0,2; "
+        "errors are shown in any case (default: 0)",
+    )
+    parser.add_argument(
+        "--secret",
+        metavar="FILE",
+        help="in a group: what its ranks have in common and nobody else has, at least 32 bytes (docs/security.md)",
+    )
+    parser.add_argument(
+        "--tls", metavar="DIR", help="in a group: let the keepers of the ranks speak over TLS, with cert.pem and key.pem of this directory"
+    )
+
+
+def _add_infer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", metavar="BUNDLE")
+    parser.add_argument(
+        "--data",
+        "--input",
+        required=True,
+        metavar="X.npz|synthetic",
+        help="one array per input, any number of samples along the first axis; synthetic: seeded noise, to measure",
+    )
+    parser.add_argument("--output", metavar="Y.npz", help="one array per output")
+    parser.add_argument(
+        "--mode",
+        choices=("throughput", "latency"),
+        default="throughput",
+        help="throughput: many requests at once, which share microbatches; latency: one at a time (default: throughput)",
+    )
+    parser.add_argument("--request", type=positive_number, metavar="N", help="samples per request (default: those of a microbatch)")
+    parser.add_argument("--samples", type=positive_number, metavar="N", help="with --data synthetic: how many (default: 64 microbatches)")
+    parser.add_argument("--seed", type=seed_number, default=0, metavar="N", help="of --data synthetic (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print throughput and percentiles of latency as one JSON object")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="give up when a peer keeps a rank waiting this long (default: 60)"
+    )
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="BUNDLE|FILE.ir")
+    parser.add_argument("--cluster", metavar="FILE", help="other devices and links than those it was planned for, under the same names")
+    parser.add_argument("--batches", type=positive_number, default=10, metavar="N", help="batches to run (default: 10)")
+    parser.add_argument(
+        "--costs",
+        choices=("analytic", "table", "measured"),
+        default="analytic",
+        help="where times of computations come from: the rates of the cluster, what was measured on this machine before, "
+        "or each rank of the bundle run by itself here (default: analytic)",
+    )
+    parser.add_argument("--latency", type=float, metavar="S", help="seconds on all links, in place of the cluster's")
+    parser.add_argument("--bandwidth", type=float, metavar="X", help="bytes per second of all links and NICs, in place of the cluster's")
+    parser.add_argument("--gantt", metavar="FILE.svg", help="draw every rank's run, with memory over time")
+    parser.add_argument("--trace", metavar="FILE.json", help="write a Chrome trace of every action")
+    parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
 
 
 def _add_inspect(inspect: argparse.ArgumentParser) -> None:

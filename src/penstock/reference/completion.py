@@ -50,9 +50,9 @@ class Command:
 
 
 def completion_command(arguments: Namespace) -> None:
-    from penstock.cli import _parser
+    from penstock.cli import command_line
 
-    commands = list(commands_of(_parser()))
+    commands = list(commands_of(command_line()))
     print({"bash": bash, "zsh": zsh, "fish": fish}[arguments.shell](commands), end="")
 
 
