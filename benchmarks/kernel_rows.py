@@ -1,7 +1,7 @@
 """What the kernel benchmark measures: each row one operation or small fused group, with the forms of it that torch has.
 
-In: nothing. Out: ROWS, each with a function that makes its Work: graphs for our compiler, tensors, a way to call the compiled program, torch's
-forms, and the result in float64. Nothing is allocated before that function is called.
+In: nothing. Out: ROWS, each with a function that makes its Work: graphs for our compiler, tensors, a way to call the compiled program,
+torch's forms, and the result in float64. Nothing is allocated before that function is called.
 
 Torch may have several forms of one thing (a new result or a given one, one fused function or several): all are given, the fastest counts.
 Both sides get the same tensors in the same layout. Operations per call count what the mathematics needs: half of the scores under a causal

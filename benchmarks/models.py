@@ -11,13 +11,14 @@
     NAME-infer        gpt2-small (all logits of 128 positions), bert-base (128 positions), resnet50, and cnn (five 3x3 convolutions of up to 512
                       channels, each with pooling, on 224x224): one sample; mlp (four layers up to 4096 wide): 32 samples
 
-Batch norms use their stored statistics in training, at every contender, because that is what Penstock does: their scales and offsets are trained,
-their means and variances are not. Sequences are full, without a mask.
+Batch norms use their stored statistics in training, at every contender, because that is what Penstock does: their scales and offsets are
+trained, their means and variances are not. Sequences are full, without a mask.
 
-Everything runs in one process, a step of each contender in turn, the first one changing. Times are medians of processor time of the process; with
-several threads, of wall time. Training starts from the weights in the file, the same batch again and again, and losses of all contenders
-have to agree with those of eager torch, step by step, and fall. Results of inference are compared with torch in float64. Numbers that disagree
-are an error: exit code 1. OpenVINO takes part in inference where it is installed (`pip install '.[bench]'`). README.md says more.
+Everything runs in one process, a step of each contender in turn, the first one changing. Times are medians of processor time of the
+process; with several threads, of wall time. Training starts from the weights in the file, the same batch again and again, and losses
+of all contenders have to agree with those of eager torch, step by step, and fall. Results of inference are compared with torch in
+float64. Numbers that disagree are an error: exit code 1. OpenVINO takes part in inference where it is installed
+(`pip install '.[bench]'`). README.md says more.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Taking turns: contenders that run one after the other, round after round, so that whatever else the machine does hits all alike.
 
-`take_turns` is for contenders in one process. A contender that is a process of its own (`serve`) says which processes it trains in, then sleeps on its
-standard input until it is told to run. Its protocol, one JSON object per line: contender to coordinator, once it has warmed up, {"processes": {label: pid},
-"about": {...}}; coordinator {"run": STEPS}; answer {"losses": [...]}, one loss per optimiser step where the process knows them, after everything
-the steps ask for is done. End of input ends the contender. Everything else that it prints goes to its standard error.
+`take_turns` is for contenders in one process. A contender that is a process of its own (`serve`) says which processes it trains in,
+then sleeps on its standard input until it is told to run. Its protocol, one JSON object per line: contender to coordinator, once it
+has warmed up, {"processes": {label: pid}, "about": {...}}; coordinator {"run": STEPS}; answer {"losses": [...]}, one loss per
+optimiser step where the process knows them, after everything the steps ask for is done. End of input ends the contender. Everything
+else that it prints goes to its standard error.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
-# Threads that have finished a loop spin for a while, waiting for the next, on cores that the next contender needs: onnxruntime's, OpenMP's and TVM's alike.
+# Threads that have finished a loop spin for a while, waiting for the next, on cores that the next contender needs:
+# onnxruntime's, OpenMP's and TVM's alike.
 PAUSE_S = 0.2
 
 
 def in_turn(contenders: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Every contender once a round, the first one changing; with the number of the round. Each finds the threads of the one before asleep."""
+    """Every contender once a round, the first one changing; with the number of the round. Each finds
+    the threads of the one before asleep."""
     for number in range(rounds):
         shift = number % max(1, len(contenders))
         for contender in (*contenders[shift:], *contenders[:shift]):

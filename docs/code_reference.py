@@ -1,6 +1,7 @@
 """Reference pages that come from the code: commands with their options, the Python interface, operations and passes in full, errors.
 
-In: the argument parser, the names of `penstock`, the tables of operations and passes. Out: Markdown for docs/refresh.py to put into pages."""
+In: the argument parser, the names of `penstock`, the tables of operations and passes. Out: Markdown
+for docs/refresh.py to put into pages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whether an error says that the system gave no more memory. Python, torch, the C++ runtime of TVM, protobuf, the loader of libraries and the
-starter of threads say it in different ways, and what they say may be wrapped in errors of others."""
+"""Whether an error says that the system gave no more memory. Python, torch, the C++ runtime of TVM, protobuf, the loader of libraries and
+the starter of threads say it in different ways, and what they say may be wrapped in errors of others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def ended_out_of_memory(said: str) -> bool:
-    """Whether the last line that a process wrote before it ended says so: that of a traceback, or what C++ says of an exception that nobody caught."""
+    """Whether the last line that a process wrote before it ended says so: that of a traceback, or what C++
+    says of an exception that nobody caught."""
     last = said.rstrip().rpartition("\n")[2].lstrip(" |")
     return last.partition(":")[0].endswith(MemoryError.__name__) or any(words in last for words in _SAID)
 

@@ -8,15 +8,16 @@ What is counted, per stage:
                  what is exchanged once per batch, until the update
     data         batches of the stage's inputs that wait in host memory; not counted for stages on GPUs
     workspace    temporaries inside one graph (storage.py), and blocks that nobody uses at the moment
-After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W nothing: that is the contract with the
-runtime.
+After F and its sends a microbatch holds exactly what F saves, after B and its sends what W takes, after W
+nothing: that is the contract with the runtime.
 
 Results and temporaries of compiled graphs come from an allocator that keeps a freed block for the next one of exactly that size. So what it
-holds is, for each size, the most blocks of that size at once; the walk counts them. Memory of received values and of inputs is used again in the same
-way. Receives are posted ahead, and have their memory from then on; on a GPU it is pinned memory of the host, which is not counted, until they have come.
-What is sent stays until the next send of its channel, small messages until there are a few of them. Values that share a message (parcels.py) are one block.
-Known limits: scratch memory inside kernels and rounding to pages need more. The interpreter and its libraries are not counted: a worker measures them before
-it loads its variables. `planned_account` is exact, block by block and action by action, but for receives of batches that a program has yet to give.
+holds is, for each size, the most blocks of that size at once; the walk counts them. Memory of received values and of inputs is used again
+in the same way. Receives are posted ahead, and have their memory from then on; on a GPU it is pinned memory of the host, which is not
+counted, until they have come. What is sent stays until the next send of its channel, small messages until there are a few of them. Values
+that share a message (parcels.py) are one block. Known limits: scratch memory inside kernels and rounding to pages need more. The
+interpreter and its libraries are not counted: a worker measures them before it loads its variables. `planned_account` is exact, block by
+block and action by action, but for receives of batches that a program has yet to give.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _PURPOSES = {PARAM: "weights", GRAD: "gradients", STATE: "state"}
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one stage; `peak` is the largest sum at one moment, `in_flight` the most microbatches that hold activations. `workspace` is what
-    is held at that moment beside values of microbatches and variables."""
+    """Bytes of one stage; `peak` is the largest sum at one moment, `in_flight` the most microbatches that hold activations. `workspace` is
+    what is held at that moment beside values of microbatches and variables."""
 
     stage: int
     weights: int
@@ -58,8 +59,8 @@ class Memory:
         return self.weights + self.gradients + self.state + self.buffers
 
     def at_peak(self) -> dict[str, int]:
-        """What fills the memory at the peak, and adds up to it. Blocks that were given back are kept, so what activations take at most is held then, too;
-        what is left of all blocks beside them and messages counts as workspace."""
+        """What fills the memory at the peak, and adds up to it. Blocks that were given back are kept, so what activations take at most is
+        held then, too; what is left of all blocks beside them and messages counts as workspace."""
         blocks = self.peak - self.fixed - self.data
         activations = min(self.activations, blocks)
         boundary = min(self.boundary, blocks - activations)
@@ -112,8 +113,8 @@ def _stage_memory(module: Module, rank: int, stage: int) -> Memory:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What a rank holds over a run beside variables and data. `held` are, after each action, bytes of values that are saved, of those that pass through, and
-    of blocks that nobody uses then; `lives` are the blocks of values as they come and go."""
+    """What a rank holds over a run beside variables and data. `held` are, after each action, bytes of values that are saved, of those that
+    pass through, and of blocks that nobody uses then; `lives` are the blocks of values as they come and go."""
 
     actions: tuple[Action, ...]
     held: tuple[tuple[int, int, int], ...]
@@ -133,8 +134,9 @@ def memory_course(module: Module, rank: int, batches: int) -> Course:
 
 
 def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Action, int, int]]:
-    """After each action of a run: bytes that live then, and bytes that the process holds (freed blocks of results and messages are kept for the next).
-    With variables and data, as `measure_memory` counts them; temporaries of a graph are held from its first call on, and live during it."""
+    """After each action of a run: bytes that live then, and bytes that the process holds (freed blocks of results and
+    messages are kept for the next). With variables and data, as `measure_memory` counts them; temporaries of a graph are held
+    from its first call on, and live during it."""
     row, course = measure_memory(module)[rank], memory_course(module, rank, batches)
     always = row.fixed + row.data
     for action, (saved, passing, free) in zip(course.actions, course.held, strict=True):
@@ -142,8 +144,8 @@ def memory_curve(module: Module, rank: int, batches: int) -> Iterator[tuple[Acti
 
 
 def planned_account(module: Module, rank: int, runs: Sequence[tuple[int, int]]) -> Account:
-    """What lives in the memory of a rank, block by block. `runs` are first batch and number of batches, of runs from an empty pipeline to an empty one
-    that follow each other, which is what checkpoints make of a training."""
+    """What lives in the memory of a rank, block by block. `runs` are first batch and number of batches, of runs from an empty pipeline to
+    an empty one that follow each other, which is what checkpoints make of a training."""
     assert module.schedule is not None, "memory needs a schedule"
     stage = module.rank_stages()[rank]
     walk, actions = Walk(module, stage, posts=not _on_gpu(module, rank), lives=True), list[Action]()
@@ -182,7 +184,8 @@ def purpose_of(var: Var) -> str:
 
 
 def saved_values(module: Module, stage: int) -> frozenset[str]:
-    """The values that a computation saves for a later one: what is in a block with one of them counts as activations, what is in others as boundary."""
+    """The values that a computation saves for a later one: what is in a block with one of them counts as
+    activations, what is in others as boundary."""
     graphs = (module.stage_graph(stage, kind) for kind in ("F", "B"))
     return frozenset(v.name for graph in graphs if graph is not None for v in graph.saved)
 
@@ -194,8 +197,8 @@ def _variable_lives(module: Module, stage: int) -> Iterator[Life]:
 
 
 def _versions(module: Module, rank: int, stage: int, newest: int, actions: Sequence[Action]) -> Iterator[Version]:
-    """Versions of the parameters that updates step: the one that a run begins with, and those that it makes. Batch t reads version t - delay; the last
-    action of that batch that does so retires it."""
+    """Versions of the parameters that updates step: the one that a run begins with, and those that it makes. Batch t reads version t -
+    delay; the last action of that batch that does so retires it."""
     assert module.schedule is not None
     per_batch, readers = module.schedule.microbatches, ("F", "B", "W")
     # As written for batch 1.

@@ -141,7 +141,8 @@ def _check_order(module: Module, run: Run) -> Iterator[Problem]:
 
 
 def _check_forward_order(run: Run, rank: int, actions: list[Action], moving: Mapping[int, str]) -> Iterator[Problem]:
-    """Forwards that change a variable run in the order of microbatches, so that its values depend on no schedule. `moving` has one of each stage."""
+    """Forwards that change a variable run in the order of microbatches, so that its values depend on no
+    schedule. `moving` has one of each stage."""
     last: dict[int, int] = {}
     for step, a in enumerate(actions):
         if a.kind == "F" and a.stage in moving:
@@ -153,8 +154,9 @@ def _check_forward_order(run: Run, rank: int, actions: list[Action], moving: Map
 
 
 def _check_rank(run: Run, rank: int, actions: list[Action], kinds: Mapping[int, set[str]], summing: set[int]) -> Iterator[Problem]:
-    """Each microbatch of this rank once forward, then once backward, then its weight gradients where they are apart; what is done once per batch
-    after exactly the gradients of its microbatches of the batch, in order. `summing` are the stages whose ranks sum up their gradients: AR comes first."""
+    """Each microbatch of this rank once forward, then once backward, then its weight gradients where they are apart; what is done
+    once per batch after exactly the gradients of its microbatches of the batch, in order. `summing` are the stages whose ranks
+    sum up their gradients: AR comes first."""
     m, problem = run.schedule.microbatches, FirstOfEach(run, rank)
     share = sorted({a.mb % m for a in run.schedule.ranks[rank].batch if a.kind == "F"})
     whole = run.schedule.members()
@@ -274,8 +276,9 @@ def _check_pins(module: Module, trained: set[str]) -> Iterator[Problem]:
 
 
 class _Sums(NamedTuple):
-    """Gradients of a stage: the kind of graph that adds to them, those that are added to, with how many buffers each has, and those that each kind of graph
-    takes. The first of those with as many buffers that the same graphs take stands for all of them: what happens to one happens to all."""
+    """Gradients of a stage: the kind of graph that adds to them, those that are added to, with how many buffers each has, and
+    those that each kind of graph takes. The first of those with as many buffers that the same graphs take stands for all of
+    them: what happens to one happens to all."""
 
     adder: str
     added: Mapping[str, int]

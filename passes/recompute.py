@@ -9,8 +9,8 @@ Modes: `none`; `all`: a stage keeps its inputs, draws, and nothing else; `auto`:
 otherwise the cheapest set found whose predicted peak fits is computed again. Peaks are those of ir/memory.py on fused graphs, seconds those
 of passes/cost.py on the stage's device. Sets that are tried:
 
-  * the chain planner (recompute_chain.py) on the stage as a chain: where a single value crosses from earlier to later operations, that value is an
-    element, and all that is saved between two of them is one;
+  * the chain planner (recompute_chain.py) on the stage as a chain: where a single value crosses from earlier to later operations, that
+    value is an element, and all that is saved between two of them is one;
   * single operations, those that cost least for their bytes first, alone and on top of chain choices;
   * of the cheapest of these that fits, what can be kept after all.
 
@@ -178,8 +178,8 @@ def repeat(forward: Graph, backward: Graph, dropped: Iterable[Op]) -> Repeated:
 
 
 def _placed(ops: Sequence[Op], sources: Mapping[Value, Op], forward: Mapping[Value, Op]) -> tuple[Op, ...]:
-    """The operations that are no forward operations, in their order, each with what it needs of `sources` in front of it. What is placed earlier
-    than it was may need a constant that stood in between."""
+    """The operations that are no forward operations, in their order, each with what it needs of `sources` in front of it. What is placed
+    earlier than it was may need a constant that stood in between."""
     sources = {v: op for op in ops for v in op.outs} | dict(sources)
     placed: list[Op] = []
     there: set[Value] = set()
@@ -305,7 +305,8 @@ class _Stage:
         return list(found.values())
 
     def _chain(self) -> tuple[list[Element], list[list[Op]]]:
-        """Saved operations in order, those between two crossings together; seconds are those of all operations up to the last of an element."""
+        """Saved operations in order, those between two crossings together; seconds are those of all
+        operations up to the last of an element."""
         unit, crossings = set(map(id, self.units)), self._crossings()
         elements: list[Element] = []
         groups: list[list[Op]] = []

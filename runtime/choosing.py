@@ -1,8 +1,8 @@
 """Which checkpoint a path means, and whether it is whole.
 
-`latest` says which one is newest. A damaged one is passed over for the newest whole one before it, and users hear of it; one that is named by its own
-path is never replaced by another. What stands above `latest` is of a run that was left behind, for somebody went back and trained on; it
-is looked at only where there is no `latest`.
+`latest` says which one is newest. A damaged one is passed over for the newest whole one before it, and users hear of it; one that is named
+by its own path is never replaced by another. What stands above `latest` is of a run that was left behind, for somebody went back and
+trained on; it is looked at only where there is no `latest`.
 """
 
 from __future__ import annotations

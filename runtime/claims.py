@@ -2,11 +2,11 @@
 
     DIR/.in-use     locked by the run that saves into DIR; removed when that ends in order
 
-A claim is a lock of the system (flock) on this file. It ends with the process that holds it, however that ends, so what a killed run leaves behind is a file
-and no claim. Shared file systems carry locks over to other hosts, and some keep that of a host that went down. So the holder touches the file every
-`_BEAT_SECONDS`, and who finds it locked by another host watches it: once touched, it is in use; untouched for `_SILENT_SECONDS`, it is replaced by a new
-file, and its holder, should it come back, finds that out before its next save. A start of the same run waits up to `_HANDOVER_SECONDS` for the one before it,
-which may be on its way out.
+A claim is a lock of the system (flock) on this file. It ends with the process that holds it, however that ends, so what a killed run leaves
+behind is a file and no claim. Shared file systems carry locks over to other hosts, and some keep that of a host that went down. So the
+holder touches the file every `_BEAT_SECONDS`, and who finds it locked by another host watches it: once touched, it is in use; untouched for
+`_SILENT_SECONDS`, it is replaced by a new file, and its holder, should it come back, finds that out before its next save. A start of the
+same run waits up to `_HANDOVER_SECONDS` for the one before it, which may be on its way out.
 
 Known limit: where a file system has no locks there is no claim, which users are warned of.
 """
@@ -36,7 +36,8 @@ _HINT = "give --checkpoint another directory, or end that run first"
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who has a claim: a process, its host as people call it, and as nobody else is called until it starts again; and the name of the run, if it has one."""
+    """Who has a claim: a process, its host as people call it, and as nobody else is called until it starts again;
+    and the name of the run, if it has one."""
 
     process: int
     host: str
@@ -62,7 +63,8 @@ def own_boot() -> str:
 
 
 class Claims:
-    """The directories that one run saves into. `run` is its name, if it may be started again under it while the start before is still ending."""
+    """The directories that one run saves into. `run` is its name, if it may be started again under it
+    while the start before is still ending."""
 
     def __init__(self, run: str = "") -> None:
         self._run = run
@@ -190,7 +192,8 @@ class _Claim:
             time.sleep(_LOOK_SECONDS)
 
     def _replace(self, inode: int) -> int:
-        """Put a file of our own in the place of one whose holder is gone; -1 where others were faster. Of several that do so at once it is the last one's."""
+        """Put a file of our own in the place of one whose holder is gone; -1 where others were faster. Of several
+        that do so at once it is the last one's."""
         fresh = self._path.with_name(f"{FILE}.{secrets.token_hex(4)}.tmp")
         descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:

@@ -4,9 +4,9 @@
         loss = job.step(batch)
         job.save("ckpt/")
 
-A Job holds the local workers of one bundle. A batch is a dict of arrays by input name (the model's or ours), whole global batch (m microbatches one after the other).
-`step` runs one batch and empties the pipeline; `run` keeps the pipeline full over an iterable and gives each loss as it is known; both compute the
-same numbers. The global step counts on over all calls, and from a checkpoint on after `resume`.
+A Job holds the local workers of one bundle. A batch is a dict of arrays by input name (the model's or ours), whole global batch (m
+microbatches one after the other). `step` runs one batch and empties the pipeline; `run` keeps the pipeline full over an iterable and gives
+each loss as it is known; both compute the same numbers. The global step counts on over all calls, and from a checkpoint on after `resume`.
 
 An inference bundle answers requests (`infer`, `stream`, `submit`; runtime/inference.py).
 
@@ -192,18 +192,18 @@ class Job:
     # -------------------------------------------------------------------------------------------- inference
 
     def infer(self, inputs: Inputs) -> Arrays:
-        """All module outputs, by the model's names, for any number of samples. What is missing to a whole microbatch is filled up by repeating the
-        last sample."""
+        """All module outputs, by the model's names, for any number of samples. What is missing to a whole microbatch is
+        filled up by repeating the last sample."""
         return self._requests().infer(inputs)
 
     def stream(self, requests: Iterable[Inputs]) -> Iterator[Arrays]:
-        """The outputs of each request, in order, with as many in flight as the queue holds. A request that does not fit is an error when its
-        turn comes."""
+        """The outputs of each request, in order, with as many in flight as the queue holds. A request that does
+        not fit is an error when its turn comes."""
         return self._requests().stream(requests)
 
     def submit(self, inputs: Inputs, timeout: float | None = None) -> Future[Arrays]:
-        """Hand over a request and go on; any thread may. The future gets its outputs. Inputs that do not fit are an error at once; QueueFull where
-        the queue of `open` has no room for `timeout` seconds."""
+        """Hand over a request and go on; any thread may. The future gets its outputs. Inputs that do not fit are an error at once;
+        QueueFull where the queue of `open` has no room for `timeout` seconds."""
         return self._requests().submit(inputs, timeout)
 
     def _requests(self) -> Inference:
@@ -216,7 +216,8 @@ class Job:
     # -------------------------------------------------------------------------------------------- state
 
     def evaluate(self) -> Evaluation:
-        """The mean loss over the samples that the job was opened to evaluate on, with the newest weights; nothing of the training changes."""
+        """The mean loss over the samples that the job was opened to evaluate on, with the newest
+        weights; nothing of the training changes."""
         if self._to_evaluate is None:
             raise UsageError("the job has no samples to evaluate on", hint="open it with eval_data=FILE")
         losses: dict[int, float] = {}
@@ -232,8 +233,8 @@ class Job:
 
     def save(self, directory: str | os.PathLike[str], *, background: bool = False, keep_last: int | None = None) -> Path:
         """Write a checkpoint of the step reached; its path. In the `background` a copy of the state is written while training goes on: the
-        checkpoint is there when the next save begins or the job is closed. `keep_last` removes older ones, but for so many in all. From the first save
-        on the directory is the job's until that is closed: no other may save there."""
+        checkpoint is there when the next save begins or the job is closed. `keep_last` removes older ones, but for so many in all. From the
+        first save on the directory is the job's until that is closed: no other may save there."""
         if keep_last is not None and keep_last < 1:
             raise UsageError(f"keep_last must be 1 or more, got {keep_last}")
         place = Path(os.path.abspath(directory))
@@ -430,10 +431,10 @@ def open(
     mode: str = "throughput",
     queue: int = 64,
 ) -> Job:
-    """Check a bundle and start its workers on this machine. `timeout` bounds every wait of one rank for another that
-    lives, `heartbeat` how long one may give no sign of life (0: for ever); `lr` and `rate` are a learning
-    rate and a schedule of it that stand in for those the bundle was compiled with. `mode` (throughput or latency, runtime/serving.py) and the length
-    of the `queue` are for requests to an inference bundle.
+    """Check a bundle and start its workers on this machine. `timeout` bounds every wait of one rank for another that lives,
+    `heartbeat` how long one may give no sign of life (0: for ever); `lr` and `rate` are a learning rate and a schedule of it that
+    stand in for those the bundle was compiled with. `mode` (throughput or latency, runtime/serving.py) and the length of the `queue`
+    are for requests to an inference bundle.
 
     `pace` and `latency` are for measuring schedules apart from kernels and networks: seconds that a computation of each kind takes at least
     (F, B with W included, W, U), and seconds from a send until its message arrives. They do not change what is computed."""

@@ -1,9 +1,9 @@
 """One rank of a run that torchrun (or srun) started: the same Worker, with the commands of `penstock run` given by itself.
 
-Every rank goes through the same list: run so many batches, save, run, ... The rank that computes the loss sends it and the norm of the gradient
-to rank 0, which writes the metrics, shows progress and indexes checkpoints. The process is the child of its keeper (keeper.py), which watches it and
-talks to the keepers of the other ranks; an error is reported there, and ends this rank with the exit code of its kind. Rank 0 says where the run
-begins: at its newest checkpoint if it was started before (restarts.py).
+Every rank goes through the same list: run so many batches, save, run, ... The rank that computes the loss sends it and the norm of the
+gradient to rank 0, which writes the metrics, shows progress and indexes checkpoints. The process is the child of its keeper (keeper.py),
+which watches it and talks to the keepers of the other ranks; an error is reported there, and ends this rank with the exit code of its kind.
+Rank 0 says where the run begins: at its newest checkpoint if it was started before (restarts.py).
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ def run_rank(
     failing: list[Callable[[], None]],
     busy: Callable[[], Sequence[float]],
 ) -> None:
-    """Join the group, run all steps, leave. `watch` is the port of the keeper, which knows how many seconds all ranks were `busy`; `failing` gets
-    what is to be done before a failure is reported."""
+    """Join the group, run all steps, leave. `watch` is the port of the keeper, which knows how many seconds all ranks were `busy`;
+    `failing` gets what is to be done before a failure is reported."""
     seat = place_of()
     rank, world = seat.rank, seat.world
     bundle = open_bundle(options.bundle, rank)
@@ -286,7 +286,8 @@ def run_rank(
 
 
 def _count_samples(bundle: Bundle, rank: int, options: RunOptions) -> tuple[int | None, int | None]:
-    """How many samples there are to train and to evaluate on, where this rank reads any: the files of other inputs may lie on other hosts."""
+    """How many samples there are to train and to evaluate on, where this rank reads any: the files
+    of other inputs may lie on other hosts."""
     fed = fed_inputs(bundle.module, bundle.rank(rank).stage)
     count = check_data(bundle.module, options.data, bundle.renamed, fed) if fed else None
     if options.evaluation is None:

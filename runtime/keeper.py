@@ -1,10 +1,12 @@
-"""The keeper of one rank of a group: the process that torchrun or srun started. It starts the rank's worker (join.py), watches it, and speaks with
-the keepers of the other ranks (mesh.py). In: options, a place. Out: an exit code, and one message of the whole group when something fails.
+"""The keeper of one rank of a group: the process that torchrun or srun started. It starts the rank's worker (join.py),
+watches it, and speaks with the keepers of the other ranks (mesh.py). In: options, a place. Out: an exit code, and one message
+of the whole group when something fails.
 
-A keeper imports nothing heavy and does nothing but wait, so it lives when its worker does not: it sees how the worker died, that it stopped, what
-it reports. Keepers tell each other, and find out who cannot be reached. When something failed, the lowest rank among those that live waits a
-little for the cause (a broken connection is noticed sooner than what broke it), says it once, and tells the others, who end quietly; where it
-does not, the next one does. In each half of a cut network that is one rank. Every keeper kills its worker before it ends.
+A keeper imports nothing heavy and does nothing but wait, so it lives when its worker does not: it sees how the worker died,
+that it stopped, what it reports. Keepers tell each other, and find out who cannot be reached. When something failed, the lowest
+rank among those that live waits a little for the cause (a broken connection is noticed sooner than what broke it), says it
+once, and tells the others, who end quietly; where it does not, the next one does. In each half of a cut network that is one
+rank. Every keeper kills its worker before it ends.
 
     died error    the worker ended, or reported an exception       silent       the worker has no heartbeat
     closed        the keeper of a rank is gone                     unreachable  nothing is heard of a rank: a cut, a host that is down
@@ -60,7 +62,8 @@ def become_rank(options: RunOptions) -> None:
         # Before any rank looks for its files, which a rank too many would not find.
         check_world(options.bundle, listed_ranks(options.bundle), seat, options.elastic)
     except UsageError as error:
-        # All ranks find the same: one of each host says it, and torchrun, which may end that one before, hears it from whichever ends first.
+        # All ranks find the same: one of each host says it, and torchrun, which may end that one
+        # before, hears it from whichever ends first.
         _tell_torchrun(str(error))
         if seat.local_rank == 0:
             raise

@@ -1,11 +1,12 @@
 """Local launch: one process per rank, watched until the end. In: a checked bundle and a Setup. Out: messages of the workers, or one error.
 
 Every worker has a socket pair for commands and reports, a line on the status board, and its own session, so that an interrupt from the
-terminal reaches the launcher alone. All of them end when the launcher does, because their control connection ends. When one fails, the others are
-ended (terminated, and killed after two seconds) and one error names rank, stage and action of the one that failed first: a process that died is
-the cause of its peers' broken connections, not the other way round.
+terminal reaches the launcher alone. All of them end when the launcher does, because their control connection ends. When one fails, the
+others are ended (terminated, and killed after two seconds) and one error names rank, stage and action of the one that failed first: a
+process that died is the cause of its peers' broken connections, not the other way round.
 
-Output of the workers goes to unnamed files; that of ranks that were asked for is shown as it comes, the end of any when it dies without a report.
+Output of the workers goes to unnamed files; that of ranks that were asked for is shown as it comes, the
+end of any when it dies without a report.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     run_bundle("bundle/", data="train.npz", steps=1000, checkpoint="ckpt/")
 
-starts local workers; where a launcher such as torchrun started this process as one of several, it becomes its rank instead. With `max_restarts`
-local workers are started again after a failure that may pass, from the newest checkpoint of this run, else from where it began: steps after that
-are run again, with the same numbers, and stand in the metrics once.
+starts local workers; where a launcher such as torchrun started this process as one of several, it becomes its rank instead. With
+`max_restarts` local workers are started again after a failure that may pass, from the newest checkpoint of this run, else from where it
+began: steps after that are run again, with the same numbers, and stand in the metrics once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from .utilisation import Utilisation
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did. `losses` are those of its steps; `peak_bytes` the largest resident size of each rank; `restarts` how often it began again."""
+    """What a run did. `losses` are those of its steps; `peak_bytes` the largest resident size of each
+    rank; `restarts` how often it began again."""
 
     first_step: int
     losses: list[float]

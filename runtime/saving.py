@@ -1,15 +1,16 @@
-"""Writing checkpoints (what they hold: checkpoint.py). In: a rank's store with a drained pipeline. Out: a directory that is there whole or not at all.
+"""Writing checkpoints (what they hold: checkpoint.py). In: a rank's store with a drained pipeline. Out: a
+directory that is there whole or not at all.
 
 A save has two parts. In the first, which training waits for, rank 0 makes a working directory beside the checkpoint's place and clears away
 what dead saves left, and every rank that writes copies its state. In the second, which a thread of every rank does while training goes on,
-each writes its files and tells rank 0 of them, through a connection of its own to the group's store; rank 0 writes the index when it has heard of
-all, renames the directory, then the pointer to it, and removes the checkpoints that are not to be kept. Files and directories are flushed to
-the disk before each rename. So the index is there when everything is, and never for half of it.
+each writes its files and tells rank 0 of them, through a connection of its own to the group's store; rank 0 writes the index when it has
+heard of all, renames the directory, then the pointer to it, and removes the checkpoints that are not to be kept. Files and directories are
+flushed to the disk before each rename. So the index is there when everything is, and never for half of it.
 
-One save at a time: the next one waits until the one before is done, and says so. A save without `background` waits for its own end, and takes
-no copy. An error of a thread comes out of the rank's main thread at its next action (`check`), and ends the run. Waiting is bounded by
-progress: a save of which nothing more is written for `_STALLED` seconds ends the run, too. A run that fails while a checkpoint is being written
-ends when that is there, as long as it gets on (`status.await_saves`).
+One save at a time: the next one waits until the one before is done, and says so. A save without `background` waits for its own end, and
+takes no copy. An error of a thread comes out of the rank's main thread at its next action (`check`), and ends the run. Waiting is bounded
+by progress: a save of which nothing more is written for `_STALLED` seconds ends the run, too. A run that fails while a checkpoint is being
+written ends when that is there, as long as it gets on (`status.await_saves`).
 
     .step-000100.<token>.tmp     being written                .step-000100.<token>.old     replaced by one of the same step
     .latest.<token>.tmp          the pointer, being written   .step-000100.<token>.gone    being removed
@@ -70,8 +71,8 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass
 class _Writing:
-    """A save under way on one rank. `written` counts tensors' bytes; its part is `told` when written, and the checkpoint is `whole` when rank 0 has put it
-    in its place."""
+    """A save under way on one rank. `written` counts tensors' bytes; its part is `told` when written, and the checkpoint is
+    `whole` when rank 0 has put it in its place."""
 
     step: int
     directory: Path
@@ -319,7 +320,8 @@ def finish_save(work: Path, directory: Path, index: Index, keep_last: int | None
 
 
 def _remove_older(directory: Path, step: int, keep_last: int) -> None:
-    """Leave the checkpoint of a step and the newest complete ones before it, `keep_last` in all. What is damaged does not count, and stays."""
+    """Leave the checkpoint of a step and the newest complete ones before it, `keep_last` in all. What
+    is damaged does not count, and stays."""
     assert keep_last >= 1
     complete = []
     for place in saved_steps(directory):

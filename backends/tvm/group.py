@@ -1,9 +1,9 @@
 """Groups of operations that become one kernel, and their text: the same text means the same machine code.
 
 In: a group with the names of its graph. Out: a graph of its own in which values are called v0, v1, ... and variables w0, w1, ... in the
-order of their first use, without places and annotations (but `packed`, which changes the kernel), so that equal kernels of different layers, stages and models read the same;
-`Renamed` leads back. `parse_group(text)` is the group again, under the new names. In the text, `read` says in which variable an operand
-lives, and `kernel=inline` that a value is computed where it is read.
+order of their first use, without places and annotations (but `packed`, which changes the kernel), so that equal kernels of different
+layers, stages and models read the same; `Renamed` leads back. `parse_group(text)` is the group again, under the new names. In the text,
+`read` says in which variable an operand lives, and `kernel=inline` that a value is computed where it is read.
 
 Nothing here needs TVM: what was compiled before is found without loading it.
 """

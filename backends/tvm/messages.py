@@ -86,8 +86,8 @@ class Linked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A mistake of the user (`usage`), of the tools, or, with a traceback, in what is written down for an operation (`rule`) or elsewhere in our own; or
-    none: there was not enough `memory`."""
+    """A mistake of the user (`usage`), of the tools, or, with a traceback, in what is written down for an operation (`rule`) or elsewhere
+    in our own; or none: there was not enough `memory`."""
 
     what: str
     hint: str = ""

@@ -4,8 +4,8 @@ In: stage graphs with `kernel` annotations, and `make`, which gives the kernels 
 kernel, `inline` means that a layout operation is computed where it is read, operations without annotation get a kernel of their own. Out:
 for each graph its kernels in order.
 
-Variables are parameters. `read` is the parameter itself; `accum` and `write` update it in place from inside the kernel that makes the value;
-`take` reads it and leaves zeros behind, in the same kernel where it can. Because an in-place update destroys what was there:
+Variables are parameters. `read` is the parameter itself; `accum` and `write` update it in place from inside the kernel that makes the
+value; `take` reads it and leaves zeros behind, in the same kernel where it can. Because an in-place update destroys what was there:
   * kernels that read a variable run before the kernel that writes it (edges added to the order of kernels);
   * a value that is read from a variable and needed later than the write, or handed back as a result, is copied first.
 
@@ -203,7 +203,8 @@ def _has_loops(op: Op) -> bool:
 
 
 def plan_graphs(graphs: Sequence[Graph], make: Make) -> tuple[Lowered, ...]:
-    """The kernels of every graph in the order they run. A grouping that leaves no order is given up: then every operation has its own kernel."""
+    """The kernels of every graph in the order they run. A grouping that leaves no order is given up:
+    then every operation has its own kernel."""
     ready = [_snapshot_reads(drop_dead(graph)) for graph in graphs]
     kernels = _make_kernels(ready, make)
     orders: list[list[Step]] = [[] for _ in ready]

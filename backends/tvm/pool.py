@@ -1,13 +1,14 @@
 """Sharing jobs out: to worker processes, or to this process where that is quicker.
 
 In: jobs (messages.py). Out: an answer for each, in order, as they would come from `jobs.do`. A worker is a fresh interpreter with pipes for
-input and output; one job at a time is written to it as a line of JSON. Workers start with the first jobs that are worth it, stay for the next,
-and are killed when the pool closes, whatever the reason: an error, an interrupt, or the end.
+input and output; one job at a time is written to it as a line of JSON. Workers start with the first jobs that are worth it, stay for the
+next, and are killed when the pool closes, whatever the reason: an error, an interrupt, or the end.
 
-In this process: when it has TVM loaded already and there is little to do. There are never more workers than cores that this process may use.
+In this process: when it has TVM loaded already and there is little to do. There are never more
+workers than cores that this process may use.
 
-A worker that says nothing for far longer than a job takes is hung: that ends the pool with an error which names the job. Not watched: jobs in
-this process, and how long a worker that has answered takes to read its next job.
+A worker that says nothing for far longer than a job takes is hung: that ends the pool with an error which names the job. Not watched: jobs
+in this process, and how long a worker that has answered takes to read its next job.
 
 Invariant: when `close` returns, no process that the pool started is left. Workers are not in the terminal's foreground group, so that an
 interrupt reaches this process alone, which then ends them. A worker whose parent was killed reads the end of its input and ends by itself.
@@ -40,8 +41,8 @@ from .messages import Answer, Failed, Hello, Job, LinkStage, title
 _PER_WORKER = 4
 # How long a process that closed its output may take to say how it ended.
 _LAST_WORDS_S = 5.0
-# How long a worker may take to start, for a kernel, and for a library: kernels take seconds, large stages a minute, busy machines several times
-# as long.
+# How long a worker may take to start, for a kernel, and for a library: kernels take seconds, large stages a
+# minute, busy machines several times as long.
 _STARTS_S, _COMPILES_S, _LINKS_S = 900.0, 900.0, 3600.0
 # What a pipe holds.
 _PIPE = 1 << 16

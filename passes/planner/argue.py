@@ -1,6 +1,8 @@
-"""Why this plan: its parts, what binds, devices left out, what would be if one thing were otherwise; and, where nothing fits, the nearest change that does.
+"""Why this plan: its parts, what binds, devices left out, what would be if one thing were otherwise; and, where
+nothing fits, the nearest change that does.
 
-`plan_chain` gives a `Result` or raises DoesNotFit. `counterfactuals` plans again with one thing changed at a time, by the schedule of the plan:
+`plan_chain` gives a `Result` or raises DoesNotFit. `counterfactuals` plans again with one thing
+changed at a time, by the schedule of the plan:
 
     each schedule                      the best plan of it
     recomputation none, all            the best plan with it, where the plan is not such a one

@@ -14,9 +14,10 @@ DELAYED = ("2bw", "eager-2bw")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """`batch` samples per update, in microbatches of `sizes` (empty: every divisor, at most `most_microbatches` of them). `recompute` is none,
-    all, parts (a stage computes as much again as its memory asks for), or auto: whole stages or none of them, and parts where nothing fits so. `base` bytes are taken on every device by the runtime. A stage has at most `replicas`; 0 does not limit them. A search ends when no plan can be
-    better by more than the part `tolerance`."""
+    """`batch` samples per update, in microbatches of `sizes` (empty: every divisor, at most `most_microbatches` of them). `recompute` is
+    none, all, parts (a stage computes as much again as its memory asks for), or auto: whole stages or none of them, and parts where nothing
+    fits so. `base` bytes are taken on every device by the runtime. A stage has at most `replicas`; 0 does not limit them. A search ends
+    when no plan can be better by more than the part `tolerance`."""
 
     batch: int
     schedules: tuple[str, ...] = SCHEDULES
@@ -47,8 +48,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Layers first .. last-1. Replica j is `devices[j]` (an index into the fleet) and runs `shares[j]` of the microbatches of a batch. With `recompute`
-    the forward is computed again, all of it at once, or `in_parts` of which as few as there may be are held at a time."""
+    """Layers first .. last-1. Replica j is `devices[j]` (an index into the fleet) and runs `shares[j]` of the microbatches of a batch. With
+    `recompute` the forward is computed again, all of it at once, or `in_parts` of which as few as there may be are held at a time."""
 
     first: int
     last: int
@@ -97,8 +98,8 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What the cost model says of a plan. `step` is seconds per batch, `pipe` the same without what different stages add to one NIC. `limits` are the
-    seconds that each part alone asks for, by name; `memory` is by device. `against` says what forbids the plan."""
+    """What the cost model says of a plan. `step` is seconds per batch, `pipe` the same without what different stages add to one NIC.
+    `limits` are the seconds that each part alone asks for, by name; `memory` is by device. `against` says what forbids the plan."""
 
     step: float
     pipe: float

@@ -1,8 +1,8 @@
 """Why a plan is as it is: what `penstock plan` prints, and what goes into plan.json.
 
-In: a plan, and if the planner chose it the search behind it. Out: a table of ranks with their seconds and their share of the bottleneck, their memory by
-purpose, the step that the simulator predicts for the program, what limits it, how far it is from the bound, why devices were left out, and what would
-change it.
+In: a plan, and if the planner chose it the search behind it. Out: a table of ranks with their seconds and their share of the bottleneck,
+their memory by purpose, the step that the simulator predicts for the program, what limits it, how far it is from the bound, why devices
+were left out, and what would change it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _FEW_DEVICES = 16
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the simulator says of a planned program. `busy` are seconds per batch of every rank's computations, of which so many kinds were `measured`."""
+    """What the simulator says of a planned program. `busy` are seconds per batch of every rank's computations,
+    of which so many kinds were `measured`."""
 
     forecast: Forecast
     step: float
@@ -42,8 +43,8 @@ class Predicted:
 
 
 def predict(module: Module, plain: bool = False) -> Predicted:
-    """Simulate a planned module on its own cluster, with all that is known on this machine: times of its stages that were measured, else estimates. With
-    `plain` estimates alone, which depend on the module only."""
+    """Simulate a planned module on its own cluster, with all that is known on this machine: times of its stages that were measured, else
+    estimates. With `plain` estimates alone, which depend on the module only."""
     if plain:
         times, estimated, correction = rank_seconds(module), 0, None
     else:
@@ -204,7 +205,8 @@ def predicted_facts(predicted: Predicted) -> dict[str, Any]:
 
 
 def planner_facts(search: Search) -> dict[str, Any]:
-    """What the planner found, for plan.json. `passed_over` is why another plan of the schedule that is faster by the formulas was not taken, if there is one."""
+    """What the planner found, for plan.json. `passed_over` is why another plan of the schedule that is faster by the
+    formulas was not taken, if there is one."""
     chosen = search.chosen
     other = _against(search.result.outcomes[chosen.plan.schedule].step, chosen.step) != "the same"
     return {

@@ -150,7 +150,8 @@ def export_command(arguments: Namespace) -> None:
 
 
 def export_parameters(place: Path, out: Path) -> tuple[int, int, int]:
-    """Write the newest parameters of a checkpoint, and other tensors that the model stores, by its own names; their number, bytes, and the step."""
+    """Write the newest parameters of a checkpoint, and other tensors that the model stores, by its own
+    names; their number, bytes, and the step."""
     index = read_index(place)
     if not index.names:
         raise UsageError(

@@ -4,8 +4,9 @@ In: a Group, the operations that shall become one kernel. Out: a Kernel, a TIR f
 Generators (gemm, rows, reduce, ...) emit the loops of the group's main operation and call `finish` where its result stands in registers;
 `finish` computes everything fused behind it at that point and stores it. Operations fused before it are computed where they are read.
 
-Invariant: at one point, everything is loaded before anything is stored, so a buffer may be both operand and result if all its accesses are
-at the same element. NotOneKernel is raised when a group does not have this property or does not fit the main operation: the caller splits it.
+Invariant: at one point, everything is loaded before anything is stored, so a buffer may be both operand and result if
+all its accesses are at the same element. NotOneKernel is raised when a group does not have this property or does not fit
+the main operation: the caller splits it.
 """
 
 from __future__ import annotations
@@ -376,8 +377,8 @@ class Body:
         return found
 
     def memory(self, found: tuple[Value, Expr]) -> tuple[Buffer, Expr]:
-        """The buffer behind what `address` gave, for reading vectors from it. An update of a variable read this way is refused in this kernel,
-        because what is read is not one element."""
+        """The buffer behind what `address` gave, for reading vectors from it. An update of a variable read this way is refused in this
+        kernel, because what is read is not one element."""
         value, position = found
         home = self.group.homes.get(value)
         if home is not None:
@@ -388,8 +389,8 @@ class Body:
     # ------------------------------------------------------------------------------ packing ahead
 
     def packed_ahead(self, op: Op, size: int, dtype: str, fill: Callable[[Buffer], None]) -> Buffer | None:
-        """Operand 1 of `op` in the kernel's own order, if it can be had ready-made: `size` elements, which `fill` would write, reading nothing but
-        that operand. None: the kernel has to do it. To be asked before any loop is opened, once in a kernel."""
+        """Operand 1 of `op` in the kernel's own order, if it can be had ready-made: `size` elements, which `fill` would write, reading
+        nothing but that operand. None: the kernel has to do it. To be asked before any loop is opened, once in a kernel."""
         if not op.attrs.get(PACKED) or size == 0:
             return None
         source = op.ins[1]

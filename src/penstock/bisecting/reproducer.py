@@ -4,8 +4,8 @@
     inputs.safetensors  weights as `@name`, batches as `%name`, one batch after the other
     repro.onnx          in the place of repro.ir, where the import is at fault: the node by itself
 
-`verify FILE.ir -p PASSES` runs the passes, and compares what the module computes before and after them, in the interpreter in float64. Without `-p` its graphs are
-compiled, and compared with the interpreter. A fault that the verifier sees is shown by `penstock opt`.
+`verify FILE.ir -p PASSES` runs the passes, and compares what the module computes before and after them, in the interpreter in float64.
+Without `-p` its graphs are compiled, and compared with the interpreter. A fault that the verifier sees is shown by `penstock opt`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""plan.json as a bundle or a dump folder has it. In: the folder, or what was read. Out: plain data in which what is shown has the types that it should have.
+"""plan.json as a bundle or a dump folder has it. In: the folder, or what was read. Out: plain data in which what is
+shown has the types that it should have.
 
-All that looks at plans takes them from here (`Subject.plan`), so damaged ones are one error. What nobody shows is not checked but for being JSON that can be
-written again: numbers are finite, texts are Unicode.
+All that looks at plans takes them from here (`Subject.plan`), so damaged ones are one error. What nobody shows is not checked but for being
+JSON that can be written again: numbers are finite, texts are Unicode.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     mean, std, norm    of the finite elements; std is that of the elements themselves (divided by their number), norm the root of the sum of squares
     zeros              elements equal to 0        nans, infinities    elements that are no numbers
 
-Means and squares are summed up part by part and joined by Chan, Golub and LeVeque's formula, so that a large mean does not swallow a small spread. Arrays are
-mapped into memory and read in parts: a file may be larger than memory.
+Means and squares are summed up part by part and joined by Chan, Golub and LeVeque's formula, so that a large mean does not swallow a small
+spread. Arrays are mapped into memory and read in parts: a file may be larger than memory.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _parts(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.float64]]:
 
 
 def checkpoint_arrays(path: str | Path, module: Module) -> tuple[dict[str, npt.NDArray[Any]], int]:
-    """The newest state in a checkpoint, or in the newest one of a directory, optimiser state and buffers among it; and its step. VerifyError where it is of
-    other variables."""
+    """The newest state in a checkpoint, or in the newest one of a directory, optimiser state and buffers among it; and its step.
+    VerifyError where it is of other variables."""
     from penstock.runtime.checkpoint import read_index, read_tensors
     from penstock.runtime.choosing import find_checkpoint
 

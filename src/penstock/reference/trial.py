@@ -1,7 +1,7 @@
 """Whether the kernel of an operation can be made, tried on one example. In: a row of the op table. Out: words; empty where it could.
 
-The example is the first of small operands that the type rule takes, with the attributes that the row gives. It shows that there is a kernel, not that it computes
-the right thing, nor that there is one for all element types: that is for the tests (docs/testing.md).
+The example is the first of small operands that the type rule takes, with the attributes that the row gives. It shows that there is a
+kernel, not that it computes the right thing, nor that there is one for all element types: that is for the tests (docs/testing.md).
 """
 
 from __future__ import annotations

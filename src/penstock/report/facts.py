@@ -1,12 +1,13 @@
-"""All facts of a report, section by section. In: material. Out: plain data that JSON can say; a section that the material cannot give is null.
+"""All facts of a report, section by section. In: material. Out: plain data that JSON can say; a
+section that the material cannot give is null.
 
     summary    what the model is, who runs it, and what is predicted         links      what travels between ranks
     graph      the graphs (graph_facts)                                      schedule   timelines (schedule_facts)
     passes     what every pass did (pass_facts)                              memory     what ranks hold over time (memory_facts)
     placement  ranks with their share of time and memory, and the reasons    kernels    kernels and their source (kernel_facts)
 
-Predictions are those of the simulator. With `plain` they rest on the module alone, so that the same module has the same page; otherwise on what was measured
-on this machine, too.
+Predictions are those of the simulator. With `plain` they rest on the module alone, so that the same module has the same page; otherwise
+on what was measured on this machine, too.
 """
 
 from __future__ import annotations
