@@ -25,6 +25,7 @@ from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import Module
 from penstock.ir.interp import DictStore, initial_arrays, run_graph, run_recurrence
 from penstock.ir.numpy_ops import F64, TYPED
+from penstock.ir.renames import shown
 from penstock.ir.types import UNIT_ROUNDOFF
 from penstock.ir.verify import check
 from penstock.passes.wire import round_trips
@@ -110,7 +111,6 @@ def verify_model(
 
     from penstock import api
     from penstock.ir.cluster import Cluster
-    from penstock.runtime.job import open as open_job
 
     model = api.from_onnx(path, dims=dims, known=known)
     module = model.module
@@ -132,8 +132,7 @@ def verify_model(
     rows += [(f"interpreter: {name}", relative_error(a, b)) for name, a, b in zip(module.outputs, interpreted, expected, strict=True)]
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         bundle = api.compile(api.plan(model, Cluster.local(1)), Path(folder) / "bundle", backend=backend)
-        with open_job(bundle) as job:
-            found = job.infer(inputs)
+        found = _one_microbatch(open_bundle(bundle), inputs)
     rows += [(f"{backend}: {name}", relative_error(found[name], b)) for name, b in zip(module.outputs, expected, strict=True)]
 
     def roundings() -> list[float]:
@@ -142,6 +141,19 @@ def verify_model(
         return [relative_error(a, b) for a, b in zip(interpreted, exact, strict=True)]
 
     return _report(rows, allowed_error(module, tolerance, roundings))
+
+
+def _one_microbatch(bundle: Bundle, inputs: Arrays) -> dict[str, np.ndarray]:
+    """What a bundle gives for the inputs of one microbatch, by our names and in the shapes of its module."""
+    from penstock.runtime.job import open as open_job
+
+    with open_job(bundle.path) as job:
+        answer = job.infer(inputs)
+    outside = shown(bundle.module.outputs, bundle.renamed)
+    found = {name: answer[outside[name]] for name in bundle.module.outputs}
+    # A request is answered with the scalars of all its microbatches in a row, here of one.
+    ranks = {v.name: v.type.rank for graph in bundle.module.graphs.values() for v in graph.outs}
+    return {name: array if ranks[name] else array.reshape(()) for name, array in found.items()}
 
 
 def _given_inputs(path: str) -> dict[str, np.ndarray]:
@@ -200,13 +212,10 @@ def _verify_training(bundle: Bundle, reference: Module, weights: Arrays, steps: 
 
 
 def _verify_inference(bundle: Bundle, reference: Module, weights: Arrays, seed: int, tolerance: float | None) -> int:
-    from penstock.runtime.job import open as open_job
-
     inputs, rounding = synthetic_batch(bundle.module, 1, seed), round_trips(reference, bundle.module)
     store = DictStore(initial_arrays(reference, weights, list(reference.vars), F64))
     expected = run_graph(reference.graphs["main"], inputs, store, precision=F64)
-    with open_job(bundle.path) as job:
-        found = job.infer(inputs)
+    found = _one_microbatch(bundle, inputs)
     say(f"{bundle.module.name}: outputs of the pipeline against the interpreter in float64")
 
     def roundings() -> list[float]:
