@@ -136,7 +136,7 @@ def test_answers_of_another_model_are_noticed(tmp_path: Path) -> None:
         ),
         ("cpu_and_gpu", ["--steps", "2", "--layers", "1", "--width", "32"], "the loss did not fall"),
         ("gpt", ["--steps", "4", "--layers", "1", "--width", "32", "--positions", "32"], "no more than how frequent each byte is"),
-        ("gpt", ["--lr", "0.02", "--steps", "120", "--layers", "1", "--width", "64", "--positions", "32"], "2bw ended"),
+        ("gpt", ["--lr", "0.2", "--steps", "20", "--layers", "1", "--width", "64", "--positions", "32"], "2bw ended"),
         ("resnet", ["--steps", "2", "--width", "8"], "fewer than 90 % are right"),
         ("skips_and_ties", ["--steps", "5", "--models", "unet"], "unet: losses fell too little"),
     ],
