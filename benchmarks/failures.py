@@ -39,8 +39,8 @@ from penstock.runtime.running import run_bundle
 KINDS = ("kill", "stop", "cut")
 RANKS = 4
 LIMIT = 20.0
-# How long anything may take here before it is given up and ended.
-_GIVE_UP = 120.0
+# How long anything may take here before it is given up and ended, and what a launcher started after it ended.
+_GIVE_UP, _END_SECONDS = 120.0, 10.0
 _WORDS = {
     ("kill", "worker"): "was killed by SIGKILL during",
     ("kill", "keeper"): "ended without a word",
@@ -67,6 +67,15 @@ def children(pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def workers(pid: int) -> list[int]:
+    """The ranks of a launcher on one host: they are forked by its children."""
+    return [rank for server in children(pid) for rank in children(server)]
 
 
 def steps_in(metrics: Path) -> int:
@@ -240,12 +249,14 @@ class Watched:
     def run(self, every: int | None, chance: random.Random) -> list[dict[str, Any]]:
         """Run to the end, and kill a worker every so many steps; the records of the steps."""
         own: list[int] = []
+        seen: set[int] = set()
         with (self.folder / "log").open("w+") as log:
             process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
             try:
                 while process.poll() is None:
                     time.sleep(0.05)
-                    done, own = steps_in(self.metrics), children(process.pid) or own
+                    done, own = steps_in(self.metrics), workers(process.pid) or own
+                    seen |= {*own, *children(process.pid)}
                     self.launcher.append((done, resident_bytes(process.pid)))
                     for number, pid in enumerate(own):
                         if number == len(self.lives[-1]):
@@ -256,7 +267,7 @@ class Watched:
                         self.lost += 1
                         self.lives.append([])
                         old = set(own)
-                        wait_for(lambda old=old: process.poll() is not None or not old & {*(children(process.pid) or old)})  # type: ignore[misc]
+                        wait_for(lambda old=old: process.poll() is not None or not old & {*(workers(process.pid) or old)})  # type: ignore[misc]
             finally:
                 if process.poll() is None:
                     process.kill()
@@ -265,7 +276,10 @@ class Watched:
             said = log.read()
         if process.returncode:
             self.problems.append(f"exit code {process.returncode}: {said[-2000:]}")
-        self.problems += [f"process {pid} is left" for pid in own if Path(f"/proc/{pid}").exists()]
+        if said.count(_WORDS["kill", "worker"]) != self.lost:
+            self.problems.append(f"{self.lost} workers were killed, and the run said otherwise: {said[-2000:]}")
+        wait_for(lambda: not any(map(is_there, seen)), _END_SECONDS)
+        self.problems += [f"process {pid} is left" for pid in seen if is_there(pid)]
         return [json.loads(line) for line in self.metrics.read_text().splitlines()]
 
 
