@@ -51,7 +51,7 @@ def test_the_rows_are_those_promised() -> None:
         assert {f"attention forward {positions}", f"attention backward {positions}"} <= set(found)
     convolutions = {name.split(" ", 2)[2] for name in found if name.startswith(("conv forward", "conv dgrad", "conv wgrad"))}
     assert all(f"conv {which} {shape}" in found for which in ("forward", "dgrad", "wgrad") for shape in convolutions)
-    assert len(convolutions) == 10
+    assert len(convolutions) == 14
     for family in ("layer_norm", "softmax", "gelu", "cross_entropy", "embedding", "bias", "adamw"):
         assert any(name.startswith(family) for name in found), family
 
