@@ -145,6 +145,19 @@ def read_index(checkpoint: Path) -> Index:
     return index
 
 
+def another_model(index: Index, module: Module, source_hash: str, where: str) -> VerifyError | None:
+    """The error for a checkpoint of another model than the bundle of `module`, as the hashes of their sources say; None where they are one,
+    or where the checkpoint does not say."""
+    if index.source_hash in ("", source_hash):
+        return None
+    return VerifyError(
+        f"the checkpoint is of another model: of {index.module} with hash {index.source_hash[:16]}, the bundle is of "
+        f"{module.name} with hash {source_hash[:16]}",
+        where=where,
+        hint=f"its bundle was {index.bundle}" if index.bundle else "",
+    )
+
+
 def read_newest(checkpoint: Path, index: Index, module: Module) -> dict[str, np.ndarray]:
     """All stored variables of a bundle's module at the step of a checkpoint, memory-mapped. Refused is a checkpoint of other variables."""
     types = index.types(index.step)

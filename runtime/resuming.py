@@ -28,8 +28,8 @@ from ..backends.bundle import Bundle
 from ..ir.errors import VerifyError
 from ..ir.graph import Module, Var, stage_vars, stepped_vars
 from ..ir.rates import Rate
-from ..ir.words import itemised
-from .checkpoint import Index, check_file, files_for, is_kept, random_seed, read_index
+from ..ir.words import counted, itemised
+from .checkpoint import Index, another_model, check_file, files_for, is_kept, random_seed, read_index
 from .choosing import Chosen
 from .control import DataSpec
 from .data import WRAP
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 # State that belongs to no parameter; what f16 alone has may be missing.
 _SCALE = ("loss.scale", "loss.scale.good")
 _COUNTERS = ("step", "updates", *_SCALE)
+# Problems that an error lists.
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def start_from(bundle: Bundle, data: DataSpec | None, chosen: Chosen | None, lr:
         return Start(None, 0, 0, 0, tables, told)
     place = chosen.place
     index = read_index(place)
-    warnings = chosen.words + check_resume(index, module, data, str(place))
+    warnings = chosen.words + check_resume(index, module, data, str(place), bundle.manifest.source_hash)
     tables, told = tables_for_run(module, index.tables, lr, rate)
     assert module.schedule is not None
     batch = module.schedule.microbatches * microbatch_size(module)
@@ -80,8 +82,9 @@ def start_from(bundle: Bundle, data: DataSpec | None, chosen: Chosen | None, lr:
 # ------------------------------------------------------------------------------------------------ does it fit
 
 
-def check_resume(index: Index, module: Module, data: DataSpec | None, where: str) -> list[str]:
-    """Refuse a checkpoint of another model; the answer is what differs and may be meant."""
+def check_resume(index: Index, module: Module, data: DataSpec | None, where: str, source_hash: str = "") -> list[str]:
+    """Refuse a checkpoint that does not fit; the answer is what differs and may be meant. `source_hash` is that of the bundle's model, if it
+    has one: variables that do not fit a model of another hash are those of another model, and none of them says more."""
     problems = []
     if index.module != module.name:
         problems.append(f"it is of model {index.module}, the bundle is of {module.name}")
@@ -91,20 +94,24 @@ def check_resume(index: Index, module: Module, data: DataSpec | None, where: str
         missing = name not in types and name in _SCALE
         if is_kept(var) and types.get(name) != str(var.type) and not missing:
             problems.append(f"{name}: the bundle has {var.type}, the checkpoint {types.get(name, 'nothing')}")
-    for name in types.keys() - used.keys():
-        # State of the optimiser is named after its parameter, and goes with it.
-        if name.rpartition(".")[0] not in types and name not in _COUNTERS:
-            problems.append(
-                f"{name}: the bundle has no such variable; a small one that is frozen by --frozen is a constant, use a group to freeze it"
-            )
+    # State of the optimiser is named after its parameter, and goes with it.
+    lost = [name for name in types.keys() - used.keys() if name.rpartition(".")[0] not in types and name not in _COUNTERS]
+    problems += [f"{name}: the bundle has no such variable" for name in lost]
+    other = another_model(index, module, source_hash, where) if source_hash else None
+    if problems and other is not None:
+        raise other
     if index.format == 1 and module.schedule is not None and index.microbatches != module.schedule.microbatches:
         problems.append(
             f"it is of {index.microbatches} microbatches per batch, the bundle has {module.schedule.microbatches}, and checkpoints of "
             "format 1 do not say how many samples were read"
         )
     if problems:
-        raise VerifyError("the checkpoint does not fit the bundle:" + itemised(sorted(problems)), where=where)
-    return _differences(index, module, data)
+        shown = sorted(problems)[:_SHOWN]
+        shown += [f"and {counted(len(problems) - _SHOWN, 'more such variable')}"] if len(problems) > _SHOWN else []
+        hint = "a small one that is frozen by --frozen is a constant, use a group to freeze it" if lost else ""
+        raise VerifyError("the checkpoint does not fit the bundle:" + itemised(shown), where=where, hint=hint)
+    told = _differences(index, module, data)
+    return told if other is None else [f"{other.what}; its variables fit, and training goes on with them", *told]
 
 
 def _differences(index: Index, module: Module, data: DataSpec | None) -> list[str]:

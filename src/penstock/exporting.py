@@ -183,16 +183,11 @@ def _weights(bundle: Bundle, place: Path | None) -> tuple[dict[str, np.ndarray],
     if place is None:
         files = [map_tensors(bundle.weights_file(entry.stage)) for entry in bundle.manifest.ranks]
         return {name: array for file in files for name, array in file.items()}, None
-    from penstock.runtime.checkpoint import read_index, read_newest
+    from penstock.runtime.checkpoint import another_model, read_index, read_newest
 
     index = read_index(place)
-    if index.source_hash and index.source_hash != bundle.manifest.source_hash:
-        raise VerifyError(
-            f"the checkpoint is of another model: of {index.module} with hash {index.source_hash[:16]}, the bundle is of "
-            f"{bundle.module.name} with hash {bundle.manifest.source_hash[:16]}",
-            where=str(place),
-            hint=f"its bundle was {index.bundle}",
-        )
+    if (refusal := another_model(index, bundle.module, bundle.manifest.source_hash, str(place))) is not None:
+        raise refusal
     return read_newest(place, index, bundle.module), index.step
 
 

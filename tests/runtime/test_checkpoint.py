@@ -153,6 +153,24 @@ def test_what_does_not_fit_is_refused_and_what_differs_is_told(saved):
         "the checkpoint is of schedule 2bw, the bundle has 1f1b: training goes on from its newest weights, gradients are no longer an update late",
         "the checkpoint is of 2 microbatches per batch, the bundle has 4: batches of 16 samples go on from sample 24",
     ]
+    # Of another source by its hash nothing else is said, unless all fits; of the same one a few variables are named.
+    other = msgspec.structs.replace(index, source_hash="5" * 64, bundle="mine")
+    for source in ("5" * 64, "7" * 64):
+        with pytest.raises(VerifyError) as caught:
+            resuming.check_resume(other, classifier(3, "1f1b", 4), None, "here", source)
+        assert ("w1: the bundle has" in str(caught.value)) == (source == "5" * 64)
+    assert f"of another model: of {index.module} with hash {'5' * 16}, the bundle is of" in str(caught.value)
+    assert f"with hash {'7' * 16}\n  hint: its bundle was mine" in str(caught.value)
+    assert resuming.check_resume(other, classifier(2, "2bw", 2), same, "here", "5" * 64) == []
+    (warning,) = resuming.check_resume(other, classifier(2, "2bw", 2), same, "here", "7" * 64)
+    assert "of another model" in warning
+    assert "its variables fit" in warning
+    (file,) = (name for name in index.files if name == "rank0.safetensors")
+    many = msgspec.structs.replace(index.files[file], tensors={f"extra{i}": "f32[2]" for i in range(70)})
+    with pytest.raises(VerifyError) as caught:
+        resuming.check_resume(msgspec.structs.replace(index, files=index.files | {"more": many}), classifier(2, "2bw", 2), None, "here")
+    assert len(str(caught.value).splitlines()) == 11
+    assert "and 62 more such variables" in str(caught.value)
     old = msgspec.structs.replace(index, format=1, samples=None)
     assert resuming.check_resume(old, classifier(2, "2bw", 2), None, "here") == []
     with pytest.raises(VerifyError, match="checkpoints of format 1 do not say how many samples were read"):
@@ -221,6 +239,6 @@ def test_training_goes_on_with_parameters_that_are_frozen_now(tmp_path):
     for name, array in trained.items():
         assert np.array_equal(later[name], array) == name.startswith("fc1")
     with pytest.raises(
-        VerifyError, match=r"fc1.bias: the bundle has no such variable; a small one that is frozen by --frozen is a constant"
+        VerifyError, match=r"fc1.bias: the bundle has no such variable(.|\n)*a small one that is frozen by --frozen is a constant"
     ):
         ps.open(_frozen_plan(tmp_path, "flag", flag="fc1"), data="synthetic", resume=tmp_path / "ckpt")
