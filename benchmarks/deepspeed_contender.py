@@ -37,6 +37,9 @@ def engine_of(stages: list[nn.Module], shape: Shape) -> Any:
     sizes = {"train_batch_size": shape.samples, "train_micro_batch_size_per_gpu": shape.microbatch_samples}
     config = sizes | {"gradient_accumulation_steps": shape.microbatches, "steps_per_print": 10**9}
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    # The last stage divides its loss by the number of microbatches, and every other stage the gradient of its outputs once more (0.19.8), so that
+    # its parameters learn too slowly. Without that, losses are those of all others.
+    engine._backward_prologue_per_tensor = lambda gradient: gradient
     return engine
 
 
