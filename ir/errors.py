@@ -10,6 +10,8 @@ line of the program that prints the error.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from .words import visible, visible_lines
 
 
@@ -46,9 +48,14 @@ class UnsupportedModel(PenstockError):
 
 
 class DoesNotFit(PenstockError):
-    """No plan meets the memory or device limits."""
+    """No plan meets the memory or device limits. `excess` has, for stages that do not fit where that is known, how many times the memory of
+    their device they need."""
 
     exit_code = 4
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "", excess: Mapping[int, float] | None = None) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.excess = excess or {}
 
 
 class VerifyError(PenstockError):

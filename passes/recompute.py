@@ -62,6 +62,7 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
     if options.mode == "none":
         return module
     notes, problems, graphs = [], [], dict(module.graphs)
+    excess: dict[int, float] = {}
     fused: Module | None = None
     for stage in module.stages:
         device = _device(module, stage.index)
@@ -82,6 +83,7 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
         found = _Stage(module, fused, stage.index, forward, backward, device)
         chosen = found.everything() if options.mode == "all" else found.choose(budget)
         if options.mode == "auto" and chosen.peak > budget:
+            excess[stage.index] = chosen.peak / budget
             problems.append(
                 f"stage {stage.index} on {place} needs {_shown(chosen.peak)} at the worst moment, even if {len(chosen.dropped)} operations are "
                 f"done again in the backward pass; it has {_shown(budget)}\n    {_listed(chosen.memory)}"
@@ -91,7 +93,7 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
             notes.append(found.describe(chosen, place, budget if options.mode == "auto" else 0))
     if problems:
         hint = "more stages, fewer microbatches in flight or smaller microbatches (--dim) need less"
-        raise DoesNotFit("no plan fits into memory:" + itemised(problems), hint=hint)
+        raise DoesNotFit("no plan fits into memory:" + itemised(problems), hint=hint, excess=excess)
     if not notes:
         return module
     return module.but(graphs=graphs).noted("recompute", *notes)

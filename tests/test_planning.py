@@ -161,6 +161,28 @@ def test_parts_are_computed_again_before_nothing_fits(tmp_path):
             plan_best(lambda size: model, limited(memory), training, batch=8, schedules=("1f1b",), recompute=mode)
 
 
+def test_devices_whose_stages_are_too_large_are_given_less(tmp_path, monkeypatch):
+    """Memory is short everywhere, and the formulas see less of it used than the passes count: less on all devices fits nowhere."""
+    model = write_gpt(tmp_path / "model.onnx", layers=2, width=32, heads=2, vocab=64, positions=16)
+    (tmp_path / "cluster.toml").write_text(
+        "".join(f'[[device]]\nname = "d{i}"\nmemory = "290 KiB"\nflops = "50 GFLOP/s"\n' for i in range(3))
+    )
+    cluster, training = Cluster.load(tmp_path / "cluster.toml"), ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=1e-3))
+
+    def plan():
+        return plan_best(
+            lambda size: ps.from_onnx(model, dims={"batch": size}), cluster, training, batch=16, sizes=(1, 2, 4), schedules=("1f1b",)
+        )
+
+    found = plan()
+    assert max(row["peak"] for row in found.as_dict()["memory"].values()) <= 290 * 1024
+    assert "1f1b" in found.search.refused
+    assert any("not the fastest by these" in line for line in argument(found.search))
+    monkeypatch.setattr(planning, "CORRECTIONS", 0)
+    with pytest.raises(DoesNotFit, match="refused by the passes"):
+        plan()
+
+
 def test_smaller_microbatches_are_proposed_where_there_is_a_plan_for_them(symbolic, tmp_path, capsys):
     said = {}
     for memory in ("700 KB", "2300 KB"):

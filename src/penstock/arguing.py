@@ -173,6 +173,9 @@ def _passed_over(search: Search) -> str:
 
 def _bound(search: Search) -> str:
     chosen = search.chosen
+    best = search.result.outcomes.get(chosen.plan.schedule, chosen)
+    if best.step < chosen.step:
+        return "not the fastest by these"
     if chosen.proven(search.result.wanted.tolerance):
         return f"by these no plan of {chosen.plan.schedule} for what was given is faster"
     told = f"no plan takes less than {shown_seconds(chosen.bound)}, {chosen.gap():.1%} less"

@@ -38,6 +38,11 @@ SYNCHRONOUS = tuple(kind for kind in SCHEDULES if kind not in ("2bw", "eager-2bw
 # Sizes of microbatches that are tried if none are given: each is one more import of the model.
 MOST_SIZES = 5
 
+# Where stages turn out too large, plans are tried for less memory on their devices, by what they lack and a little more: so many times, begun with
+# as much memory as there is, and with more, as what is estimated may be too much elsewhere.
+CORRECTIONS = 6
+_MARGIN = 1.005
+_BEGUN_WITH = (1.0, 1.1)
 # Parts of the memory that a plan is tried again for, where what was planned for all of it does not fit after all.
 LESS_MEMORY = (0.95, 0.85, 0.7)
 # And how many times the memory, where nothing fits by estimates: what the passes count exactly may be less.
@@ -143,6 +148,7 @@ def plan_best(
     profile = profile_in(precision, sorted(models), progress)
     wanted = Wanted(batch, tuple(schedules), recompute, profile.chain.sizes, replicas=replicas)
     refused: dict[str, Exception] = {}
+    too_large: dict[Chosen, DoesNotFit] = {}
     tried: set[Chosen] = set()
 
     def carried_out(result: Result, tries: Iterable[_Try], refined: Mapping[str, Refined], more_memory: float = 1.0) -> api.Plan | None:
@@ -155,6 +161,8 @@ def plan_best(
                 made = _carried_out(models[outcome.plan.size], cluster, training, outcome, profile, recompute, precision, progress, options)
             except (VerifyError, DoesNotFit) as error:
                 refused.setdefault(schedule, error)
+                if isinstance(error, DoesNotFit):
+                    too_large[outcome.plan] = error
                 continue
             told = {kind: str(error) for kind, error in refused.items()}
             whole = (lambda: profile_in("bf16", profile.chain.sizes)) if (precision or training.precision) == "f32" else None
@@ -175,7 +183,7 @@ def plan_best(
         usable = outcome.plan.devices if little else range(len(result.fleet))
         if (near := refine(result.planner, cluster, outcome, usable)) is not None:
             refined[kind] = near
-    if (plan := carried_out(result, _tries(profile, result, spared, refined), refined)) is not None:
+    if (plan := carried_out(result, _tries(profile, result, spared, refined, too_large), refined)) is not None:
         return plan
     raise _all_refused(refused)
 
@@ -229,17 +237,29 @@ def _with_more_memory(chain: Chain, cluster: Cluster, wanted: Wanted) -> Iterato
     return iter(sorted(found, key=lambda row: row[0].best.step))
 
 
+def _corrected(fleet: Fleet, plan: Chosen, error: DoesNotFit) -> Fleet:
+    """A fleet with less memory on the devices of the stages that need more than they have, so that the formulas give them less."""
+    parts = {device: 1 / (error.excess[number] * _MARGIN) for number in error.excess for device in plan.stages[number].devices}
+    devices = enumerate(fleet.devices)
+    return fleet.but([replace(d, spaces=tuple((name, int(size * parts.get(i, 1))) for name, size in d.spaces)) for i, d in devices])
+
+
 def _with_memory(fleet: Fleet, part: float) -> Fleet:
     """A fleet with so many times the memory."""
     return fleet.but([replace(d, spaces=tuple((name, int(size * part)) for name, size in d.spaces)) for d in fleet.devices])
 
 
 def _tries(
-    profile: Profile, result: Result, spared: Mapping[str, tuple[Outcome, list[str]]], refined: Mapping[str, Refined]
+    profile: Profile,
+    result: Result,
+    spared: Mapping[str, tuple[Outcome, list[str]]],
+    refined: Mapping[str, Refined],
+    too_large: Mapping[Chosen, DoesNotFit],
 ) -> Iterator[_Try]:
     """Plans to be carried out, until the passes accept one: of every schedule the best by simulation, where there is one, that of the
     formulas, those for somewhat less memory than there is, since what the planner counts are estimates, and such without replicas, whose
-    rules are simpler. The fastest schedule comes first."""
+    rules are simpler. The fastest schedule comes first. Then, by schedule, plans with less memory for devices whose stages were found
+    `too_large` in those before."""
     limited = any(device.memory for device in result.fleet.devices)
     every = len(refined) == len(spared)
     for schedule in sorted(spared, key=lambda kind: refined[kind].step if every else spared[kind][0].step):
@@ -256,6 +276,16 @@ def _tries(
             if found is not None:
                 # A device that hardly helps stays where its memory is wanted.
                 yield schedule, *without_little_help(profile.chain, less, wanted, found)
+    for schedule, part in ((schedule, part) for part in _BEGUN_WITH for schedule in result.outcomes):
+        fleet = _with_memory(result.fleet, part)
+        for _ in range(CORRECTIONS):
+            found = Planner(profile.chain, fleet, result.wanted).best(schedule)
+            if found is None:
+                break
+            yield schedule, found, []
+            if found.plan not in too_large:
+                break
+            fleet = _corrected(fleet, found.plan, too_large[found.plan])
 
 
 def first_reason(error: str) -> str:
