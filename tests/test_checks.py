@@ -1,13 +1,16 @@
-"""`penstock verify` of models and bundles whose outputs are not rows of samples."""
+"""`penstock verify`: outputs that are not rows of samples, and trainings in which roundings grow."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import onnx
 import pytest
 
+from penstock import checks
 from penstock.cli import main
+from penstock.models import write_mlp
 
 
 def test_scalar_outputs_by_names_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,3 +30,27 @@ def test_scalar_outputs_by_names_of_the_model(tmp_path: Path, capsys: pytest.Cap
         told = capsys.readouterr().out
         assert "the_mean" in told
         assert "inf " not in told
+
+
+def test_losses_may_be_off_by_what_roundings_grow_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held to less than float32 can do, losses pass by what rounding moves them by. Control: gradients that are an update late do not."""
+    write_mlp(tmp_path / "m.onnx", [6, 8, 3], 4, seed=2)
+    words = ["compile", str(tmp_path / "m.onnx"), "--loss", "cross_entropy", "--lr", "0.1", "--microbatches", "2", "--backend", "numpy"]
+    assert main([*words, "-o", str(tmp_path / "b")]) == 0
+    monkeypatch.setattr(checks, "TOLERANCE", 1e-12)
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "b"), "--steps", "3"]) == 0
+    told = capsys.readouterr()
+    assert "8 runs of the recurrence move by up to" in told.err
+    assert re.search(r"step 2 microbatch 1 loss \S+ +\S+e-0[789] +\S+e-0[67] +ok", told.out)
+    # What one asks for counts as it is.
+    assert main(["verify", str(tmp_path / "b"), "--steps", "3", "--tolerance", "1e-12"]) == 5
+    assert "recurrence move" not in capsys.readouterr().err
+    monkeypatch.setattr(checks, "delay_of", lambda module: 1)
+    assert main(["verify", str(tmp_path / "b"), "--steps", "3"]) == 5
+    told = capsys.readouterr()
+    assert "step 0 microbatch 1" not in told.err
+    assert "off by more than is allowed: step 1 microbatch 0" in told.err
+    assert "hint: --bisect looks for" in told.err

@@ -35,7 +35,7 @@ from penstock.bisecting.slopes import ALLOWED as SLOPE_ALLOWED
 from penstock.bisecting.slopes import Slopes
 from penstock.bisecting.steps import Step
 from penstock.bisecting.values import Key, Seen, Spot, told
-from penstock.checks import delay_of, relative_error, synthetic_batch
+from penstock.checks import changed_by, delay_of, relative_error, synthetic_batch
 from penstock.ir.errors import PenstockError, VerifyError
 from penstock.ir.graph import GRAD, PARAM, Module, Var, graph_kind
 from penstock.ir.interp import DictStore, Run, Watch, initial_arrays, microbatches_of, run_graph, run_recurrence, run_schedule
@@ -199,10 +199,7 @@ class Trial:
         source = np.random.default_rng([self.seed, 1])
 
         def shake(array: Array) -> Array:
-            if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-                return array
-            moved: Array = array.astype(np.float64) * (1 + 2 * UNIT_ROUNDOFF["f64"] * source.choice([-1.0, 1.0], array.shape))
-            return moved
+            return changed_by(2 * UNIT_ROUNDOFF["f64"], array, source)
 
         other = copy(self)
         # What this one has found out is not true of the other.
