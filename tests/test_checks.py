@@ -43,11 +43,11 @@ def test_losses_may_be_off_by_what_roundings_grow_to(
     capsys.readouterr()
     assert main(["verify", str(tmp_path / "b"), "--steps", "3"]) == 0
     told = capsys.readouterr()
-    assert "8 runs of the recurrence move by up to" in told.err
+    assert "in 8 runs from numbers changed by one rounding" in told.err
     assert re.search(r"step 2 microbatch 1 loss \S+ +\S+e-0[789] +\S+e-0[67] +ok", told.out)
     # What one asks for counts as it is.
     assert main(["verify", str(tmp_path / "b"), "--steps", "3", "--tolerance", "1e-12"]) == 5
-    assert "recurrence move" not in capsys.readouterr().err
+    assert "8 runs" not in capsys.readouterr().err
     monkeypatch.setattr(checks, "delay_of", lambda module: 1)
     assert main(["verify", str(tmp_path / "b"), "--steps", "3"]) == 5
     told = capsys.readouterr()
