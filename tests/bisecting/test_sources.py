@@ -93,11 +93,31 @@ def test_a_dump_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     compiled(model, tmp_path, "--backend", "numpy")
     assert bisected(tmp_path / "dumps", "--backend", "numpy") == 0, "the control"
     assert "modules" in capsys.readouterr().out
-    edited = sorted((tmp_path / "dumps").glob("*.ir"))[2:]
+    # One file that was edited is named, also where it is the next one that does not follow from it.
+    files = sorted((tmp_path / "dumps").glob("*.ir"))
+    optimizer = next(file for file in files if file.name.endswith("_optimizer.ir"))
+    for file, old, new, blamed in (
+        (files[0], "eps=1e-05", "eps=0.1", f"{files[0].name}, or all after it, was edited"),
+        (optimizer, "value=0.999", "value=0.99", f": {optimizer.name} was edited"),
+        (files[-1], "value=0.999", "value=0.99", f": {files[-1].name} was edited"),
+    ):
+        text = file.read_text(encoding="utf-8")
+        assert old in text
+        file.write_text(text.replace(old, new), encoding="utf-8")
+        assert bisected(tmp_path / "dumps", "--backend", "numpy") == 5
+        told = capsys.readouterr()
+        assert blamed in told.err
+        assert file is files[0] or "= const(value=0.99" in told.out, "a wrong constant of the optimiser is named"
+        file.write_text(text, encoding="utf-8")
+    files[-1].rename(tmp_path / "last")
+    assert bisected(tmp_path / "dumps", "--backend", "numpy") == 2
+    assert f"lists what is not there: {files[-1].name}" in capsys.readouterr().err
+    (tmp_path / "last").rename(files[-1])
+    edited = files[2:]
     for file in edited:
         file.write_text(file.read_text(encoding="utf-8").replace("eps=1e-05", "eps=0.1"), encoding="utf-8")
     assert bisected(tmp_path / "dumps", "--backend", "numpy") == 5
-    assert f"{edited[0].name} is not what " in capsys.readouterr().err, "a pass is not to blame for what somebody wrote"
+    assert f": {edited[0].name} was edited" in capsys.readouterr().err, "a pass is not to blame for what somebody wrote"
     assert main(["compile", str(model), "-o", str(tmp_path / "other"), *ARGUMENTS["gpt"], "--backend", "numpy", "--dump-ir", str(tmp_path / "c"), "--dump-ir-changed"]) == 0  # fmt: skip
     assert bisected(tmp_path / "c") == 2
     assert "without --dump-ir-changed" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from penstock.bisecting import reproducer
 from penstock.bisecting.kernels import Verdict, first_kernel
 from penstock.bisecting.original import OnnxOriginal, first_difference
 from penstock.bisecting.shrinking import Budget
-from penstock.bisecting.steps import WRITTEN, Original, Step, Trail
+from penstock.bisecting.steps import WRITTEN, Original, Trail
 from penstock.bisecting.trial import Off, Trial, can_run, is_whole
 from penstock.bisecting.values import Errors, Spot
 from penstock.ir.errors import PenstockError, VerifyError
@@ -114,18 +114,32 @@ class _Search:
             print(f"  or after {before.call}: what that makes cannot be run before weights have versions")
         spots = trial.spots(culprit.module, before.module)
         _tell_graphs(spots)
-        print("\n".join(spots[0].lines()) if spots else "no single value is off that had one of its name before")
-        if self._is_strange(before, culprit):
-            self._fail(
-                f"{culprit.name} is not what {culprit.call} makes of {before.name} here: it was edited, or another version wrote it", None
-            )
+        if spots:
+            print("\n".join(spots[0].lines()))
+        elif isinstance(problem, Off):
+            print("  all values that have the same name in the module before are right: what is wrong has a name of its own, or came later")
+        if edited := self._edited(high):
+            what = f"{culprit.name} is not what {culprit.call} makes of {before.name} here"
+            self._fail(f"{what}: {edited} was edited, or another version wrote it", None)
         self._fail(
             f"{culprit.call if culprit.call == WRITTEN else f'pass {culprit.call}'} changes what {steps[0].module.name} computes",
             lambda budget: self._of_pass(high, problem, spots, budget),
         )
 
-    def _is_strange(self, before: Step, step: Step) -> bool:
+    def _edited(self, at: int) -> str:
+        """Which dump was not written by its pass, where the one at a place is not what its pass makes of the one before; nothing where it
+        is. One that was edited fits neither neighbour, so that the others say which of the two it is."""
+        steps = self.trail.steps
+        if not self._is_strange(at):
+            return ""
+        if at > 1:
+            return steps[at - 1].name if self._is_strange(at - 1) else steps[at].name
+        fits_next = at + 1 < len(steps) and not self._is_strange(at + 1)
+        return f"{steps[0].name}, or all after it," if fits_next else "one of the two"
+
+    def _is_strange(self, at: int) -> bool:
         """Whether a pass does not make what stands in its dump: then nobody can say what the pass does."""
+        before, step = self.trail.steps[at - 1 : at + 1]
         if step.call == WRITTEN:
             return False
         try:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.bisecting.steps import WRITTEN, Original, Program, Step, Trail
-from penstock.dumping.folder import EXCERPT
-from penstock.dumping.reading import dumped_passes, made_again
+from penstock.dumping.folder import EXCERPT, PASSES
+from penstock.dumping.reading import dumped_passes, made_again, missing_dumps
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
 from penstock.terminal import say
 
@@ -41,6 +41,8 @@ def read_dumps(folder: str | Path) -> list[Step]:
     steps = [Step(dump.path.name, dump.call, dump.module) for dump in found]
     if any(note.origin == EXCERPT for step in steps for note in step.module.notes):
         raise UsageError("has parts of modules alone", where=str(folder), hint="dump again without --dump-ir-filter")
+    if lost := missing_dumps(Path(folder)):
+        raise UsageError(f"{PASSES} lists what is not there: {', '.join(lost)}", where=str(folder), hint="dump again")
     return steps
 
 

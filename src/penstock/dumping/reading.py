@@ -1,6 +1,7 @@
 """The modules of a compilation once more: out of its dump folder, or by running the passes that a plan names.
 
     dumped_text     a dump folder and the name of a file in it -> its text; what lies elsewhere, as a link may name it, is refused
+    missing_dumps   a dump folder -> names of the modules that its table of passes has and that are not there
     pass_rows       a dump folder -> call and time of all passes, also of those that changed nothing
     dumped_passes   a dump folder -> the module after each pass that is dumped there, read when it is asked for
     made_again      the model before `partition`, which bundles keep, and the pipeline that plan.json names -> the module after each pass from there on
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,18 +68,27 @@ def _inside(folder: Path, name: str) -> Path:
 
 def pass_rows(folder: Path) -> dict[int, tuple[str, float]]:
     """Call and milliseconds by number, as passes.tsv has them; none where there is no such file."""
+    return {number: (call, ms) for number, call, ms, _ in _rows(folder)}
+
+
+def missing_dumps(folder: Path) -> list[str]:
+    """Modules of passes that changed something; of a whole dump, without filters and with modules rather than changes."""
+    names = [f"{number:02d}_{call.partition('{')[0]}.ir" for number, call, _, changed in _rows(folder) if changed]
+    return [name for name in names if not (folder / name).exists()]
+
+
+def _rows(folder: Path) -> Iterator[tuple[int, str, float, bool]]:
+    """Number, call, milliseconds, and whether it changed anything."""
     if not (folder / PASSES).is_file():
-        return {}
+        return
     header, *lines = dumped_text(folder, PASSES).rstrip("\n").split("\n")
-    found = {}
     for at, line in enumerate(lines, 2):
         row = dict(zip(header.split("\t"), line.split("\t"), strict=False))
         number, call, ms = row.get("number", ""), row.get("pass", ""), _milliseconds(row.get("ms", ""))
         if _NUMBER.fullmatch(number) is None or not call or not math.isfinite(ms):
             what = f"expected the number of a pass, its call and milliseconds, found {line[:80]!r}"
             raise VerifyError(what, where=f"{folder / PASSES}:{at}", hint="is this a dump folder?")
-        found[int(number)] = call, ms
-    return found
+        yield int(number), call, ms, row.get("changed") == "yes"
 
 
 def _milliseconds(text: str) -> float:
