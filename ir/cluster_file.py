@@ -331,9 +331,10 @@ class _Reader:
         plain = kind.rstrip("?")
         units = _UNITS.get(plain, {})
         number: float | int | None = None
+        match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             number = value
-        elif isinstance(value, str) and (match := _QUANTITY.fullmatch(value.strip())):
+        elif match is not None:
             unit = match[2].strip().lower()
             if unit == "" or unit in units:
                 try:
@@ -342,7 +343,9 @@ class _Reader:
                     number = math.inf
         if number is None:
             like = f"a number of {plain}" + (f" or with a unit, like {_EXAMPLES[plain]!r}" if units else "")
-            self.problems.append(f"{where}: {key} must be {like if units else 'a number'}, got {value!r}")
+            per_second = match is not None and f"{match[2].strip().lower()}/s" in units
+            meant = f", did you mean '{value}/s'?" if per_second else ""
+            self.problems.append(f"{where}: {key} must be {like if units else 'a number'}, got {value!r}{meant}")
             return None
         if not (number >= 0 if kind.endswith("?") else number > 0) or math.isinf(number):
             self.problems.append(f"{where}: {key} must be positive{' or 0' if kind.endswith('?') else ''} and finite, got {value!r}")

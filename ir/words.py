@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 def counted(number: int, noun: str) -> str:
     """`1 stage`, `2 stages`, `2 microbatches`."""
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s")
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """`did you mean this or that?`, of names that look like one there is not; nothing where none does."""
+    close = get_close_matches(name, names, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else ""
 
 
 def itemised(problems: Iterable[str]) -> str:

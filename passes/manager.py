@@ -16,7 +16,7 @@ from ..ir.errors import PenstockError, UsageError
 from ..ir.graph import Attr, Module
 from ..ir.literals import parse_literal, print_literal
 from ..ir.verify import verify
-from ..ir.words import itemised
+from ..ir.words import itemised, meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def parse_pipeline(text: str, table: dict[str, Pass], where: str = "-p") -> list
         if match[1] in table:
             calls += _parse_call(table[match[1]], match[2] or "", own)
         else:
-            own.append(f"unknown pass {match[1]!r}, expected one of {', '.join(table)}")
+            own.append(f"unknown pass {match[1]!r}, {meant(match[1], table) or 'expected one of ' + ', '.join(table)}")
         problems += [line + problem for problem in own]
     problems += _disagreements(calls)
     if problems:

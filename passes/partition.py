@@ -45,7 +45,7 @@ from ..ir.errors import UsageError
 from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Mesh, Module, Namer, Op, Stage, Value, Var
 from ..ir.liveness import from_state_alone
 from ..ir.ops import OPS
-from ..ir.words import counted, itemised
+from ..ir.words import counted, itemised, meant
 from .cost import GraphCost, Transfer, cost, shown_seconds
 from .partition_chain import (
     chain_of,
@@ -304,9 +304,10 @@ def _known_positions(chain: Sequence[Op], names: Sequence[str]) -> dict[str, int
     position = positions_of(chain)
     unknown = [name for name in names if name not in position]
     if unknown:
+        listed = "with `--dump-ir dumps`, `penstock inspect dumps/00_input.ir --op .` lists those there are"
         raise UsageError(
             f"no value or node named {', '.join(map(repr, unknown))} to split at",
-            hint="`penstock inspect dumps/*_autodiff.ir --op .` lists them",
+            hint=" ".join(filter(None, [*(meant(name, position) for name in unknown[:1]), listed])),
         )
     return position
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from penstock import __version__
 from penstock.argument_types import positive_number, seed_number, whole_number
 from penstock.ir.errors import DoesNotFit, PenstockError, UsageError
 from penstock.ir.exhaustion import is_out_of_memory
-from penstock.ir.words import visible, visible_lines
+from penstock.ir.words import meant, visible, visible_lines
 from penstock.model_arguments import RATE_HELP, SCHEDULE_KINDS, add_dump_arguments, add_model_arguments
 from penstock.verify_arguments import add_verify_arguments
 
@@ -113,11 +114,18 @@ def _dashes(word: str) -> str:
     return flag.replace("_", "-") + equals + value
 
 
+# What argparse says of a word that is none of its choices; newer versions of Python leave the quotes out.
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports usage errors through our own error class, so that they look and exit like all others."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, hint=f"`{self.prog} --help` explains the arguments")
+        hint = f"`{self.prog} --help` explains the arguments"
+        if (choice := _CHOICE.search(message)) is not None and (words := meant(choice[1], re.findall(r"[\w\-]+", choice[2]))):
+            hint = f"{words} {hint}"
+        raise UsageError(message, hint=hint)
 
 
 def command_line() -> argparse.ArgumentParser:

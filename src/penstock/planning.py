@@ -91,8 +91,9 @@ def sizes_of(batch: int, fixed: int | None) -> tuple[int, ...]:
     if fixed is not None:
         if batch % fixed:
             raise UsageError(
-                f"a batch of {batch} samples cannot be made of microbatches of {fixed}, the size that the model has",
-                hint="give another --batch, or a model whose first dimension is symbolic",
+                f"a batch of {batch} samples cannot be made of microbatches of {fixed}, the size that the model is read with",
+                hint=f"give a --batch that {fixed} divides, or another size by --dim; where the first dimension of the model is symbolic and no "
+                "--dim binds it, the planner chooses",
             )
         return (fixed,)
     divisors = [b for b in range(1, batch + 1) if batch % b == 0]

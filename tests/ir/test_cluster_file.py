@@ -218,6 +218,7 @@ latency = 3
 name = "b c"
 host = "h"
 memory = "8 parsecs"
+bandwidth = "3 GiB"
 kind = "tpu"
 [[link]]
 a = "a"
@@ -241,6 +242,7 @@ bandwidth = "10 GHz"
         "device 'a': unknown key 'latency', expected one of name, kind",
         "device 'b c': name must be a name without blanks, of letters, digits and . / : - _, got 'b c'",
         "device 'b c': memory must be a number of bytes or with a unit, like '8 GiB', got '8 parsecs'",
+        "device 'b c': bandwidth must be a number of bytes per second or with a unit, like '2 GB/s', got '3 GiB', did you mean '3 GiB/s'?",
         "device 'b c': kind must be one of cpu, cuda or gpu, got 'tpu'",
         "link 1: latency must be positive or 0 and finite, got -1",
         "link 1: bandwidth must be a number of bytes per second or with a unit, like '2 GB/s', got '10 GHz'",

@@ -8,12 +8,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, fields
-from difflib import get_close_matches
 from typing import Any
 
 from penstock.ir import verify
 from penstock.ir.errors import UsageError
 from penstock.ir.literals import print_literal
+from penstock.ir.words import meant
 from penstock.passes.manager import Pass
 from penstock.passes.pipelines import PASSES, PIPELINES, pipeline_text
 from penstock.terminal import table
@@ -36,9 +36,7 @@ def known(name: str, names: Iterable[str], what: str, command: str) -> str:
     spelled = {one.replace("_", "-"): one for one in names}
     if (one := spelled.get(name.replace("_", "-"))) is not None:
         return one
-    close = get_close_matches(name, spelled.values(), n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"`{command}` lists those there are"
-    raise UsageError(f"there is no {what} {name!r}", hint=hint)
+    raise UsageError(f"there is no {what} {name!r}", hint=meant(name, spelled.values()) or f"`{command}` lists those there are")
 
 
 def _signature(row: Pass) -> str:
