@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.frontends.onnx import import_onnx
 from penstock.frontends.torch import import_torch
 from penstock.ir.errors import UnsupportedModel, UsageError
 from penstock.ir.graph import written_vars
@@ -263,3 +265,14 @@ def test_arguments_that_are_no_tensors_have_the_values_of_the_examples() -> None
     once, twice = (import_torch(Outputs(), (x, scale), {"kind": "tuple"}) for scale in (1.0, 2.0))
     twice.weights.update(once.weights)
     np.testing.assert_allclose(2 * run(once, x)[0], run(twice, x)[0], rtol=1e-6)
+
+
+def test_exporters_forget_that_batch_norms_train(tmp_path: Path) -> None:
+    """In a file of torch's exporter nothing moves; in the module itself statistics do. The control is the
+    same module at rest."""
+    pytest.importorskip("onnxscript")
+    net, example = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).train(), (torch.zeros(8, 4),)
+    torch.onnx.export(net, example, str(tmp_path / "net.onnx"), dynamo=True, optimize=False, verbose=False)
+    assert not written_vars(import_onnx(tmp_path / "net.onnx").module.graphs["main"])
+    assert written_vars(import_torch(net, example).module.graphs["main"]) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert not written_vars(import_torch(net.eval(), example).module.graphs["main"])
