@@ -14,9 +14,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def ended_out_of_memory(said: str) -> bool:
-    """Whether the last line that a process wrote before it ended says so: that of a traceback, or what C++
-    says of an exception that nobody caught."""
-    last = said.rstrip().rpartition("\n")[2].lstrip(" |")
+    """Whether the last line that a process wrote before it ended says so: that of a traceback, or what C++ says of an exception that nobody caught.
+    What Python adds as it ends does not count: where its threads were, and in development mode what was left open."""
+    lines = said.partition("Fatal Python error: ")[0].splitlines()
+    last = next((line for line in reversed(lines) if line.strip() and "ResourceWarning: " not in line), "")
     return last.partition(":")[0].endswith(MemoryError.__name__) or any(words in last for words in _SAID)
 
 

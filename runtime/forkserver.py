@@ -33,7 +33,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from ..ir.errors import DoesNotFit, PeerLost, PenstockError
 from ..ir.exhaustion import ended_out_of_memory
@@ -186,7 +186,7 @@ class Server:
         with self._lock:
             self.lost = True
             said = tail(self._log)
-            self.failure = _describe_end(code, said)
+            self.failure = _describe_end(code, self._log)
             named = f"the process that ranks are forked from (process {self.pid} on {socket.gethostname()})"
             for process in self._processes.values():
                 process.end(code, f"{named} {ending(code)}, and all ranks with it\n{said}".rstrip())
@@ -225,13 +225,14 @@ def fork_rank(rank: Rank, backend: str, environment: Mapping[str, str]) -> Proce
             raise server.failure
 
 
-def _describe_end(code: int, said: str) -> PenstockError:
-    """What a server that has ended means for its launcher; `said` is the tail of what it wrote."""
+def _describe_end(code: int, log: IO[bytes]) -> PenstockError:
+    """What a server that has ended means for its launcher; `log` is what it wrote."""
     what = f"the process that ranks are forked from {ending(code)}"
-    if ended_out_of_memory(said):
+    log.seek(0)
+    if ended_out_of_memory(log.read().decode("utf-8", "replace")):
         hint = "it loads libraries before there are any tensors; `ulimit -v` and the limits of a container have to leave room for them"
         return DoesNotFit(f"the system gave no more memory: {what}", where="launch", hint=hint)
-    return PeerLost(f"{what}\n{said}".rstrip(), where="launch")
+    return PeerLost(f"{what}\n{tail(log)}".rstrip(), where="launch")
 
 
 def _inherited() -> tuple[object, ...]:

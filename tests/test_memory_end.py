@@ -54,8 +54,11 @@ def test_whatever_noticed_it() -> None:
 
 def test_what_a_process_wrote_last() -> None:
     assert ended_out_of_memory("Traceback (most recent call last):\n  import x\nMemoryError\n")
-    assert ended_out_of_memory("  | terminate called after throwing an instance of 'std::bad_alloc'\n  |   what():  std::bad_alloc")
-    assert ended_out_of_memory("  | numpy._core._exceptions._ArrayMemoryError: Unable to allocate 1.00 GiB")
+    assert ended_out_of_memory(
+        "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\nFatal Python error: Aborted\n\n"
+    )
+    assert ended_out_of_memory("MemoryError\nsys:1: ResourceWarning: unclosed <socket.socket fd=3>\n")
+    assert ended_out_of_memory("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 1.00 GiB")
     assert ended_out_of_memory("ImportError: libx.so: failed to map segment from shared object")
     # The controls: it went on after that, or said nothing.
     assert not any(map(ended_out_of_memory, ("bad_alloc caught\nImportError: no such torch", "a MemoryError was caught", "")))

@@ -58,7 +58,7 @@ def test_what_a_killed_holder_leaves_stops_nobody(tmp_path: Path) -> None:
             Claims().hold(tmp_path)
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
     assert holder(tmp_path).process == process.pid
     own = Claims()
     own.hold(tmp_path)
