@@ -71,7 +71,7 @@ FEW = [
     for m in (1, 2, 4, 5, 16)
     for n, k in ((128, 24), (301, 37), (145, 7), (4113, 9))
     if m < 16 or n < 4000
-] + [(13, 2200, 26), (16, 129, 1), (3, 128, 768)]  # fmt: skip
+] + [(13, 2200, 26), (16, 129, 1), (3, 128, 768), (1, 1000, 1100), (5, 1003, 1100)]  # fmt: skip
 # Rows shared by threads for want of panels, with and without rows left over. The first tile packs: with rows left over and without, a last panel of one vector, of several, ragged; long sums, several blocks of rows; sums of up to four.
 MANY = [
     (18, 64, 20),

@@ -24,7 +24,7 @@ from penstock.ir.types import ITEM_BYTES
 
 from .body import Body, parallel_if
 from .elements import Index, unravel
-from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
+from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal
 from .product_terms import Product
 
 DOT_ROWS = 4
@@ -121,10 +121,10 @@ STREAM_COLUMNS = 128
 # Up to so many rows of A, the rows of B are what is loaded most, and one vector of each at a time is enough.
 _THIN = 4
 _TOGETHER_THIN = 8
-# Sums of a block of columns: a part of the second cache, so that long runs of B are read. A block is never all columns of a wide
-# result, so that threads can share them.
+# Sums of a block of columns: a part of the second cache, so that long runs of B are read. A block is never all columns of a B that
+# leaves that cache, so that threads can share them.
 _SUM_BYTES = 256 << 10
-_WIDE = 4096
+_LARGE_B = 1 << 20
 
 
 def has_few_rows(body: Body, p: Product) -> bool:
@@ -142,23 +142,23 @@ def emit_streams(body: Body, p: Product) -> None:
     zero = literal(0, dtype)
     most = max(_SUM_BYTES // (ITEM_BYTES[dtype] * p.m) // width * width, width)
     whole_columns = p.n // width * width
-    columns = min(most, whole_columns if p.n < _WIDE else -(-(whole_columns // width) // 2) * width)
+    columns = min(most, whole_columns if p.n * p.k < _LARGE_B else ceil_div(whole_columns // width, 2) * width)
 
     def rows_of_b(lead: Index, start: Expr, block: Buffer, j: Expr, k: Expr, count: int, size: int) -> None:
         """Adds to sums what `count` rows of B give, for `size` columns from `start` + `j` on."""
-        held = []
+        held, step = [], min(lanes, size)
         for r in range(count):
             row = emit.alloc(size, dtype, "b")
-            for v in range(0, size, lanes):
+            for v in range(0, size, step):
                 if size == 1:
                     with body.point():
                         emit.store(row, p.b(lead, k + r, start + j), literal(0, "i32"))
                 else:
-                    with emit.loop(lanes, VECTOR, "l") as lane, body.point():
+                    with emit.loop(step, VECTOR, "l") as lane, body.point():
                         emit.store(row, p.b(lead, k + r, start + (j + (lane + v if v else lane))), lane + v)
             held.append(row)
         with emit.loop(p.m, SERIAL, "i") as i, body.point():
-            pieces = [(v, lanes) for v in range(0, size, lanes)] if size > 1 else [(0, 1)]
+            pieces = [(v, step) for v in range(0, size, step)]
 
             def at(offset: Expr, n: int) -> Expr:
                 return tirx.Ramp(offset, 1, n) if n > 1 else offset
@@ -176,7 +176,7 @@ def emit_streams(body: Body, p: Product) -> None:
                 emit.store(block, tirx.BufferLoad(acc, [at(literal(v, "i32"), n)]), at(i * columns + j + v, n))
 
     def block_of(lead: Index, start: Expr, count: int) -> None:
-        """All sums of `count` columns, which are whole vectors, or fewer than one."""
+        """All sums of `count` columns, which are whole vectors, or a smaller power of two."""
         block = emit.alloc(p.m * columns, dtype, "sums")
         size = min(width, count)
         with emit.loop(p.m, SERIAL, "i") as i:
@@ -203,11 +203,11 @@ def emit_streams(body: Body, p: Product) -> None:
         if tail:
             with emit.loop(1), body.point():
                 block_of(lead, literal(blocks * columns, "i32"), tail)
-        done = whole_columns
-        for size in (lanes, 1):
-            # What is left: a vector at most, then single columns.
+        done, size = whole_columns, lanes
+        while done < p.n:
+            # What is left: shorter and shorter vectors, down to a single column.
             count = (p.n - done) // size * size
             if count:
                 with body.point():
                     block_of(lead, literal(done, "i32"), count)
-            done += count
+            done, size = done + count, size // 2
