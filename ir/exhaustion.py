@@ -17,7 +17,10 @@ def ended_out_of_memory(said: str) -> bool:
     """Whether the last line that a process wrote before it ended says so: that of a traceback, or what C++ says of an exception that nobody caught.
     What Python adds as it ends does not count: where its threads were, and in development mode what was left open."""
     lines = said.partition("Fatal Python error: ")[0].splitlines()
-    last = next((line for line in reversed(lines) if line.strip() and "ResourceWarning: " not in line), "")
+    # Behind a warning there may be the line of source that it is about.
+    warned = [number for number, line in enumerate(lines) if "ResourceWarning: " in line]
+    added = {*warned, *(number + 1 for number in warned if number + 1 < len(lines) and lines[number + 1].startswith("  "))}
+    last = next((line for number, line in reversed([*enumerate(lines)]) if line.strip() and number not in added), "")
     return last.partition(":")[0].endswith(MemoryError.__name__) or any(words in last for words in _SAID)
 
 

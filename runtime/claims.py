@@ -104,6 +104,7 @@ class _Claim:
         self._holder = Holder(os.getpid(), socket.gethostname(), own_boot(), run)
         self._end, self._swap = threading.Event(), threading.Lock()
         self._descriptor = -1
+        self._has_locks = True
         try:
             self._descriptor = self._take()
         except BaseException:
@@ -118,8 +119,11 @@ class _Claim:
         return self._descriptor >= 0
 
     def check(self) -> None:
-        """Make sure that the claim is still there."""
-        if not self.locked or _is_at(self._descriptor, self._path):
+        """Make sure that the claim is still there, and of one that was lost try to have it again."""
+        if not self._has_locks or (self.locked and _is_at(self._descriptor, self._path)):
+            return
+        if not self.locked:
+            self._descriptor = self._take()
             return
         if self._path.exists():
             what = f"{_said(_holder_at(self._path))} has taken it over: this run gave no sign of life for {_SILENT_SECONDS:g} s"
@@ -164,6 +168,7 @@ class _Claim:
             try:
                 locked = _lock(descriptor)
                 if locked is None:
+                    self._has_locks = False
                     self._path.unlink(missing_ok=True)
                     return -1
                 # Otherwise its holder removed it between the two.

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..backends.bundle import Bundle
 from ..ir.errors import VerifyError
-from ..ir.graph import Module, Var, stage_vars, stepped_vars
+from ..ir.graph import PARAM, Module, Var, stage_vars, stepped_vars
 from ..ir.rates import Rate
 from ..ir.words import counted, itemised
 from .checkpoint import Index, another_model, check_file, files_for, is_kept, random_seed, read_index
@@ -85,7 +85,8 @@ def start_from(bundle: Bundle, data: DataSpec | None, chosen: Chosen | None, lr:
 def check_resume(index: Index, module: Module, data: DataSpec | None, where: str, source_hash: str = "") -> list[str]:
     """Refuse a checkpoint that does not fit; the answer is what differs and may be meant. `source_hash` is that of the bundle's model, if it
     has one: variables that do not fit a model of another hash are those of another model, and none of them says more."""
-    problems = []
+    problems: list[str] = []
+    unlike: list[str] = []
     if index.module != module.name:
         problems.append(f"it is of model {index.module}, the bundle is of {module.name}")
     types = index.types()
@@ -93,21 +94,23 @@ def check_resume(index: Index, module: Module, data: DataSpec | None, where: str
     for name, var in used.items():
         missing = name not in types and name in _SCALE
         if is_kept(var) and types.get(name) != str(var.type) and not missing:
-            problems.append(f"{name}: the bundle has {var.type}, the checkpoint {types.get(name, 'nothing')}")
+            unlike.append(f"{name}: the bundle has {var.type}, the checkpoint {types.get(name, 'nothing')}")
     # State of the optimiser is named after its parameter, and goes with it.
     lost = [name for name in types.keys() - used.keys() if name.rpartition(".")[0] not in types and name not in _COUNTERS]
-    problems += [f"{name}: the bundle has no such variable" for name in lost]
+    unlike += [f"{name}: the bundle has no such variable" for name in lost]
     other = another_model(index, module, source_hash, where) if source_hash else None
-    if problems and other is not None:
+    # An optimiser of another kind, or a parameter that is frozen here, are no other model, although its file may have been written anew.
+    parameters = {name for name, var in used.items() if var.role == PARAM}
+    if other is not None and any(types.get(name) != str(used[name].type) for name in parameters):
         raise other
     if index.format == 1 and module.schedule is not None and index.microbatches != module.schedule.microbatches:
         problems.append(
             f"it is of {index.microbatches} microbatches per batch, the bundle has {module.schedule.microbatches}, and checkpoints of "
             "format 1 do not say how many samples were read"
         )
-    if problems:
-        shown = sorted(problems)[:_SHOWN]
-        shown += [f"and {counted(len(problems) - _SHOWN, 'more such variable')}"] if len(problems) > _SHOWN else []
+    if problems or unlike:
+        shown = [*problems, *sorted(unlike)[:_SHOWN]]
+        shown += [f"and {counted(len(unlike) - _SHOWN, 'more such variable')}"] if len(unlike) > _SHOWN else []
         hint = "a small one that is frozen by --frozen is a constant, use a group to freeze it" if lost else ""
         raise VerifyError("the checkpoint does not fit the bundle:" + itemised(shown), where=where, hint=hint)
     told = _differences(index, module, data)

@@ -58,6 +58,7 @@ def test_what_a_process_wrote_last() -> None:
         "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\nFatal Python error: Aborted\n\n"
     )
     assert ended_out_of_memory("MemoryError\nsys:1: ResourceWarning: unclosed <socket.socket fd=3>\n")
+    assert ended_out_of_memory("MemoryError\n/a/b.py:3: ResourceWarning: subprocess 7 is still running\n  _warn(process)\n")
     assert ended_out_of_memory("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 1.00 GiB")
     assert ended_out_of_memory("ImportError: libx.so: failed to map segment from shared object")
     # The controls: it went on after that, or said nothing.

@@ -162,7 +162,7 @@ def plan_best(
                 made = _carried_out(models[outcome.plan.size], cluster, training, outcome, profile, recompute, precision, progress, options)
             except (VerifyError, DoesNotFit) as error:
                 refused.setdefault(schedule, error)
-                if isinstance(error, DoesNotFit):
+                if isinstance(error, DoesNotFit) and error.excess:
                     too_large[outcome.plan] = error
                 continue
             told = {kind: str(error) for kind, error in refused.items()}

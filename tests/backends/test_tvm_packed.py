@@ -89,6 +89,7 @@ CONVOLUTIONS: dict[str, Callable[[], Graph]] = {
     "one tap, one image": lambda: convolution(320, 50, 37, 1, 1, 1, 1),
     "one tap, groups": lambda: convolution(64, 44, 20, 1, 1, 2, 1),
     "one tap, three images": lambda: convolution(48, 30, 33, 1, 1, 1, 3),
+    "one tap, few positions": lambda: convolution(32, 48, 2, 1, 1),
     "one tap, small": lambda: convolution(64, 96, 7, 1, 1),
     "one tap, stride 2": lambda: convolution(64, 96, 14, 1, 2),
     "few filters": lambda: convolution(24, 8, 20, 3, 1),
@@ -140,6 +141,9 @@ def test_packed_convolutions_give_the_same(name: str, tmp_path: Path) -> None:
 def test_other_processors(target: str, tmp_path: Path) -> None:
     for name in ("ragged", "sum in blocks, along the sum"):
         graph = GRAPHS[name]()
+        assert not compare(build([graph], tmp_path / name, target), graph, make_args(graph, np.random.default_rng(3)))
+    for name in ("one tap, one image", "channels apart, one image"):
+        graph = CONVOLUTIONS[name]()
         assert not compare(build([graph], tmp_path / name, target), graph, make_args(graph, np.random.default_rng(3)))
 
 

@@ -3,6 +3,7 @@ multiplied, long sums, results that are added to variables."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tvm import tirx
 from tvm_cases import build, make_args, to_torch, value
 
+from penstock.backends.tvm.lower import plan_kernels
+from penstock.backends.tvm.target import machine_of
 from penstock.ir.graph import Graph, Op, Slot, signature
 from penstock.ir.ops import make
 
@@ -118,6 +122,31 @@ def test_nothing_is_multiplied_that_a_row_does_not_have(place: int, tmp_path: Pa
 def test_products_of_few_and_many_rows(form: str, tmp_path: Path) -> None:
     few = FEW if form in ("NN", "NT") else FEW[::4]
     assert not wrong([product(f"s0.p{i}", form, *size) for i, size in enumerate([*few, *MANY])], tmp_path)
+
+
+def stores(statement: object) -> Iterator[tirx.BufferStore]:
+    if isinstance(statement, tirx.BufferStore):
+        yield statement
+    for part in (*getattr(statement, "seq", ()), getattr(statement, "body", None), getattr(statement, "then_case", None)):
+        if part is not None:
+            yield from stores(part)
+
+
+def over_the_end(graph: Graph) -> list[str]:
+    """Vectors that a kernel stores at fixed places of arrays, past their ends."""
+    found = []
+    for store in stores(plan_kernels(graph, machine_of("host")).steps[0].kernel.function.body):
+        place, size = store.indices[0], store.buffer.shape[0]
+        if isinstance(place, tirx.Ramp) and isinstance(place.base, tirx.IntImm) and int(place.base) + int(place.lanes) > int(size):
+            found.append(f"{place.lanes} at {place.base} of {store.buffer.name}, which has {size}")
+    return found
+
+
+@pytest.mark.parametrize("n", [145, 301, 1000])
+def test_last_columns_are_within_their_arrays(n: int) -> None:
+    graph = product("s0.p", "NN", 2, n, 37)
+    assert len(list(stores(plan_kernels(graph, machine_of("host")).steps[0].kernel.function.body))) > 10
+    assert not over_the_end(graph)
 
 
 def test_products_of_batches_and_doubles(tmp_path: Path) -> None:

@@ -150,6 +150,25 @@ def test_a_directory_that_was_cleared_is_claimed_again(tmp_path: Path) -> None:
     own.close()
 
 
+def test_a_claim_that_was_lost_stays_lost_while_another_has_it(tmp_path: Path) -> None:
+    directory, own, other = tmp_path / "ckpt", Claims(), Claims()
+    own.hold(directory)
+    (directory / FILE).rename(tmp_path / "mine")
+    other.hold(directory)
+    taken = directory / FILE
+    taken.rename(tmp_path / "other's")
+    # The file is not there when the first looks, and the other's is when it takes one.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(claims, "make_directories", lambda path: (tmp_path / "other's").rename(taken) and [])
+        with pytest.raises(UsageError, match="is in use"):
+            own.hold(directory)
+    with pytest.raises(UsageError, match="is in use"):
+        own.hold(directory)
+    other.close()
+    assert own.hold(directory) == []
+    own.close()
+
+
 def test_a_file_system_without_locks_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -38,6 +38,8 @@ from .emit import Buffer, Expr, ceil_div, literal
 
 # A smaller image leaves lanes empty behind its last whole vector, and has no long runs to pack.
 _LEAST_POSITIONS = 256
+# Fewer than a tile of positions with channels in lanes has.
+_FEW_POSITIONS = 14
 # Pairs of channels in a group up to which each pair's gradient for the weight may be summed on its own.
 _SMALL_GROUP = 64
 
@@ -85,6 +87,12 @@ def _zeros(g: Geometry) -> Index:
 def _is_pointwise(g: Geometry, sizes: Pair, spatial: Pair) -> bool:
     """One tap, every position once, and enough positions for lanes. Small images are better off with channels in lanes."""
     return g.kernel == g.strides == (1, 1) and sizes == spatial and not any(g.low) and prod(sizes) >= _LEAST_POSITIONS
+
+
+def _gathers(op: Op, images: int, positions: int, strides: Pair) -> bool:
+    """Whether one tap is better off with a product that gathers while it packs: of few positions of each image, so that all images share a pass over
+    the weights; and where strides leave most of the source out, unless weights are packed ahead, when packing the rest costs more than it saves."""
+    return (images > 1 and positions < _FEW_POSITIONS) or (strides != (1, 1) and not op.attrs.get(PACKED))
 
 
 def _emit_pointwise(
@@ -164,8 +172,7 @@ def emit_conv(body: Body, op: Op) -> None:
         tile_conv.emit_tile_conv(body, correlation)
     elif _is_pointwise(g, sizes, spatial):
         _emit_pointwise(body, op, y, x, groups, w.type.dims[1], g, lambda group, o, c: body.at(w, (group * filters + o, c, *_zeros(g))))
-    elif g.kernel == (1, 1) and g.strides != (1, 1) and groups == 1 and not any(g.low) and not op.attrs.get(PACKED):
-        # Most of the source is not read: packing gathers what is. Where weights are packed ahead, even that is more work than reading it in place.
+    elif g.kernel == (1, 1) and groups == 1 and not any(g.low) and _gathers(op, y.type.dims[0], prod(spatial), g.strides):
         windows.emit_conv(body, op)
     else:
         emit_correlation(body, correlation)

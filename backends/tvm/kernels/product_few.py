@@ -10,8 +10,8 @@ B contiguous along j, up to sixteen rows:   for columns block:
                                                 then `Body.finish` for each vector
 With few rows B streams from memory once, in the order in which it lies there. A panel of B as wide as a tile would be read in
 pieces of 256 bytes from another page each: 20 GB/s where whole rows give 29. The rows of B that are taken together are held in
-registers, so that sums are loaded and stored once for all of them: twelve rows of two vectors for 16 rows of A. Limit: the last
-columns, fewer than a vector, are computed one by one.
+registers, so that sums are loaded and stored once for all of them: twelve rows of two vectors for 16 rows of A. Limits: the
+last columns, fewer than a vector, take shorter and shorter vectors; a B of no more columns than sums fit the cache is shared by two threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.ir.types import ITEM_BYTES
 
 from .body import Body, parallel_if
 from .elements import Index, unravel
-from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, compute_dtype, literal
+from .emit import SERIAL, VECTOR, Buffer, Expr, compute_dtype, literal
 from .product_terms import Product
 
 DOT_ROWS = 4
@@ -142,7 +142,7 @@ def emit_streams(body: Body, p: Product) -> None:
     zero = literal(0, dtype)
     most = max(_SUM_BYTES // (ITEM_BYTES[dtype] * p.m) // width * width, width)
     whole_columns = p.n // width * width
-    columns = min(most, whole_columns if p.n * p.k < _LARGE_B else ceil_div(whole_columns // width, 2) * width)
+    columns = min(most, whole_columns if p.n * p.k < _LARGE_B else max(whole_columns // width // 2, 1) * width)
 
     def rows_of_b(lead: Index, start: Expr, block: Buffer, j: Expr, k: Expr, count: int, size: int) -> None:
         """Adds to sums what `count` rows of B give, for `size` columns from `start` + `j` on."""
