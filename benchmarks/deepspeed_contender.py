@@ -35,7 +35,8 @@ def engine_of(stages: list[nn.Module], shape: Shape) -> Any:
     module = PipelineModule(stages, num_stages=RANKS, loss_fn=loss_of, partition_method="uniform")
     optimizer = optimizer_of(list(module.parameters()), shape)
     sizes = {"train_batch_size": shape.samples, "train_micro_batch_size_per_gpu": shape.microbatch_samples}
-    config = sizes | {"gradient_accumulation_steps": shape.microbatches, "steps_per_print": 10**9}
+    # It clips gradients unless it is told not to.
+    config = sizes | {"gradient_accumulation_steps": shape.microbatches, "steps_per_print": 10**9, "gradient_clipping": 0.0}
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     # The last stage divides its loss by the number of microbatches, and every other stage the gradient of its outputs once more (0.19.8), so that
     # its parameters learn too slowly. Without that, losses are those of all others.
