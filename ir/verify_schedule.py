@@ -19,7 +19,7 @@ from .problems import Problem, op_window, step_window
 from .schedule import COMPUTE, PER_BATCH, PHASES, SENDS, TAKERS, VERSIONED, Action, Schedule
 from .simulate import Event, Rules, play, value_rules
 from .verify_ranks import check_dealing, check_homes
-from .words import counted
+from .words import counted, exact_bytes, shown_bytes
 
 # What is done once per batch, in this order.
 ORDER = ("AR", "P", "N", "U")
@@ -460,10 +460,11 @@ def _check_budget(module: Module) -> Iterator[Problem]:
     for name, rows in used.items():
         limit, total = module.cluster.device(name).memory, sum(row.peak for _, row in rows)
         if limit is not None and total > limit:
-            listed = " + ".join(f"rank {rank} {row.peak}" for rank, row in rows)
-            what = f"needs {total} bytes at the worst moment ({listed}), it has {limit}"
+            parts = " + ".join(f"rank {rank} {shown_bytes(row.peak)}" for rank, row in rows)
+            listed = f" ({parts})" if len(rows) > 1 else ""
+            what = f"needs {exact_bytes(total)} at the worst moment{listed}, it has {exact_bytes(limit)}"
             for rank, row in rows:
-                what += f"\n  rank {rank}: " + ", ".join(f"{purpose} {n}" for purpose, n in row.at_peak().items() if n)
+                what += f"\n  rank {rank}: " + ", ".join(f"{purpose} {shown_bytes(n)}" for purpose, n in row.at_peak().items() if n)
             yield Problem(
                 f"device {name}", what, hint="more stages, fewer microbatches in flight or smaller microbatches need less", memory=True
             )

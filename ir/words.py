@@ -12,6 +12,20 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s")
 
 
+def shown_bytes(count: float) -> str:
+    """Bytes for people: 1536 -> 1.5 KiB."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        units.pop(0)
+    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
+
+
+def exact_bytes(count: int) -> str:
+    """The same with the number itself, for what is compared with a limit it may be close to."""
+    return f"{shown_bytes(count)} ({count} bytes)" if count >= 1024 else shown_bytes(count)
+
+
 def meant(name: str, names: Iterable[str]) -> str:
     """`did you mean this or that?`, of names that look like one there is not; nothing where none does."""
     close = get_close_matches(name, names, n=3)

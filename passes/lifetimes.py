@@ -15,7 +15,7 @@ from ..ir.errors import UsageError
 from ..ir.graph import Module
 from ..ir.memory import Memory, measure_memory
 from ..ir.schedule import PER_BATCH, Action, Program, Schedule
-from ..ir.words import counted
+from ..ir.words import counted, shown_bytes
 
 COLUMNS = ("weights", "gradients", "state", "buffers", "activations", "boundary", "data", "workspace", "peak")
 
@@ -65,13 +65,5 @@ def _dropped_if(last: bool, action: Action) -> tuple[Action, ...]:
 def describe(memory: Memory) -> str:
     """One line for people."""
     parts = ((name, getattr(memory, name)) for name in COLUMNS[:-1])
-    listed = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts if n)
-    return f"peak {format_bytes(memory.peak)} ({listed or 'nothing'}), {counted(memory.in_flight, 'microbatch')} in flight"
-
-
-def format_bytes(count: int) -> str:
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+    listed = ", ".join(f"{name} {shown_bytes(n)}" for name, n in parts if n)
+    return f"peak {shown_bytes(memory.peak)} ({listed or 'nothing'}), {counted(memory.in_flight, 'microbatch')} in flight"

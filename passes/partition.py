@@ -45,7 +45,7 @@ from ..ir.errors import UsageError
 from ..ir.graph import BUFFER, GRAD, PARAM, STATE, Graph, Mesh, Module, Namer, Op, Stage, Value, Var
 from ..ir.liveness import from_state_alone
 from ..ir.ops import OPS
-from ..ir.words import counted, itemised, meant
+from ..ir.words import counted, itemised, meant, shown_bytes
 from .cost import GraphCost, Transfer, cost, shown_seconds
 from .partition_chain import (
     chain_of,
@@ -346,7 +346,7 @@ def _annotate(module: Module, devices: Sequence[Sequence[Device]], costs: _Costs
         notes.append(f"{text} per microbatch, starts at {_name(costs.chain[stages.index(stage)])}")
     for name, where in tied.items():
         numbers = ", ".join(map(str, sorted(where)))
-        copies = f"@{name} is read on stages {numbers}: each has a copy of its {module.vars[name].type.nbytes} bytes"
+        copies = f"@{name} is read on stages {numbers}: each has a copy of its {shown_bytes(module.vars[name].type.nbytes)}"
         notes.append(copies + (", and they exchange gradients of that size once per batch" if "B" in module.graphs else ""))
     # No mesh may be called like a device.
     known = module.cluster.devices if module.cluster is not None else ()

@@ -32,10 +32,9 @@ from ..ir.liveness import drop_dead, from_state_alone
 from ..ir.memory import Memory, measure_memory
 from ..ir.ops import OPS
 from ..ir.schedule import Schedule
-from ..ir.words import itemised
+from ..ir.words import exact_bytes, itemised, shown_bytes
 from .cost import op_seconds
 from .fuse import FuseOptions, fuse
-from .lifetimes import format_bytes
 from .recompute_chain import Element, cheapest
 
 MODES = ("auto", "none", "all")
@@ -74,7 +73,7 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
         fused = fused or fuse(module, FuseOptions())
         if module.stage_graph(stage.index, "W") is not None:
             peak = max(memory.peak for memory in measure_memory(_alone(fused, stage.index)).values())
-            why = f", predicted peak {peak}, budget {budget}" if options.mode == "auto" else ""
+            why = f", predicted peak {exact_bytes(peak)}, budget {exact_bytes(budget)}" if options.mode == "auto" else ""
             if options.mode == "all" or peak > budget:
                 notes.append(
                     f"stage {stage.index} saves all it needs{why}: its weight gradients are apart, and operations would be done twice again"
@@ -85,8 +84,8 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
         if options.mode == "auto" and chosen.peak > budget:
             excess[stage.index] = chosen.peak / budget
             problems.append(
-                f"stage {stage.index} on {place} needs {_shown(chosen.peak)} at the worst moment, even if {len(chosen.dropped)} operations are "
-                f"done again in the backward pass; it has {_shown(budget)}\n    {_listed(chosen.memory)}"
+                f"stage {stage.index} on {place} needs {exact_bytes(chosen.peak)} at the worst moment, even if {len(chosen.dropped)} operations are "
+                f"done again in the backward pass; it has {exact_bytes(budget)}\n    {_listed(chosen.memory)}"
             )
         if chosen.dropped:
             graphs[forward.name], graphs[backward.name] = chosen.forward, chosen.backward
@@ -99,13 +98,9 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
     return module.but(graphs=graphs).noted("recompute", *notes)
 
 
-def _shown(count: int) -> str:
-    return f"{format_bytes(count)} ({count} bytes)" if count >= 1024 else format_bytes(count)
-
-
 def _listed(memory: Memory) -> str:
     """What fills the memory of a stage at the worst moment."""
-    return ", ".join(f"{purpose} {format_bytes(count)}" for purpose, count in memory.at_peak().items() if count)
+    return ", ".join(f"{purpose} {shown_bytes(count)}" for purpose, count in memory.at_peak().items() if count)
 
 
 def _device(module: Module, stage: int) -> Device:
@@ -363,10 +358,11 @@ class _Stage:
         saved = [sum(v.type.nbytes for v in graph.saved) for graph in (self.forward, plan.forward)]
         kinds = Counter(op.kind for op in plan.copies if not self.free.issuperset(op.outs))
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=lambda kv: (-kv[1], kv[0])))
-        why = f", budget {budget}" if budget else ""
+        why = f", budget {shown_bytes(budget)}" if budget else ""
         return (
-            f"stage {self.index} on {place} computes again in the backward pass: {listed}. It saves {saved[1]} bytes per microbatch instead of "
-            f"{saved[0]}, predicted peak {plan.peak} instead of {self.before.peak}{why}, {plan.seconds * 1e3:.3f} ms more per microbatch"
+            f"stage {self.index} on {place} computes again in the backward pass: {listed}. It saves {shown_bytes(saved[1])} per microbatch "
+            f"instead of {shown_bytes(saved[0])}, predicted peak {shown_bytes(plan.peak)} instead of {shown_bytes(self.before.peak)}{why}, "
+            f"{plan.seconds * 1e3:.3f} ms more per microbatch"
         )
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from ..ir.errors import UsageError
 from ..ir.graph import Graph, Module, Namer, Op, Value, substitute
 from ..ir.types import TensorType
-from ..ir.words import counted
+from ..ir.words import counted, shown_bytes
 from .communicate import find_edges
 
 WIRES = ("f32", "bf16", "f16")
@@ -68,7 +68,7 @@ def wire(module: Module, options: WireOptions) -> Module:
                     changed = _widened(graphs[graph.name], comes, low, wide, first=kind == phase)
                     graphs[graph.name] = _rounded(changed, goes, low, module.outputs) if kind == phase else changed
     before = sum(value.type.nbytes for value in moved.values())
-    text = f"{counted(len(moved), 'value')} of {before} bytes a microbatch travel as {options.dtype}"
+    text = f"{counted(len(moved), 'value')}, {shown_bytes(before)} a microbatch, travel as {options.dtype}"
     return module.but(graphs=graphs).noted("wire", text)
 
 

@@ -22,9 +22,8 @@ from dataclasses import dataclass, replace
 
 from ...ir.cluster import Cluster, Path
 from ...ir.errors import DoesNotFit
-from ...ir.words import counted
+from ...ir.words import counted, shown_bytes
 from ..cost import shown_seconds
-from ..lifetimes import format_bytes
 from .chain import Chain
 from .cost import stage_times
 from .fleet import Fleet, fleet_of
@@ -221,8 +220,8 @@ def nearest(chain: Chain, fleet: Fleet, wanted: Wanted) -> DoesNotFit:
         times = f"{factor:.3f}" if factor < 100 else f"{math.ceil(factor)}"
         device, held = fleet.devices[tight], outcome.judged.memory[tight]
         what += (
-            f": with {times} times of it something would, and then {device.name}, which has {format_bytes(device.memory or 0)}, "
-            f"holds {format_bytes(held.total)}:{_listed(held)}"
+            f": with {times} times of it something would, and then {device.name}, which has {shown_bytes(device.memory or 0)}, "
+            f"holds {shown_bytes(held.total)}:{_listed(held)}"
         )
         others = f" and the others {times} times their memory, {device.name}" if len(fleet) > 1 else ""
         hints.append(f"give {device.name}{others} {_at_least(held.total)}")
@@ -231,7 +230,7 @@ def nearest(chain: Chain, fleet: Fleet, wanted: Wanted) -> DoesNotFit:
 
 def _listed(held: Bytes) -> str:
     """What fills the memory of a device, a line for each purpose; together they are all of it."""
-    parts = {name: format_bytes(count) for name, count in held.named().items() if count}
+    parts = {name: shown_bytes(count) for name, count in held.named().items() if count}
     width, digits = max(map(len, parts), default=0), max(map(len, parts.values()), default=0)
     return "".join(f"\n{name.ljust(width)}  {count.rjust(digits)}" for name, count in parts.items())
 
@@ -242,7 +241,7 @@ def _at_least(count: int) -> str:
     while count >= 1024 * tenth:
         tenth *= 1024
     tenth = max(tenth / 10, 1.0)
-    return format_bytes(math.ceil(math.ceil(count / tenth) * tenth))
+    return shown_bytes(math.ceil(math.ceil(count / tenth) * tenth))
 
 
 def _fits(chain: Chain, fleet: Fleet, wanted: Wanted) -> Outcome | None:

@@ -50,7 +50,7 @@ from itertools import pairwise
 
 from ...ir.cluster import Device, Path
 from ...ir.memory_walk import POSTED
-from ...ir.words import counted
+from ...ir.words import counted, exact_bytes
 from .chain import Ints, Table
 from .fleet import Fleet
 from .plan import DELAYED, Bytes, Judged, Plan, StagePlan
@@ -345,5 +345,5 @@ def _against(table: Table, fleet: Fleet, plan: Plan, memory: dict[int, Bytes]) -
     for device, held in memory.items():
         limit = fleet.devices[device].memory
         if limit is not None and held.total > limit:
-            found.append(f"{fleet.devices[device].name} needs {held.total} bytes, it has {limit}")
+            found.append(f"{fleet.devices[device].name} needs {exact_bytes(held.total)}, it has {exact_bytes(limit)}")
     return found

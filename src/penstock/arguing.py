@@ -15,12 +15,12 @@ from typing import Any
 from penstock import api
 from penstock.grading import Corrected, best_prices, corrected, known_times
 from penstock.ir.graph import Module
-from penstock.ir.words import counted
+from penstock.ir.words import counted, shown_bytes
 from penstock.measured import Measured, stage_times
 from penstock.passes.cost import rank_seconds, shown_seconds
 from penstock.planning import SYNCHRONOUS, Search, first_reason
 from penstock.simulating import BATCHES, Forecast, binding, forecast, seconds_of
-from penstock.terminal import size, table
+from penstock.terminal import table
 
 # Of more devices a bundle's plan says nothing of what would be otherwise: each change is a plan made anew.
 _FEW_DEVICES = 16
@@ -103,7 +103,7 @@ def print_ranks(module: Module, predicted: Predicted) -> None:
             shares[rank],
             f"{predicted.busy[rank] * 1e3:.3f} ms",
             f"{predicted.busy[rank] / predicted.pace:.0%}" if predicted.pace else "-",
-            *(size(memory[rank][c]) for c in columns),
+            *(shown_bytes(memory[rank][c]) for c in columns),
         ]
         for rank, (stage, device) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True))
     ]

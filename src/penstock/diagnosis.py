@@ -15,7 +15,8 @@ import msgspec
 from penstock.ir.cluster import Cluster
 from penstock.ir.cluster_file import cluster_text
 from penstock.ir.errors import UsageError
-from penstock.terminal import say, size, table
+from penstock.ir.words import shown_bytes
+from penstock.terminal import say, table
 
 if TYPE_CHECKING:
     from penstock.runtime.doctor import Report
@@ -90,11 +91,11 @@ def _lines(report: Report) -> list[str]:
     lines = []
     for host in report.hosts:
         quota = "" if host.quota is None else f", {host.quota:g} cores' worth of time allowed"
-        free = "unknown" if host.free is None else size(host.free)
-        caches = ", ".join(f"{level} {size(count)}" for level, count in host.caches.items()) or "unknown"
+        free = "unknown" if host.free is None else shown_bytes(host.free)
+        caches = ", ".join(f"{level} {shown_bytes(count)}" for level, count in host.caches.items()) or "unknown"
         lines += [
             f"host {host.name}: {host.processor or 'unknown processor'}, {host.cores} cores{quota}, caches {caches}",
-            f"memory: {size(host.memory)}, free {free}",
+            f"memory: {shown_bytes(host.memory)}, free {free}",
             ", ".join(f"{name} {version}" for name, version in host.versions.items()),
             "",
         ]
@@ -102,8 +103,8 @@ def _lines(report: Report) -> list[str]:
     for d in report.cluster.devices:
         shares = dict(d.efficiency)
         cells = [f"{shares[k]:.2f}" if k in shares else "-" for k in ("products", "products.bf16", "convolutions", "attention", "elements")]
-        memory = "-" if d.memory is None else size(d.memory)
-        near = f"{d.cache_bandwidth / 1e9:.1f} ({size(d.cache)})" if d.cache else "-"
+        memory = "-" if d.memory is None else shown_bytes(d.memory)
+        near = f"{d.cache_bandwidth / 1e9:.1f} ({shown_bytes(d.cache)})" if d.cache else "-"
         rows.append(
             [
                 d.name,

@@ -18,10 +18,11 @@ from typing import Any
 from penstock.backends.bundle_writer import flush_directory
 from penstock.backends.tensor_file import write_tensors
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
+from penstock.ir.words import shown_bytes
 from penstock.runtime.checkpoint import Index, left_behind, read_index, read_tensors, saved_steps
 from penstock.runtime.choosing import damage_of, directory_meant, find_checkpoint, is_place, latest_name
 from penstock.runtime.places import file_problem, is_inside
-from penstock.terminal import say, size, table
+from penstock.terminal import say, table
 
 
 def checkpoint_command(arguments: Namespace) -> None:
@@ -43,7 +44,7 @@ def list_command(arguments: Namespace) -> None:
             "-" if row["samples"] is None else row["samples"],
             row["schedule"] or "-",
             "-" if row["saved"] is None else row["saved"],
-            size(row["bytes"]),
+            shown_bytes(row["bytes"]),
             "damaged" if row["problems"] else "complete",
             "latest" if row["latest"] else "",
         )
@@ -146,7 +147,7 @@ def export_command(arguments: Namespace) -> None:
     count, bytes_, step = export_parameters(place, out)
     if arguments.json:
         print(json.dumps({"file": str(out), "tensors": count, "bytes": bytes_, "step": step}))
-    say(f"wrote {out}: {count} tensors after {step} steps, {size(bytes_)}")
+    say(f"wrote {out}: {count} tensors after {step} steps, {shown_bytes(bytes_)}")
 
 
 def export_parameters(place: Path, out: Path) -> tuple[int, int, int]:

@@ -12,13 +12,14 @@ import time
 from argparse import Namespace
 
 from penstock.ir.errors import UsageError
+from penstock.ir.words import shown_bytes
 from penstock.passes.placement.calls import ends
 from penstock.passes.placement.contiguous import split_contiguously
 from penstock.passes.placement.free import split_freely
 from penstock.passes.placement.latency import place_for_latency
 from penstock.passes.placement.problem import Placement, loads
 from penstock.passes.placement.workload import Workload, load_workload
-from penstock.terminal import Progress, say, size, table, terminal_width
+from penstock.terminal import Progress, say, table, terminal_width
 
 # What a solver proves to a millionth is proven.
 PROVEN = 2e-6
@@ -122,7 +123,7 @@ def as_text(workload: Workload, found: Placement, objective: str, contiguous: bo
                 f"{row.total:.9g}",
                 f"{row.transfer:.9g}",
                 f"{row.total / found.value:.0%}" if found.value else "-",
-                size(row.memory),
+                shown_bytes(row.memory),
             ]
             for name, row in zip(names, rows, strict=True)
         ]
@@ -144,7 +145,7 @@ def _calls(found: Placement) -> tuple[list[str], list[list[object]]]:
         memory = sum(node.memory for node, device in zip(found.problem.nodes, found.device_of, strict=True) if device == d)
         if found.problem.kinds[kinds[d]].pays_transfers or mine:
             begin, end = (f"{min(b for b, _ in mine):.9g}", f"{max(e for _, e in mine):.9g}") if mine else ("-", "-")
-            cells.append([name, len(mine), begin, end, size(memory)])
+            cells.append([name, len(mine), begin, end, shown_bytes(memory)])
     return ["device", "nodes", "first start", "last end", "memory"], cells
 
 

@@ -22,12 +22,12 @@ from penstock.ir.errors import UsageError
 from penstock.ir.graph import Module, summed_vars
 from penstock.ir.memory import Course, measure_memory, memory_course
 from penstock.ir.schedule import Action
-from penstock.ir.words import counted
+from penstock.ir.words import counted, shown_bytes
 from penstock.passes.cost import rank_seconds, shown_seconds
 from penstock.runtime.machine import Route, Seat, machine_of, with_messages
 from penstock.runtime.simulate import Seconds, simulate
 from penstock.runtime.simulated import Simulated
-from penstock.terminal import say, size, table
+from penstock.terminal import say, table
 
 LOCAL = "localhost"
 # Batches that predictions simulate: enough for a steady state, also where unequal replicas and late updates take some to come to it.
@@ -260,7 +260,7 @@ def print_forecast(made: Forecast) -> None:
             u.stage,
             made.devices[u.rank],
             *(f"{_share(s, u.busy + u.waiting + u.idle):.1%}" for s in (u.busy, u.waiting, u.idle)),
-            size(memory[u.rank].peak),
+            shown_bytes(memory[u.rank].peak),
         ]
         for u in found.ranks
     ]

@@ -108,12 +108,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | 
 def _looks_numeric(cell: str) -> bool:
     number = cell.split(" ")[0].rstrip("%")
     return number.replace(".", "", 1).replace("-", "", 1).isdigit() or cell in ("", "-")
-
-
-def size(count: float) -> str:
-    """Bytes for people: 1536 -> 1.5 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError

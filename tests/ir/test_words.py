@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from penstock.ir.words import counted
+from penstock.ir.words import counted, shown_bytes
 
 
 def test_one_is_no_plural() -> None:
     assert [counted(n, "stage") for n in (0, 1, 2)] == ["0 stages", "1 stage", "2 stages"]
     assert [counted(n, "microbatch") for n in (1, 2)] == ["1 microbatch", "2 microbatches"]
+
+
+def test_bytes_for_people() -> None:
+    assert [shown_bytes(n) for n in (0, 1023, 1024, 3 * 2**20, 5 * 2**40, 2**52)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "3.0 MiB",
+        "5.0 TiB",
+        "4096.0 TiB",
+    ]

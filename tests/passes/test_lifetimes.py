@@ -9,7 +9,7 @@ from penstock.ir.memory import BATCHES, measure_memory, memory_curve
 from penstock.ir.storage import planned_blocks
 from penstock.ir.text import parse_module
 from penstock.passes.communicate import communicate
-from penstock.passes.lifetimes import COLUMNS, format_bytes, lifetimes, memory_table
+from penstock.passes.lifetimes import COLUMNS, lifetimes, memory_table
 from penstock.passes.schedules import SCHEDULES, ScheduleOptions, schedule
 from penstock.passes.split_backward import split_backward
 from penstock.passes.weight_versions import weight_versions
@@ -127,14 +127,3 @@ def test_order_of_passes_is_checked(toy):
         lifetimes(toy(2))
     with pytest.raises(UsageError, match="already has drops"):
         lifetimes(pipeline(toy(2), "1f1b", 2))
-
-
-def test_bytes_for_people():
-    assert [format_bytes(n) for n in (0, 1023, 1024, 3 * 2**20, 5 * 2**40, 2**52)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "3.0 MiB",
-        "5.0 TiB",
-        "4096.0 TiB",
-    ]

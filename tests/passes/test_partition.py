@@ -111,7 +111,7 @@ def test_stages_that_read_one_parameter_have_copies_and_exchange_gradients() -> 
     module = differentiate(chain_model([8, 16, 16, 16, 16, 8], [], tied=True))
     whole = partition(module, PartitionOptions(split_at=("layer2", "layer4")))
     assert whole.vars["shared16"].stage is whole.vars["shared16.grad"].stage is whole.vars["shared16.adam_m"].stage is None
-    told = "@shared16 is read on stages 0, 1: each has a copy of its 1024 bytes, and they exchange gradients of that size once per batch"
+    told = "@shared16 is read on stages 0, 1: each has a copy of its 1.0 KiB, and they exchange gradients of that size once per batch"
     assert any(told in note.text for note in whole.notes)
     graphs = split(whole, SplitOptions()).graphs
     reads = {name for name, g in graphs.items() if any(op.kind == "read" and op.var == "shared16" for op in g.ops)}

@@ -20,6 +20,7 @@ from penstock.ir.interp import TYPED, run_schedule
 from penstock.ir.memory import measure_memory
 from penstock.ir.ops import OPS
 from penstock.ir.verify import verify
+from penstock.ir.words import shown_bytes
 from penstock.models import write_gpt
 from penstock.passes.cost import op_seconds
 from penstock.passes.recompute import DRAWS, RecomputeOptions, recompute, repeat
@@ -184,7 +185,7 @@ def test_a_budget_is_met_with_the_time_it_takes(tmp_path: Path, part: float) -> 
     assert peaks(plan)[0] <= budget < high
     notes = [note.text for note in plan.module.notes if note.origin == "recompute"]
     assert notes[0].startswith("stage 0 on cpu:0 computes again in the backward pass: ")
-    assert f"predicted peak {peaks(plan)[0]} instead of {high}, budget {budget}" in notes[0]
+    assert f"predicted peak {shown_bytes(peaks(plan)[0])} instead of {shown_bytes(high)}, budget {shown_bytes(budget)}" in notes[0]
     assert seconds_of(plan.module, plain) < seconds_of(planned(found, 2, "2bw", "all").module, plain)
 
 
@@ -212,7 +213,7 @@ def test_what_fits_nowhere_is_refused_with_the_best_that_there_is(tmp_path: Path
         planned(gpt(tmp_path), 2, "1f1b", "auto", 9000)
     assert caught.value.exit_code == 4
     assert re.search(r"\n    weights .*, gradients .*, activations .*, workspace ", caught.value.what)
-    with pytest.raises(DoesNotFit, match="it has 9000"):
+    with pytest.raises(DoesNotFit, match=r"it has 8\.8 KiB \(9000 bytes\)"):
         planned(gpt(tmp_path), 2, "1f1b", "none", 9000)
 
 
@@ -238,7 +239,10 @@ def test_a_stage_in_two_parts_is_mentioned_where_it_might_have_saved_less(tmp_pa
     assert not mentioned(planned(gpt(tmp_path), 2, "zb-1f1b", "auto").module)
     assert set(mentioned(recompute(wired, RecomputeOptions(mode="all")))) == set(apart)
     (stage,) = (index for index in apart if peaks(plan)[index] == high)
-    assert f", predicted peak {high}, budget {high - 1}: " in mentioned(recompute(wired, RecomputeOptions(budget=high - 1)))[stage]
+    assert (
+        f"({high} bytes), budget {shown_bytes(high - 1)} ({high - 1} bytes): "
+        in mentioned(recompute(wired, RecomputeOptions(budget=high - 1)))[stage]
+    )
 
 
 def mentioned(module: Module) -> dict[int, str]:

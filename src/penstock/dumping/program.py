@@ -11,9 +11,8 @@ from penstock.dumping.parts import part_of_rank, part_of_stage
 from penstock.ir.collecting import nothing_collected
 from penstock.ir.graph import Module, Value, summed_vars
 from penstock.ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, Action
-from penstock.ir.words import counted
+from penstock.ir.words import counted, shown_bytes
 from penstock.simulating import Forecast
-from penstock.terminal import size
 
 # Pictures of more are slow to open.
 _MOST_RANKS = 64
@@ -62,13 +61,13 @@ def _does(module: Module, rank: int, action: Action) -> str:
     if kind == "AR":
         grads = summed_vars(module, stage)
         total = sum(module.vars[name].type.nbytes for name in grads)
-        return f"sum {counted(len(grads), 'gradient')} over the ranks of the stage, {size(total)}"
+        return f"sum {counted(len(grads), 'gradient')} over the ranks of the stage, {shown_bytes(total)}"
     assert action.peer is not None
     peer = module.rank_stages()[action.peer]
     src, dst = (stage, peer) if kind in SENDS else (peer, stage)
     values = [v for e in module.edges if (e.src, e.dst, e.phase) == (src, dst, kind[1]) for v in e.values]
     way = f"receive from rank {action.peer}" if kind in RECEIVES else f"send to rank {action.peer}"
-    return f"{way}: {_listed(values)} of {unit} {action.mb}, {size(sum(v.type.nbytes for v in values))}"
+    return f"{way}: {_listed(values)} of {unit} {action.mb}, {shown_bytes(sum(v.type.nbytes for v in values))}"
 
 
 def _listed(values: Iterable[Value]) -> str:

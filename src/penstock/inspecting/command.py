@@ -17,7 +17,8 @@ from penstock.inspecting.subject import Subject, load_module, open_subject
 from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph, Module
 from penstock.ir.text import print_graph, print_module, print_op
-from penstock.terminal import Progress, say, size, terminal_width
+from penstock.ir.words import shown_bytes
+from penstock.terminal import Progress, say, terminal_width
 
 if TYPE_CHECKING:
     from penstock.inspecting.kernels import KernelRow
@@ -103,7 +104,7 @@ def _write_report(subject: Subject, arguments: Namespace) -> None:
 
     text = page_of(read_material(subject, arguments.trace)).encode()
     write_whole(Path(arguments.html), text)
-    say(f"wrote {arguments.html}, {size(len(text))}")
+    say(f"wrote {arguments.html}, {shown_bytes(len(text))}")
 
 
 def _show_summary(module: Module, as_data: bool) -> None:

@@ -29,9 +29,10 @@ from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph, Module, Op
 from penstock.ir.ops import cost_of
 from penstock.ir.schedule import COMPUTE, PER_BATCH
+from penstock.ir.words import shown_bytes
 from penstock.passes.cost import bound
 from penstock.passes.kernels import divide, kernels_of
-from penstock.terminal import size, table
+from penstock.terminal import table
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def _table(rows: Sequence[KernelRow], total: float, width: int | None) -> str:
     cells: list[list[object]] = []
     for row in rows:
         line: list[object] = [row.graph, _names(row.names), f"{len(row.names)} per {row.per}", _kinds(row.ops), _shapes(row)]
-        line += [f"{row.flops / 1e6:.3f}", size(row.moved), f"{row.roofline_s * 1e3:.4f}"]
+        line += [f"{row.flops / 1e6:.3f}", shown_bytes(row.moved), f"{row.roofline_s * 1e3:.4f}"]
         if measured:
             line += [f"{row.seconds * 1e3:.4f}", f"{100 * row.roofline_s / row.seconds:.0f}%"]
         cells.append([*line, f"{100 * row.batch_s / total:.1f}%" if total else "-"])

@@ -15,9 +15,8 @@ from penstock.inspecting.traces import Trace
 from penstock.ir import html
 from penstock.ir.graph import Module
 from penstock.ir.schedule import COMPUTE
-from penstock.ir.words import counted
+from penstock.ir.words import counted, shown_bytes
 from penstock.passes.cost import shown_seconds
-from penstock.terminal import size
 
 _DECIDING = ("placement", "partition", "schedule", "recompute")
 _COLOURS = {"F": "#7aa6d8", "B": "#e3a857", "W": "#c8d06a", "U": "#8f6bb1", "P": "#b98aa8", "N": "#a8a8a8"}
@@ -44,8 +43,8 @@ def plan_html(module: Module) -> str:
             " ".join(row.devices),
             f"{row.parameters:,}",
             "-" if row.seconds is None else shown_seconds(row.seconds),
-            "-" if row.peak is None else size(row.peak),
-            size(row.sent),
+            "-" if row.peak is None else shown_bytes(row.peak),
+            shown_bytes(row.sent),
         )
         for row in facts.stages
     ]

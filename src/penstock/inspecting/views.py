@@ -16,10 +16,10 @@ from penstock.inspecting.summary import Summary
 from penstock.inspecting.weights import Statistics
 from penstock.inspecting.why import KernelUse, Part, Why
 from penstock.ir.graph import Module
-from penstock.ir.words import counted, visible
+from penstock.ir.words import counted, shown_bytes, visible
 from penstock.passes.cost import shown_seconds
 from penstock.passes.lifetimes import COLUMNS
-from penstock.terminal import size, table
+from penstock.terminal import table
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PLOT_ROWS, _PLOT_WIDTH = 4, 100
@@ -49,7 +49,7 @@ def _summary(facts: Summary, width: int | None) -> Iterator[str]:
                 ["-", "-"] if row.seconds is None else [f"{row.seconds * 1e3:.3f} ms", f"{row.seconds / slowest:.0%}" if slowest else "-"]
             )
             work = f"{row.flops / 1e9:.4g}"
-            peak = "-" if row.peak is None else size(row.peak)
+            peak = "-" if row.peak is None else shown_bytes(row.peak)
             rows.append(
                 [
                     row.stage,
@@ -57,11 +57,11 @@ def _summary(facts: Summary, width: int | None) -> Iterator[str]:
                     row.operations,
                     row.kernels or "-",
                     f"{row.parameters:,}",
-                    size(row.stored),
+                    shown_bytes(row.stored),
                     work,
                     *time,
                     peak,
-                    size(row.sent),
+                    shown_bytes(row.sent),
                 ]
             )
         heads = ["stage", "devices", "ops", "kernels", "parameters", "stored", "GFLOP", "time", "of slowest", "peak memory", "sent"]
@@ -69,10 +69,10 @@ def _summary(facts: Summary, width: int | None) -> Iterator[str]:
         yield table(heads, rows, width, cut=(1,))
         yield "GFLOP, time (predicted, ends of messages among it) and what is sent are per batch; stored are parameters, state and buffers with all their versions"
     yield ""
-    graphs = [[g.name, g.operations, g.kernels or "-", g.inputs, g.outputs, size(g.saved)] for g in facts.graphs]
+    graphs = [[g.name, g.operations, g.kernels or "-", g.inputs, g.outputs, shown_bytes(g.saved)] for g in facts.graphs]
     yield table(["graph", "ops", "kernels", "inputs", "outputs", "saved"], graphs)
     if facts.messages:
-        sent = [[f"{m.source}>{m.target}", m.phase, size(m.nbytes), f"per {m.per}", ", ".join(m.values)] for m in facts.messages]
+        sent = [[f"{m.source}>{m.target}", m.phase, shown_bytes(m.nbytes), f"per {m.per}", ", ".join(m.values)] for m in facts.messages]
         yield ""
         yield table(["edge", "phase", "bytes", "", "values"], sent, width, cut=(4,))
     if facts.notes:
@@ -89,7 +89,7 @@ def show_params(module: Module, found: Mapping[str, Statistics], width: int | No
     heads += ["min", "max", "mean", "std", "norm", "zeros", "not finite"] if found else []
     rows: list[list[object]] = []
     for v in module.vars.values():
-        row = [v.name, v.role, "-" if v.stage is None else v.stage, v.type, v.versions, size(v.type.nbytes * v.versions)]
+        row = [v.name, v.role, "-" if v.stage is None else v.stage, v.type, v.versions, shown_bytes(v.type.nbytes * v.versions)]
         rows.append([*row, *(_statistics(found.get(v.name)) if found else ())])
     return table(heads, rows, width, cut=(3,))
 
@@ -104,7 +104,10 @@ def _statistics(found: Statistics | None) -> list[str]:
 
 def show_memory(curves: Sequence[Curve], width: int | None = None) -> str:
     """A table of what needs memory, and the curve of every rank."""
-    rows = [[c.rank, c.device, *(size(getattr(c.memory, name)) for name in COLUMNS), size(c.budget) if c.budget else "-"] for c in curves]
+    rows = [
+        [c.rank, c.device, *(shown_bytes(getattr(c.memory, name)) for name in COLUMNS), shown_bytes(c.budget) if c.budget else "-"]
+        for c in curves
+    ]
     parts = [table(["rank", "device", *COLUMNS, "available"], rows)]
     for curve in curves:
         parts += ["", *_plot(curve, min(width or _PLOT_WIDTH, _PLOT_WIDTH) - 12)]
@@ -118,12 +121,12 @@ def _plot(curve: Curve, columns: int) -> Iterator[str]:
     over = shown_seconds(end) if curve.timed else f"{len(curve.points)} actions"
     at = f" after {shown_seconds(most.seconds)}" if curve.timed else ""
     held = max(point.held for point in curve.points)
-    yield f"rank {curve.rank}, stage {curve.stage} on {curve.device}: live over {over}, most at {most.action}{at}: {size(most.live)}; {size(held)} held in the end"
+    yield f"rank {curve.rank}, stage {curve.stage} on {curve.device}: live over {over}, most at {most.action}{at}: {shown_bytes(most.live)}; {shown_bytes(held)} held in the end"
     heights = _heights(curve, columns, end)
     span = most.live - least
     for row in reversed(range(_PLOT_ROWS)):
         full = [(h - least) / span * _PLOT_ROWS * 8 - 8 * row if span else 0.0 for h in heights]
-        label = size(most.live) if row == _PLOT_ROWS - 1 else size(least) if not row else ""
+        label = shown_bytes(most.live) if row == _PLOT_ROWS - 1 else shown_bytes(least) if not row else ""
         yield f"{label:>10} ┤{''.join(_BLOCKS[max(0, min(8, round(x)))] for x in full).rstrip()}"
 
 
@@ -209,8 +212,8 @@ def _why(found: Why, colours: bool) -> Iterator[str]:
         yield ""
         yield head("on the wire")
         for way in found.crossings:
-            per = f"{way.times} times per batch, {size(way.nbytes * way.times)}" if way.times > 1 else "once per batch"
-            yield f"  stage {way.source} > {way.target}, {way.phase}: %{way.value} {way.type}, {size(way.nbytes)}, {per}"
+            per = f"{way.times} times per batch, {shown_bytes(way.nbytes * way.times)}" if way.times > 1 else "once per batch"
+            yield f"  stage {way.source} > {way.target}, {way.phase}: %{way.value} {way.type}, {shown_bytes(way.nbytes)}, {per}"
     elif found.parts and any(part.stage is not None for part in found.parts):
         yield ""
         yield "nothing of it goes to another stage"
@@ -261,7 +264,7 @@ def _told_kernel(kernel: KernelUse) -> Iterator[str]:
     yield f"kernel {kernel.label}{alike}: {' '.join(kernel.operations)}"
     took = f", {_short(kernel.measured_s)} measured on this machine" if kernel.measured_s is not None else ""
     yield (
-        f"{kernel.flops / 1e6:.3f} MFLOP, {size(kernel.moved)} moved; {_short(kernel.roofline_s)} by the roofline{took}; "
+        f"{kernel.flops / 1e6:.3f} MFLOP, {shown_bytes(kernel.moved)} moved; {_short(kernel.roofline_s)} by the roofline{took}; "
         f"{counted(kernel.calls, 'call')} per batch"
     )
     if kernel.elsewhere:

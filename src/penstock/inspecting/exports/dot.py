@@ -12,7 +12,7 @@ from penstock.inspecting.exports.placed import Placed, forward_graphs, placed_op
 from penstock.inspecting.outputs import write_whole
 from penstock.inspecting.subject import Subject
 from penstock.ir.graph import Module
-from penstock.terminal import size
+from penstock.ir.words import shown_bytes
 
 _COLOURS = ("#dce8f6", "#fbe8cf", "#dff0d8", "#f3dcec", "#e8e4f5", "#f6f1cf", "#d9f0ee", "#f5dcd8")
 
@@ -48,7 +48,7 @@ def _lines(module: Module) -> Iterator[str]:
                 start = f"input {value.name}" if source is None else source.name
                 crosses = source is not None and source.stage != placed.stage
                 style = (
-                    f" [label={_quoted(f'%{value.name}', size(value.type.nbytes))}, style=bold, color={_quoted('#b03a2e')}]"
+                    f" [label={_quoted(f'%{value.name}', shown_bytes(value.type.nbytes))}, style=bold, color={_quoted('#b03a2e')}]"
                     if crosses
                     else ""
                 )
