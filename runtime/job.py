@@ -28,6 +28,7 @@ from ..ir.errors import UsageError
 from ..ir.graph import Module
 from ..ir.memory import BATCHES_AHEAD
 from ..ir.rates import Rate
+from ..terminal import say
 from .batches import check_batch, share_of_batch, take_batch
 from .checkpoint import step_name
 from .choosing import choose
@@ -184,7 +185,7 @@ class Job:
                     self.steps_done += 1
                     yield step
         except GeneratorExit:
-            self.abort()
+            self._leave()
             raise
         finally:
             self._busy = False
@@ -276,9 +277,11 @@ class Job:
             self.workers.send_all(Stop())
             for _ in self._until_done():
                 pass
-        finally:
             self.workers.close()
             self.claims.close()
+        except BaseException:
+            self._leave()
+            raise
 
     def abort(self) -> None:
         """End the workers at once."""
@@ -296,9 +299,16 @@ class Job:
         if kind is None or (not self._busy and not self.workers.ended and issubclass(kind, UsageError)):
             self.close()
             return
-        if kind is not None and issubclass(kind, Exception):
+        self._leave()
+
+    def _leave(self) -> None:
+        """End the workers; a checkpoint that is being written is waited for, as long as it gets on and nobody interrupts that."""
+        try:
+            if self.workers.saves():
+                say("penstock: waits for the checkpoint that is being written; another interrupt ends that")
             self.workers.await_saves()
-        self.abort()
+        finally:
+            self.abort()
 
     # -------------------------------------------------------------------------------------------- talking to the workers
 

@@ -216,16 +216,18 @@ class Workers:
             log.close()
         self._board.close()
 
+    def saves(self, silent: Sequence[int] = ()) -> list[float]:
+        """How far the ranks are with a checkpoint that is being written; nothing where none is, or where it cannot come to its end:
+        rank 0 has to live for that, and whoever else has not done its part."""
+        if self._closed:
+            return []
+        saves = [self._board.save_of(rank) for rank in range(self.count)]
+        gone = [r for r, process in enumerate(self._processes) if process.poll() is not None or r in silent]
+        return [] if 0 in gone or not saves[0] or any(saves[r] > 0 for r in gone) else saves
+
     def await_saves(self, silent: Sequence[int] = ()) -> None:
-        """Wait for a checkpoint that is being written. Rank 0 has to live for that, and whoever else has not done its part."""
-
-        def look() -> list[float]:
-            saves = [self._board.save_of(rank) for rank in range(self.count)]
-            gone = [r for r, process in enumerate(self._processes) if process.poll() is not None or r in silent]
-            return [] if 0 in gone or not saves[0] or any(saves[r] > 0 for r in gone) else saves
-
-        if not self._closed:
-            await_saves(look)
+        """Wait for a checkpoint that is being written, as long as it gets on."""
+        await_saves(lambda: self.saves(silent))
 
     def busy_seconds(self) -> list[float]:
         """What each rank has computed so far."""

@@ -196,9 +196,8 @@ class _LocalRun:
                     if options.checkpoint is not None and options.saves_after(job.steps_done, end):
                         save = options.save_after(job.steps_done, end)
                         place = Path(save.directory) / step_name(save.step)
-                        before = identity(place)
+                        self._places.append((place, identity(place)))
                         job.save(save.directory, background=save.background, keep_last=save.keep_last)
-                        self._places.append((place, before))
                         record.tell_wait(job.save_waited)
                 if options.trace is not None:
                     record.overlapped(job.steps_done, overlap_of(job.traces, job.module))

@@ -9,8 +9,8 @@ flushed to the disk before each rename. So the index is there when everything is
 
 One save at a time: the next one waits until the one before is done, and says so. A save without `background` waits for its own end, and
 takes no copy. An error of a thread comes out of the rank's main thread at its next action (`check`), and ends the run. Waiting is bounded
-by progress: a save of which nothing more is written for `_STALLED` seconds ends the run, too. A run that fails while a checkpoint is being
-written ends when that is there, as long as it gets on (`status.await_saves`).
+by progress: a save of which nothing more is written for `_STALLED` seconds ends the run, too. A run that fails or is interrupted while a
+checkpoint is being written ends when that is there, as long as it gets on (`status.await_saves`).
 
     .step-000100.<token>.tmp     being written                .step-000100.<token>.old     replaced by one of the same step
     .latest.<token>.tmp          the pointer, being written   .step-000100.<token>.gone    being removed

@@ -174,7 +174,7 @@ class Patience:
 
 
 def await_saves(look: Callable[[], Sequence[float]]) -> None:
-    """Wait for a checkpoint that is being written though the run has failed. `look` says where the saves
+    """Wait for a checkpoint that is being written though the run has come to its end. `look` says where the saves
     are of those who can still finish it."""
     started = moved = time.monotonic()
     seen: list[float] = []

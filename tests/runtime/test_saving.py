@@ -24,12 +24,14 @@ from penstock.runtime.choosing import choose, damage_of, decide_together, find_c
 from penstock.runtime.control import Setup
 from penstock.runtime.group import Group, host_store
 from penstock.runtime.job import Job
+from penstock.runtime.launch import Workers
+from penstock.runtime.metrics import Metrics
 from penstock.runtime.restarts import Beginning
 from penstock.runtime.running import run_bundle
 from penstock.runtime.status import Status
 from penstock.runtime.store import Store
 
-from .conftest import make_batches
+from .conftest import is_running, make_batches
 
 TIMEOUT = 30
 
@@ -344,12 +346,25 @@ def test_a_run_that_fails_waits_for_a_save_that_gets_on(ranks, monkeypatch):
 # ------------------------------------------------------------------------------------------------ whole runs
 
 
-def test_a_run_that_fails_leaves_the_checkpoint_that_it_was_writing(bundle_of, tmp_path, monkeypatch):
-    """A loss that is not finite comes with the next step, while a slow disk is still at it."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, time\nflush = os.fsync\ndef slowly(file):\n    time.sleep(0.5)\n    flush(file)\nos.fsync = slowly\n"
+@pytest.fixture(scope="module")
+def slowness(tmp_path_factory):
+    """What processes import from this folder makes every flush take a tenth of a second longer."""
+    folder = tmp_path_factory.mktemp("slow")
+    (folder / "sitecustomize.py").write_text(
+        "import os, time\nflush = os.fsync\ndef slowly(file):\n    time.sleep(0.1)\n    flush(file)\nos.fsync = slowly\n"
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    return folder
+
+
+@pytest.fixture
+def slow_disks(slowness, monkeypatch):
+    """For processes that are started from now on; one server serves all tests with it."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(slowness), *filter(None, [os.environ.get("PYTHONPATH")])]))
+
+
+@pytest.mark.usefixtures("slow_disks")
+def test_a_run_that_fails_leaves_the_checkpoint_that_it_was_writing(bundle_of, tmp_path):
+    """A loss that is not finite comes with the next step, while a slow disk is still at it."""
     batches = make_batches(2, 2)
     arrays = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     arrays["x"][len(arrays["x"]) // 2 :] = np.nan
@@ -358,6 +373,53 @@ def test_a_run_that_fails_leaves_the_checkpoint_that_it_was_writing(bundle_of, t
     with pytest.raises(PenstockError, match=r"step 1 has a loss nan.*newest checkpoint .*step-000001"):
         run_bundle(bundle_of(2, "1f1b", 2).path, steps=2, **options)
     assert damage_of(tmp_path / "ckpt" / "step-000001") == []
+
+
+def interrupted(bundle, folder, patch, moment):
+    """What a run with a save after its first step says that gets an interrupt at a moment: the end of step 1, or that of `Job.save`."""
+    own = getattr(Metrics, moment)
+
+    def interrupt(record, *given):
+        own(record, *given)
+        if len(record.losses) == (2 if moment == "add" else 1):
+            signal.raise_signal(signal.SIGINT)
+
+    patch.setattr(Metrics, moment, interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_bundle(bundle.path, steps=9, checkpoint=folder, checkpoint_every=1, timeout=TIMEOUT, progress=False)
+    return caught.value.__notes__[-1]
+
+
+@pytest.mark.usefixtures("slow_disks")
+@pytest.mark.parametrize("moment", ["add", "tell_wait"])
+def test_an_interrupted_run_leaves_the_checkpoint_that_it_was_writing(bundle_of, tmp_path, monkeypatch, capfd, moment):
+    told = interrupted(bundle_of(2, "1f1b", 2), tmp_path / "ckpt", monkeypatch, moment)
+    assert f"; the newest checkpoint is {tmp_path / 'ckpt' / 'step-000001'}\n" in told
+    assert damage_of(tmp_path / "ckpt" / "step-000001") == []
+    assert capfd.readouterr().err.count("waits for the checkpoint that is being written; another interrupt ends that") == 1
+
+
+@pytest.mark.usefixtures("slow_disks")
+def test_an_interrupted_run_says_which_checkpoint_it_did_not_finish(bundle_of, tmp_path, monkeypatch):
+    """The control: nobody waits. And an interrupt of the wait ends it, and all processes with it."""
+    bundle = bundle_of(2, "1f1b", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(status, "_SAVE_QUIET_SECONDS", -1)
+        told = interrupted(bundle, tmp_path / "torn", patch, "add")
+    assert "; nothing was saved yet; step-000001 was not finished" in told
+    assert not (tmp_path / "torn" / "step-000001").exists()
+    ids = []
+
+    def interrupt_again(workers):
+        ids.extend(workers.process_ids())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workers, "await_saves", interrupt_again)
+        told = interrupted(bundle, tmp_path / "again", patch, "tell_wait")
+    assert "; step-000001 was not finished" in told
+    assert len(ids) == 2
+    assert not any(map(is_running, ids))
 
 
 def test_a_run_keeps_the_newest_and_changes_nothing(bundle_of, tmp_path):
