@@ -4,14 +4,12 @@ The oracle is torch in float64. The bound is the one of products in test_tvm_til
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
-from tvm_cases import build, value
+from tvm_cases import ConvCase, build
 
 from penstock.backends.numpy_backend import NumpyProgram
 from penstock.backends.tvm.kernels import tile_conv
@@ -19,66 +17,33 @@ from penstock.backends.tvm.load import TvmProgram
 from penstock.backends.tvm.lower import plan_kernels
 from penstock.backends.tvm.target import machine_of
 from penstock.backends.tvm.tiles import allow_tiles
-from penstock.ir.graph import Graph
-from penstock.ir.ops import make
 
 pytestmark = pytest.mark.skipif(not allow_tiles(), reason="this machine has no tile registers")
 
 U = 2.0**-24
 
 
-@dataclass(frozen=True)
-class Case:
-    x: tuple[int, ...]
-    w: tuple[int, ...]
-    strides: tuple[int, ...] = (1, 1)
-    pads: tuple[int, ...] = (0, 0, 0, 0)
-    dilations: tuple[int, ...] = (1, 1)
-    groups: int = 1
-    dtype: str = "f32"
-
-    def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        rank = len(self.strides)
-        # torch wants the last dimension first.
-        border = [self.pads[i + side] for i in reversed(range(rank)) for side in (0, rank)]
-        return (F.conv2d if rank == 2 else F.conv1d)(F.pad(x, border), w, None, self.strides, 0, self.dilations, self.groups)  # type: ignore[operator]
-
-    def backward(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        x = torch.zeros(self.x, dtype=dy.dtype, requires_grad=True)
-        (dx,) = torch.autograd.grad(self.forward(x, w), x, dy)
-        return dx
-
-    def graph(self, name: str, gradient: bool) -> Graph:
-        attrs = {"strides": self.strides, "pads": self.pads, "dilations": self.dilations, "groups": self.groups, "kernel": "k0"}
-        x, w = value("x", f"{self.dtype}[{','.join(map(str, self.x))}]"), value("w", f"{self.dtype}[{','.join(map(str, self.w))}]")
-        op = make("conv", [x, w], ["y"], **attrs)
-        if gradient:
-            dy = value("dy", str(op.outs[0].type))
-            op = make("conv_grad_input", [dy, w], ["dx"], shape=self.x, **attrs)
-        return Graph(name, op.ins, op.outs, (op,))
-
-
 CASES = {
-    "whole": Case((1, 64, 24, 32), (64, 64, 3, 3), pads=(1, 1, 1, 1)),
-    "narrow": Case((3, 70, 7, 7), (82, 70, 3, 3), pads=(1, 1, 1, 1)),
-    "bands": Case((1, 160, 53, 50), (48, 160, 3, 3), pads=(1, 1, 1, 1)),
-    "wide": Case((1, 40, 3, 700), (50, 40, 2, 3), pads=(1, 0, 0, 2)),
-    "stride two": Case((2, 64, 29, 43), (48, 64, 3, 3), strides=(2, 2), pads=(1, 1, 1, 1)),
-    "strides": Case((2, 64, 29, 30), (64, 64, 3, 5), strides=(1, 3), pads=(0, 2, 1, 0)),
-    "dilations": Case((2, 48, 30, 27), (64, 48, 3, 3), pads=(2, 3, 2, 3), dilations=(2, 3)),
-    "both": Case((1, 64, 40, 40), (64, 64, 3, 3), strides=(2, 3), pads=(1, 0, 2, 1), dilations=(3, 2)),
-    "groups": Case((2, 128, 20, 20), (192, 64, 3, 3), groups=2, pads=(1, 1, 1, 1)),
-    "one tap": Case((2, 96, 28, 29), (80, 96, 1, 1)),
-    "one tap, small": Case((3, 70, 7, 7), (50, 70, 1, 1)),
-    "one tap, stride two": Case((2, 64, 29, 43), (80, 64, 1, 1), strides=(2, 2)),
-    "one tap, stride three, groups": Case((1, 128, 31, 100), (64, 64, 1, 1), strides=(3, 3), groups=2),
-    "one tap, border": Case((1, 64, 20, 20), (64, 64, 1, 1), pads=(1, 0, 2, 1)),
-    "few positions": Case((1, 70, 7, 7), (50, 70, 3, 3), pads=(1, 1, 1, 1)),
-    "few positions, stride two": Case((1, 64, 13, 13), (40, 64, 3, 3), strides=(2, 2), pads=(1, 1, 1, 1)),
-    "few positions, one tap": Case((1, 96, 7, 6), (40, 96, 1, 1)),
-    "few positions, bf16": Case((1, 70, 7, 7), (50, 70, 3, 3), pads=(1, 1, 1, 1), dtype="bf16"),
-    "one dimension": Case((2, 64, 150), (80, 64, 4), strides=(1,), pads=(1, 2), dilations=(1,)),
-    "bf16": Case((2, 64, 29, 31), (96, 64, 3, 3), pads=(1, 1, 1, 1), dtype="bf16"),
+    "whole": ConvCase((1, 64, 24, 32), (64, 64, 3, 3), pads=(1, 1, 1, 1)),
+    "narrow": ConvCase((3, 70, 7, 7), (82, 70, 3, 3), pads=(1, 1, 1, 1)),
+    "bands": ConvCase((1, 160, 53, 50), (48, 160, 3, 3), pads=(1, 1, 1, 1)),
+    "wide": ConvCase((1, 40, 3, 700), (50, 40, 2, 3), pads=(1, 0, 0, 2)),
+    "stride two": ConvCase((2, 64, 29, 43), (48, 64, 3, 3), strides=(2, 2), pads=(1, 1, 1, 1)),
+    "strides": ConvCase((2, 64, 29, 30), (64, 64, 3, 5), strides=(1, 3), pads=(0, 2, 1, 0)),
+    "dilations": ConvCase((2, 48, 30, 27), (64, 48, 3, 3), pads=(2, 3, 2, 3), dilations=(2, 3)),
+    "both": ConvCase((1, 64, 40, 40), (64, 64, 3, 3), strides=(2, 3), pads=(1, 0, 2, 1), dilations=(3, 2)),
+    "groups": ConvCase((2, 128, 20, 20), (192, 64, 3, 3), groups=2, pads=(1, 1, 1, 1)),
+    "one tap": ConvCase((2, 96, 28, 29), (80, 96, 1, 1)),
+    "one tap, small": ConvCase((3, 70, 7, 7), (50, 70, 1, 1)),
+    "one tap, stride two": ConvCase((2, 64, 29, 43), (80, 64, 1, 1), strides=(2, 2)),
+    "one tap, stride three, groups": ConvCase((1, 128, 31, 100), (64, 64, 1, 1), strides=(3, 3), groups=2),
+    "one tap, border": ConvCase((1, 64, 20, 20), (64, 64, 1, 1), pads=(1, 0, 2, 1)),
+    "few positions": ConvCase((1, 70, 7, 7), (50, 70, 3, 3), pads=(1, 1, 1, 1)),
+    "few positions, stride two": ConvCase((1, 64, 13, 13), (40, 64, 3, 3), strides=(2, 2), pads=(1, 1, 1, 1)),
+    "few positions, one tap": ConvCase((1, 96, 7, 6), (40, 96, 1, 1)),
+    "few positions, bf16": ConvCase((1, 70, 7, 7), (50, 70, 3, 3), pads=(1, 1, 1, 1), dtype="bf16"),
+    "one dimension": ConvCase((2, 64, 150), (80, 64, 4), strides=(1,), pads=(1, 2), dilations=(1,)),
+    "bf16": ConvCase((2, 64, 29, 31), (96, 64, 3, 3), pads=(1, 1, 1, 1), dtype="bf16"),
 }
 GRAPHS = {
     (n, g): c.graph(f"s0.{'d' if g else 'f'}_{n.replace(' ', '_').replace(',', '')}", g) for n, c in CASES.items() for g in (False, True)

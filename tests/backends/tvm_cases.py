@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from penstock.backends.interface import CompileOptions, StageSources
 from penstock.backends.numpy_backend import NumpyProgram
@@ -53,6 +54,39 @@ class OpCase:
 
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(self.types)}{''.join(f', {k}={v}' for k, v in self.attrs.items())})"
+
+
+@dataclass(frozen=True)
+class ConvCase:
+    """A convolution, and its gradient for the input: as torch computes them, and as a graph."""
+
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    strides: tuple[int, ...] = (1, 1)
+    pads: tuple[int, ...] = (0, 0, 0, 0)
+    dilations: tuple[int, ...] = (1, 1)
+    groups: int = 1
+    dtype: str = "f32"
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        rank = len(self.strides)
+        # torch wants the last dimension first.
+        border = [self.pads[i + side] for i in reversed(range(rank)) for side in (0, rank)]
+        return (F.conv2d if rank == 2 else F.conv1d)(F.pad(x, border), w, None, self.strides, 0, self.dilations, self.groups)  # type: ignore[operator]
+
+    def backward(self, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x = torch.zeros(self.x, dtype=dy.dtype, requires_grad=True)
+        (dx,) = torch.autograd.grad(self.forward(x, w), x, dy)
+        return dx
+
+    def graph(self, name: str, gradient: bool) -> Graph:
+        attrs = {"strides": self.strides, "pads": self.pads, "dilations": self.dilations, "groups": self.groups, "kernel": "k0"}
+        x, w = value("x", f"{self.dtype}[{','.join(map(str, self.x))}]"), value("w", f"{self.dtype}[{','.join(map(str, self.w))}]")
+        op = make("conv", [x, w], ["y"], **attrs)
+        if gradient:
+            dy = value("dy", str(op.outs[0].type))
+            op = make("conv_grad_input", [dy, w], ["dx"], shape=self.x, **attrs)
+        return Graph(name, op.ins, op.outs, (op,))
 
 
 def random_array(rng: np.random.Generator, t: TensorType, positive: bool = False) -> np.ndarray:

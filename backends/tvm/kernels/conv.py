@@ -6,7 +6,8 @@ In: conv, conv_grad_input or conv_grad_weight with any strides, dilations, paddi
     flipped weight. With stride s they fall apart into s phases per dimension, each with the taps that meet its positions:
         dx[h] = sum of dy[(h + low - r * dilation) / stride] * w[r] over the taps r for which this divides without remainder,
     and in a phase, h = first mod stride, these taps are every (stride / gcd(stride, dilation))-th;
-  * the same on tile registers (tile_conv.py), where the machine has them and there is enough to do;
+  * squares of 2x2 outputs with fewer multiplications (conv_winograd.py): 3x3 taps side by side, where there is enough to do;
+  * the direct sums on tile registers (tile_conv.py), where the machine has them and there is enough to do;
   * a product per image (conv_points.py): one tap, every position once, and not a small image;
   * sums over positions: gradients for the weight (conv_weight_tiles.py with tile registers, conv_weight.py without), and conv_depth.py for small groups;
   * a product that gathers windows (windows.py): everything else: three and more spatial dimensions, convolutions with one tap that leave
@@ -24,7 +25,7 @@ from penstock.ir.ops import Window, complete_attrs, ints, window_of
 from penstock.ir.types import FLOATS, ITEM_BYTES
 
 from ..group import PACKED
-from . import tile_conv, windows
+from . import conv_winograd, tile_conv, windows
 from .body import EFFECTS, Body
 from .conv_depth import emit_depthwise_gradient
 from .conv_lines import emit_lines
@@ -122,7 +123,10 @@ def _emit_pointwise(
 
 def emit_correlation(body: Body, c: Correlation) -> None:
     lanes = max(body.lanes * 4 // ITEM_BYTES[c.dtype], 1)
-    (emit_lines if c.filters * 2 <= lanes else emit_tiles)(body, c, lanes)
+    if conv_winograd.suits(body, c):
+        conv_winograd.emit_winograd(body, c, lanes)
+    else:
+        (emit_lines if c.filters * 2 <= lanes else emit_tiles)(body, c, lanes)
 
 
 def emit_conv(body: Body, op: Op) -> None:

@@ -19,13 +19,14 @@ from math import prod
 from tvm import tirx
 
 from .body import Body, parallel_if
+from .conv_panels import Panels
 from .correlation import Correlation, Pair, Phase, Source, cover, most_rows, strip_rows
 from .emit import SERIAL, VECTOR, Buffer, Expr, ceil_div, literal, load
-from .transpose import pieces, transpose_block
+from .transpose import transpose_block
 
 
 def emit_tiles(body: Body, c: Correlation, lanes: int) -> None:
-    _Panels(body, c, lanes).run()
+    _Tiles(body, c, lanes).run()
 
 
 def _tile_of(counts: Pair, most: int) -> Pair:
@@ -36,15 +37,12 @@ def _tile_of(counts: Pair, most: int) -> Pair:
     return max(min(most // max(columns, 1), rows), 1), columns
 
 
-class _Panels:
-    """Output channels in lanes."""
+class _Tiles(Panels):
+    """Sums in registers over all taps."""
 
     def __init__(self, body: Body, c: Correlation, lanes: int) -> None:
-        self.body, self.c, self.emit, self.lanes = body, c, body.emit, lanes
-        self.vectors = min(body.machine.vectors, ceil_div(c.filters, lanes))
-        self.width = self.vectors * lanes
+        super().__init__(body, c, lanes)
         self.most = most_rows(body, self.vectors)
-        self.panels = ceil_div(c.filters, self.width)
         self.tap_count = sum(prod(p.taps) for p in c.phases)
         self.panel_size = c.channels * self.tap_count * self.width
         self.source = Source(body, c)
@@ -100,14 +98,6 @@ class _Panels:
                     emit.store(self.offsets, away, (k * rows + r) * columns + s + start)
             start += c.channels * rows * columns
 
-    def _split(self, panel: Expr) -> tuple[Expr, Expr]:
-        """Group, and first output channel in it."""
-        if self.panels == 1:
-            return panel, literal(0, "i32")
-        if self.c.groups == 1:
-            return literal(0, "i32"), panel * self.width
-        return tirx.floordiv(panel, self.panels), tirx.floormod(panel, self.panels) * self.width
-
     # ------------------------------------------------------------------------------ weights
 
     def _targets(self) -> dict[int, tuple[int, int, int]]:
@@ -124,7 +114,7 @@ class _Panels:
 
     def _pack(self, packed: Buffer, base: Expr, panel: Expr) -> None:
         c, emit, lanes = self.c, self.emit, self.lanes
-        group, first = self._split(panel)
+        group, first = self.split(panel)
         taps = prod(c.kernel)
         whole = c.filters % self.width == 0 and c.stored is not None and lanes > 1
         if whole and c.filters_first:
@@ -209,7 +199,7 @@ class _Panels:
                     with self.body.point():
                         self._tile(image, panel, packed, weights, phase, start, unit, h, w, th, tw, sums)
             start += c.channels * prod(phase.taps)
-        self._finish(image, panel, sums, unit * c.step[0], rows)
+        self.finish(image, panel, sums, unit * c.step[0], rows)
 
     def _tile(
         self,
@@ -234,7 +224,7 @@ class _Panels:
                 with emit.loop(lanes, VECTOR, "ji") as ji:
                     emit.store(acc, literal(0, c.dtype), ji + v * lanes)
         if prod(phase.taps):
-            group, _ = self._split(panel)
+            group, _ = self.split(panel)
             top = (unit + h) * c.strides[0] + phase.shift[0]
             left = w * c.strides[1] + phase.shift[1]
             corner = emit.bind(self.source.position(image, group * c.channels, top, left), "corner")
@@ -257,42 +247,3 @@ class _Panels:
             for v in range(self.vectors):
                 with emit.loop(lanes, VECTOR, "ji") as ji:
                     emit.store(sums, tirx.BufferLoad(acc, [ji + v * lanes]), position * self.width + (ji + v * lanes))
-
-    # ------------------------------------------------------------------------------ results
-
-    def _finish(self, image: Expr, panel: Expr, sums: Buffer, row: Expr, rows: int) -> None:
-        c, emit, lanes = self.c, self.emit, self.lanes
-        group, first = self._split(panel)
-        positions = rows * c.spatial[1]
-
-        def block(p: Expr, height: int) -> None:
-            for v in range(self.vectors):
-                turned = emit.alloc(lanes * lanes, c.dtype, "turned")
-                starts = [(p + min(i, height - 1)) * self.width + v * lanes for i in range(lanes)]
-                vectors = transpose_block(emit, c.dtype, lanes, lanes, sums, starts)
-                for i, vector in enumerate(vectors):
-                    emit.add(tirx.BufferStore(turned, vector, [tirx.Ramp(i * lanes, 1, lanes)]))
-                valid = min(lanes, c.filters - v * lanes) if self.panels == 1 else lanes
-                with emit.loop(valid, SERIAL, "j") as j:
-                    channel = emit.bind(first + (j + v * lanes), "o")
-                    if self.panels > 1 and c.filters % self.width:
-                        with emit.when(channel < c.filters):
-                            finish(p, height, group * c.filters + channel, turned, j)
-                    else:
-                        finish(p, height, group * c.filters + channel, turned, j)
-
-        def finish(p: Expr, height: int, channel: Expr, turned: Buffer, j: Expr) -> None:
-            channel = emit.bind(channel, "o")
-            for i, _ in pieces(emit, height, lanes):
-                with self.body.point():
-                    q = p + i
-                    index = c.place(image, channel, row + tirx.floordiv(q, c.spatial[1]), tirx.floormod(q, c.spatial[1]))
-                    self.body.finish({c.out: (tirx.BufferLoad(turned, [j * lanes + i]), index)})
-
-        whole, rest = divmod(positions, lanes)
-        if whole:
-            with emit.loop(whole, SERIAL, "p") as p, self.body.point():
-                block(p * lanes if whole > 1 else literal(0, "i32"), lanes)
-        if rest:
-            with self.body.point():
-                block(literal(whole * lanes, "i32"), rest)
