@@ -42,6 +42,13 @@ def ops() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def coverage_words() -> str:
+    """What stands in the columns of the op table."""
+    from penstock.reference.coverage import MEANINGS
+
+    return "\n".join(["", *(f"* `{word}`: {meaning}" for word, meaning in MEANINGS.items()), "", ""])
+
+
 def seeded_bugs() -> str:
     """What the bugs of tests/bisecting were found to be."""
     rows = json.loads((HERE.parent / "tests" / "bisecting" / "record.json").read_text(encoding="utf-8"))
@@ -224,6 +231,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "grammar": lambda: docstring("penstock.ir.text", "module    =", "A module is printed"),
     "verifier": lambda: docstring("penstock.ir.verify", "typed ", "Cost:"),
     "ops": ops,
+    "coverage-words": coverage_words,
     "onnx-operators": onnx_operators,
     "onnx-support": onnx_support,
     "torch-operations": torch_operations,

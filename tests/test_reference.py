@@ -113,10 +113,25 @@ def test_an_operation_is_explained_as_the_matrix_says(capsys: pytest.CaptureFixt
         facts = dict(line.partition(": ")[::2] for line in lines if ": " in line)
         _, family, numpy, gradient, kernel, _ = rows[name]
         assert facts["family"].startswith(family)
-        assert facts["interpreter"].startswith("no") == (numpy == "-")
-        starts = {"yes": "yes", "zero": ("zero", "none: gradients end"), "decomposed": "that of what", "-": "none"}
+        assert facts["interpreter"].startswith({"rule": "a rule", "built in": "built in", "-": "no"}[numpy])
+        starts = {"rule": "a rule, ", "zero": ("zero", "none: gradients end"), "decomposed": "that of what", "-": "none"}
         assert facts["gradient"].startswith(starts[gradient])
-        assert facts["kernels for CPUs"].startswith({"yes": ("yes", "a rule, "), "decomposed": "that of", "-": "no"}[kernel])
+        assert facts["kernels for CPUs"].startswith(
+            {"rule": "a rule, ", "built in": "built in", "decomposed": "that of", "-": "no"}[kernel]
+        )
+
+
+def test_the_matrix_claims_no_more_than_it_looked_at(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that raises is in it like any other, as a rule that was not tried; all words of the matrix are explained below it."""
+    monkeypatch.setattr(trial, "trouble_with", lambda op: pytest.fail("the matrix tries no kernels"))
+    monkeypatch.setitem(VJP, "not", lambda *given: pytest.fail("nor gradients"))  # type: ignore[arg-type]
+    matrix, _, words = told(capsys, "ops").partition("\n\n")
+    cells = {row[0]: row for row in coverage()[1]}
+    assert cells["not"][3] == "rule"
+    used = {word for row in cells.values() for word in row[2:5]}
+    assert used <= {line.partition(": ")[0] for line in words.splitlines()}
+    assert "rule: there is one, and it was not tried" in words
+    assert len(matrix.splitlines()) == 2 + len(OPS)
 
 
 def test_a_rule_is_named_by_where_it_says_something(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,10 +140,10 @@ def test_a_rule_is_named_by_where_it_says_something(capsys: pytest.CaptureFixtur
     assert len({rule.__code__.co_firstlineno for rule in made}) == 1
     for name in ("neg", "exp", "log", "rsqrt", "mul"):
         facts = dict(line.partition(": ")[::2] for line in told(capsys, "ops", name).splitlines() if ": " in line)
-        path, _, number = facts["gradient"].removeprefix("yes, ").partition(":")
+        path, _, number = facts["gradient"].removeprefix("a rule, ").partition(":")
         line = Path(penstock.__path__[0], path).read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()
         assert line.startswith((f'"{name}": ', f"def _{name}("))
-        function = facts["interpreter"].removeprefix("yes, numpy.")
+        function = facts["interpreter"].removeprefix("a rule, numpy.")
         assert name == "rsqrt" or callable(getattr(np, function))
 
 

@@ -1,4 +1,5 @@
-"""Which part of the compiler supports which operation: one row per row of the op table, read from the tables themselves."""
+"""Which part of the compiler has a rule for which operation: one row per row of the op table, read from the tables themselves. That a
+rule is there does not show that it works: nothing is tried for this matrix."""
 
 from __future__ import annotations
 
@@ -8,6 +9,14 @@ from penstock.passes.decompose import DECOMPOSE
 from penstock.passes.vjp import FLAT, STOPS, VJP
 
 STATE = "state"
+# What stands in the columns.
+MEANINGS = {
+    "rule": "there is one, and it was not tried for this table; the tests try those that come with Penstock",
+    "built in": "nothing to be tried: the interpreter and kernels take variables as they are",
+    "decomposed": "primitives take its place before gradients and kernels are looked up",
+    "zero": "no gradient passes",
+    "-": "none; of gradients, none is ever asked for (booleans, constants, gradients, updates)",
+}
 
 
 def coverage() -> tuple[list[str], list[list[str]]]:
@@ -19,8 +28,8 @@ def coverage() -> tuple[list[str], list[list[str]]]:
     rows = []
     for name, row in OPS.items():
         missing = "decomposed" if name in DECOMPOSE else "-"
-        gradient = "yes" if name in VJP else "zero" if name in (*FLAT, *STOPS) else missing
-        kernel = "yes" if name in kernels or row.family == STATE else missing
-        numpy = "yes" if name in NUMPY or row.family == STATE else "-"
+        gradient = "rule" if name in VJP else "zero" if name in (*FLAT, *STOPS) else missing
+        kernel = "built in" if row.family == STATE else "rule" if name in kernels else missing
+        numpy = "built in" if row.family == STATE else "rule" if name in NUMPY else "-"
         rows.append([name, row.family, numpy, gradient, kernel, row.doc])
     return ["op", "family", "numpy", "gradient", "tvm cpu", "meaning"], rows

@@ -14,7 +14,7 @@ from penstock.ir.ops import ANY, OPS, Needs, OpDef
 from penstock.passes.decompose import DECOMPOSE, DecomposeOptions
 from penstock.passes.vjp import FLAT, STATISTICS, STOPS, VJP
 from penstock.reference import trial
-from penstock.reference.coverage import STATE, coverage
+from penstock.reference.coverage import MEANINGS, STATE, coverage
 from penstock.reference.passes import known
 from penstock.terminal import table
 
@@ -26,6 +26,10 @@ _DIMENSIONS = "a name is a dimension, `...` any leading ones; n may be split ove
 def ops_command(arguments: Namespace) -> None:
     if arguments.name is None:
         print(table(*coverage()))
+        print()
+        for word, meaning in MEANINGS.items():
+            print(f"{word}: {meaning}")
+        print("`penstock ops OP` says where the rules of one are, and tries its kernel for CPUs on a small example.")
     else:
         print("\n".join(op_help(known(arguments.name, OPS, "operation", "penstock ops"))))
 
@@ -45,7 +49,7 @@ def op_help(name: str) -> Iterator[str]:
     else:
         yield "dimensions: those of all operands are the same, after broadcasting, and any of them may be split"
     yield f"gradient: {_gradient(name)}"
-    yield f"interpreter: {_place(NUMPY.get(name)) if name in NUMPY else 'reads and writes variables' if row.family == STATE else 'no'}"
+    yield f"interpreter: {_place(NUMPY.get(name)) if name in NUMPY else 'built in: reads and writes variables' if row.family == STATE else 'no'}"
     for device, kinds in _kernels():
         yield f"{device}: {_kernel(row, kinds, tried=device == _CPUS)}"
     if name in DECOMPOSE:
@@ -98,9 +102,9 @@ def _kernel(row: OpDef, kinds: frozenset[str], tried: bool) -> str:
         if not tried or (example := trial.example_of(row)) is None:
             return "a rule, which was not tried here"
         trouble = trial.trouble_with(example)
-        return f"no: {trouble}" if trouble else "yes"
+        return f"no: {trouble}" if trouble else "a rule, and on a small example it gave a kernel"
     if row.family == STATE:
-        return "yes: variables are parameters of kernels"
+        return "built in: variables are parameters of kernels"
     return "that of what it is taken apart into" if row.name in DECOMPOSE else "no"
 
 
@@ -118,6 +122,6 @@ def _place(rule: object) -> str:
     code = getattr(target, "__code__", None)
     if code is None:
         name = getattr(target, "__name__", "")
-        return f"yes, numpy.{name}" if name and getattr(np, name, None) is target else "yes"
+        return f"a rule, numpy.{name}" if name and getattr(np, name, None) is target else "a rule"
     path = code.co_filename.replace("\\", "/").rpartition("/penstock/")[2] or code.co_filename
-    return f"yes, {path}:{code.co_firstlineno}"
+    return f"a rule, {path}:{code.co_firstlineno}"
