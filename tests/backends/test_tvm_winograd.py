@@ -33,6 +33,8 @@ CASES = {
     "odd sizes": ConvCase((2, 40, 15, 27), (72, 40, 3, 3), pads=SAME),
     "odd sizes, eight images": ConvCase((8, 32, 21, 13), (32, 32, 3, 3), pads=SAME),
     "bands and a rest": ConvCase((1, 32, 50, 66), (48, 32, 3, 3), pads=SAME),
+    "images together": ConvCase((8, 256, 7, 7), (256, 256, 3, 3), pads=SAME),
+    "images together, two bands": ConvCase((6, 256, 11, 13), (256, 256, 3, 3), pads=SAME),
     "no border": ConvCase((1, 33, 18, 16), (64, 33, 3, 3)),
     "wide border": ConvCase((1, 32, 9, 11), (32, 32, 3, 3), pads=(2, 3, 4, 2)),
     "border on one side": ConvCase((1, 32, 12, 12), (32, 32, 3, 3), pads=(2, 0, 0, 1)),
@@ -124,7 +126,7 @@ def test_what_is_too_small_or_has_another_window_is_summed_directly() -> None:
         {"w": (64, 64, 3, 5)},
         {"x": (1, 64, 7, 7)},
         {"x": (1, 16, 14, 14), "w": (64, 16, 3, 3)},
-        {"w": (16, 64, 3, 3)},
+        {"w": (8, 64, 3, 3)},
         {"x": (1, 64, 1, 100)},
     )
     for other in others:

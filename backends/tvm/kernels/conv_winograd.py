@@ -12,11 +12,11 @@ loops
         products                 [point][square][channels out in lanes], 16 products of matrices
         sums of the points       [position][channels out in lanes], then `Panels.finish`
 
-Squares over the edge of the output are computed whole. Bands are few enough squares for their points to stay in cache, and threads share them if
-there are many bands; else they share channels, then panels, of a band.
+Squares over the edge of the output are computed whole. Bands are few enough squares for their points to stay in cache; small images are taken
+together in one. Threads share bands if there are many; else they share channels, then panels, of a band.
 
-Limits: results differ from a direct sum by a few more roundings, as the points of the source are sums of four elements; an infinity in the source
-makes all outputs of the squares that it meets nan. Points of weights take 16/9 of their memory.
+Limits: a result is rounded relative to products of its elements with any taps, not only with those that they meet, and infinities become nan
+(docs/precision.md). Points of weights take 16/9 of their memory. A band has at least one row of squares, however long.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .emit import PARALLEL, SERIAL, VECTOR, Buffer, Emitter, Expr, ceil_div, lit
 from .transpose import pieces, separate_pairs
 
 _POINTS = 16
-# Squares of a band: the rows of weights that are read for them are used so often.
-_BAND = 128
+# Squares of a band: the points of the weights are read once for each, so bands for single threads have a least number, too.
+_BAND, _LEAST_BAND = 128, 48
 # With fewer squares, reading 16 points of each weight takes longer than multiplying by nine taps.
 _LEAST_SQUARES = 24
 # With fewer channels, sums of points take longer than what multiplications they save.
 _LEAST_CHANNELS = 32
-# The share of the squares that may lie over the edge.
+# The share of the squares' outputs that have to lie inside.
 _LEAST_USE = 0.7
 # Threads share so many parts, or more: several for each of a few threads.
 _TASKS = 8
@@ -61,10 +61,21 @@ def _outputs(emit: Emitter, m: list[Expr]) -> list[Expr]:
     return [emit.bind(x) for x in (m[0] + m[1] + m[2], m[1] - m[2] - m[3])]
 
 
+def _squares_of(c: Correlation) -> int:
+    return ceil_div(c.spatial[0], 2) * ceil_div(c.spatial[1], 2)
+
+
+def _together(body: Body, c: Correlation) -> int:
+    """Images of a band: several where an image has few squares, the same number in each band; of few filters the weights are few, and threads
+    would not find enough panels."""
+    if c.filters < _TASKS * body.machine.vectors * body.lanes:
+        return 1
+    return max(n for n in range(1, c.images + 1) if c.images % n == 0 and (n == 1 or n * _squares_of(c) <= _BAND))
+
+
 def suits(body: Body, c: Correlation) -> bool:
     """Whether this is such a convolution, and large enough."""
-    lanes = body.lanes
-    squares = ceil_div(c.spatial[0], 2) * ceil_div(c.spatial[1], 2)
+    lanes, squares = body.lanes, _squares_of(c)
     return (
         c.groups == 1
         and c.strides == c.dilations == c.step == (1, 1)
@@ -72,7 +83,7 @@ def suits(body: Body, c: Correlation) -> bool:
         and lanes > 4
         and c.channels >= _LEAST_CHANNELS
         and c.filters >= 2 * lanes
-        and squares >= _LEAST_SQUARES
+        and squares * _together(body, c) >= _LEAST_SQUARES
         and c.spatial[0] * c.spatial[1] >= _LEAST_USE * 4 * squares
     )
 
@@ -90,20 +101,23 @@ class _Squares(Panels):
         self.columns = ceil_div(c.spatial[1], 2)
         self.offset = tuple(shift - low for shift, low in zip(self.phase.shift, c.low, strict=True))
         # Vectors of a row of squares, and elements of a line of every second element of the source: one more than there are squares is read.
-        self.across = ceil_div(self.columns, lanes)
-        self.line = (self.across + 1) * lanes
+        self.row_vectors = ceil_div(self.columns, lanes)
+        self.line = (self.row_vectors + 1) * lanes
         self.panel_size = _POINTS * c.channels * self.width
         height = ceil_div(c.spatial[0], 2)
         most = max(_BAND // self.columns, 1)
-        heights = [n for n in range(1, min(most, height) + 1) if self._shares_evenly(*divmod(c.spatial[0], 2 * n))]
+        self.images = _together(body, c)
+        least = height if self.images > 1 else ceil_div(_LEAST_BAND, self.columns)
+        heights = [n for n in range(least, min(most, height) + 1) if self._shares_evenly(*divmod(c.spatial[0], 2 * n))]
         self.spread = bool(heights)
         # Rows of squares of a band.
         self.height = max(heights) if heights else ceil_div(height, ceil_div(height, most))
 
     def _shares_evenly(self, whole: int, rest: int) -> bool:
         """Whether threads that take so many bands of each image have as much to do."""
-        bands = self.c.images * whole
-        return self.c.images % _TASKS == 0 or (rest == 0 and bands >= _TASKS and bands % 2 == 0)
+        images = self.c.images // self.images
+        bands = images * whole
+        return images % _TASKS == 0 or (rest == 0 and bands >= _TASKS and bands % 2 == 0)
 
     def run(self) -> None:
         c, emit = self.c, self.emit
@@ -120,12 +134,14 @@ class _Squares(Panels):
             fill(packed)
         whole, rest = divmod(c.spatial[0], 2 * self.height)
         outer, inner = (kind, SERIAL) if self.spread else (SERIAL, kind)
-        with emit.loop(c.images * whole, outer, "b") as band, self.body.point():
-            image, top = (tirx.floordiv(band, whole), tirx.floormod(band, whole)) if whole > 1 else (band, literal(0, "i32"))
-            self._band(packed, emit.bind(image, "n"), emit.bind(top * (2 * self.height), "top"), 2 * self.height, inner)
+        images = c.images // self.images
+        if whole:
+            with emit.loop(images * whole, outer, "b") as band, self.body.point():
+                image, top = (tirx.floordiv(band, whole), tirx.floormod(band, whole)) if whole > 1 else (band, literal(0, "i32"))
+                self._band(packed, emit.bind(image * self.images, "n"), emit.bind(top * (2 * self.height), "top"), 2 * self.height, inner)
         if rest:
-            with emit.loop(c.images, outer, "n") as n, self.body.point():
-                self._band(packed, n, literal(whole * 2 * self.height, "i32"), rest, inner)
+            with emit.loop(images, outer, "n") as n, self.body.point():
+                self._band(packed, emit.bind(n * self.images, "n"), literal(whole * 2 * self.height, "i32"), rest, inner)
 
     # ------------------------------------------------------------------------------ points
 
@@ -148,17 +164,17 @@ class _Squares(Panels):
                             at = panel * self.panel_size + ((i * 4 + k) * c.channels + channel) * self.width
                             emit.store(packed, value, at + (ji + v * self.lanes))
 
-    def _sources(self, points: Buffer, apart: int, image: Expr, channel: Expr, top: Expr, rows: int) -> None:
-        """Points of the squares of a band, of one channel."""
+    def _sources(self, points: Buffer, place: Expr, step: int, image: Expr, channel: Expr, top: Expr, rows: int) -> None:
+        """Points of the squares of a band, of one channel of an image: the first ones at `place`, the next a step behind each."""
         emit, lanes = self.emit, self.lanes
         dtype, line = self.c.dtype, self.line
         squares = ceil_div(rows, 2)
         lines = emit.alloc((2 * squares + 2) * 2 * line, dtype, "lines")
         self._lines(lines, image, channel, top, 2 * squares + 2)
 
-        with emit.loop(squares, SERIAL, "r") as r, emit.loop(self.across, SERIAL, "v") as v:
+        with emit.loop(squares, SERIAL, "r") as r, emit.loop(self.row_vectors, SERIAL, "v") as v:
             # What lies behind the last square of a row is overwritten by the next row, or stands between channels.
-            at = emit.bind(channel * apart + r * self.columns + v * lanes, "at")
+            at = emit.bind(place + r * self.columns + v * lanes, "at")
             with emit.loop(lanes, VECTOR, "l") as lane, self.body.point():
 
                 def element(i: int, k: int) -> Expr:
@@ -167,15 +183,14 @@ class _Squares(Panels):
                 down = [_of_source(emit, [element(i, k) for i in range(4)]) for k in range(4)]
                 for i in range(4):
                     for k, value in enumerate(_of_source(emit, [column[i] for column in down])):
-                        emit.store(points, value, at + lane + (i * 4 + k) * (self.c.channels * apart))
+                        emit.store(points, value, at + lane + (i * 4 + k) * step)
 
     def _lines(self, lines: Buffer, image: Expr, channel: Expr, top: Expr, count: int) -> None:
         """Rows of the source with its border, elements at even places before those at odd ones."""
         c, emit, lanes, line = self.c, self.emit, self.lanes, self.line
         row = emit.alloc(2 * line, c.dtype, "row")
-        for i in range(0, 2 * line, lanes):
-            with emit.loop(lanes, VECTOR, "l") as lane:
-                emit.store(row, literal(0, c.dtype), lane + i)
+        with emit.loop(2 * line // lanes, SERIAL, "v") as v, emit.loop(lanes, VECTOR, "l") as lane:
+            emit.store(row, literal(0, c.dtype), v * lanes + lane)
         start = max(self.offset[1], 0)
         begin = start - self.offset[1]
         columns = min(c.sizes[1] - start, 2 * self.columns + 2 - begin)
@@ -186,9 +201,9 @@ class _Squares(Panels):
                 for w, _ in pieces(emit, columns, lanes):
                     with self.body.point():
                         emit.store(row, c.source(image, channel, place, w + start), w + begin)
-                for v in range(self.across + 1):
+                with emit.loop(self.row_vectors + 1, SERIAL, "v") as v:
                     places = [(h * 2 + odd) * line + v * lanes for odd in (0, 1)]
-                    separate_pairs(emit, lanes, (row, literal(2 * v * lanes, "i32")), [(lines, at) for at in places])
+                    separate_pairs(emit, lanes, (row, v * (2 * lanes)), [(lines, at) for at in places])
             with emit.when(tirx.Not(inside)), emit.loop(2 * line // lanes, SERIAL, "v") as v, emit.loop(lanes, VECTOR, "l") as lane:
                 emit.store(lines, literal(0, c.dtype), h * (2 * line) + v * lanes + lane)
 
@@ -198,13 +213,14 @@ class _Squares(Panels):
         c, emit = self.c, self.emit
         height = ceil_div(rows, 2)
         # Room for the last vector of a row of squares; channels do not lie a power of two apart.
-        apart = ceil_div(height * self.columns + self.lanes, self.lanes) * self.lanes
+        apart = ceil_div(self.images * height * self.columns + self.lanes, self.lanes) * self.lanes
         apart += self.lanes if apart // self.lanes % 2 == 0 else 0
         points = emit.alloc(_POINTS * c.channels * apart, c.dtype, "points")
-        with emit.loop(c.channels, kind, "c") as channel, self.body.point():
-            self._sources(points, apart, image, channel, top, rows)
+        with emit.loop(c.channels, kind, "c") as channel, emit.loop(self.images, SERIAL, "n") as n, self.body.point():
+            place = emit.bind(channel * apart + n * (height * self.columns), "place")
+            self._sources(points, place, c.channels * apart, image + n, channel, top, rows)
         strip = height
-        if kind == PARALLEL and rows % 2 == 0:
+        if kind == PARALLEL and rows % 2 == 0 and self.images == 1:
             strip = max((n for n in range(1, height + 1) if height % n == 0 and self.panels * (height // n) >= _TASKS), default=1)
         with emit.loop(self.panels * (height // strip), kind, "jo") as task, self.body.point():
             panel, first = (
@@ -220,7 +236,7 @@ class _Squares(Panels):
     ) -> None:
         """Outputs of a panel for some rows of squares of a band: those from `first` on."""
         c, emit = self.c, self.emit
-        squares = height * self.columns
+        squares = self.images * height * self.columns
         products = emit.alloc(_POINTS * squares * self.width, c.dtype, "products")
         most = most_rows(self.body, self.vectors)
         with emit.loop(_POINTS, SERIAL, "xi") as point:
@@ -229,13 +245,16 @@ class _Squares(Panels):
             for t, count in cover(emit, squares, ceil_div(squares, ceil_div(squares, most)), "t"):
                 with self.body.point():
                     self._tile(packed, weights, points, source + t, apart, products, point * squares + t, count)
-        sums = emit.alloc(rows * c.spatial[1] * self.width, c.dtype, "sums")
-        for first_row, tall, count in ((0, 2, rows // 2), (rows // 2, 1, rows % 2)):
-            for first_column, wide, n in ((0, 2, c.spatial[1] // 2), (c.spatial[1] // 2, 1, c.spatial[1] % 2)):
-                if count and n:
-                    with emit.loop(count, SERIAL, "r") as r, emit.loop(n, SERIAL, "s") as s:
-                        self._square(products, sums, squares, r + first_row, s + first_column, tall, wide)
-        self.finish(image, panel, sums, top + first * 2, rows)
+        with emit.loop(self.images, SERIAL, "n") as n, self.body.point():
+            sums = emit.alloc(rows * c.spatial[1] * self.width, c.dtype, "sums")
+            for first_row, tall, count in ((0, 2, rows // 2), (rows // 2, 1, rows % 2)):
+                for first_column, wide, length in ((0, 2, c.spatial[1] // 2), (c.spatial[1] // 2, 1, c.spatial[1] % 2)):
+                    if count and length:
+                        with emit.loop(count, SERIAL, "r") as r, emit.loop(length, SERIAL, "s") as s:
+                            square = emit.bind((n * height + r + first_row) * self.columns + (s + first_column), "square")
+                            corner = emit.bind((r + first_row) * 2 * c.spatial[1] + (s + first_column) * 2, "corner")
+                            self._square(products, squares, square, sums, corner, tall, wide)
+            self.finish(image + n, panel, sums, top + first * 2, rows)
 
     def _tile(
         self, packed: Buffer, weights: Expr, points: Buffer, source: Expr, apart: int, products: Buffer, place: Expr, count: int
@@ -266,10 +285,9 @@ class _Squares(Panels):
                 with emit.loop(lanes, VECTOR, "l") as lane:
                     emit.store(products, tirx.BufferLoad(acc, [lane + v]), (place + i) * self.width + (lane + v))
 
-    def _square(self, products: Buffer, sums: Buffer, squares: int, r: Expr, s: Expr, tall: int, wide: int) -> None:
-        """A square of outputs, or what of it lies inside."""
-        emit, columns = self.emit, self.c.spatial[1]
-        square = emit.bind(r * self.columns + s, "square")
+    def _square(self, products: Buffer, squares: int, square: Expr, sums: Buffer, corner: Expr, tall: int, wide: int) -> None:
+        """A square of outputs, or what of it lies inside; its first one is at `corner`."""
+        emit = self.emit
         for v in range(0, self.width, self.lanes):
             with emit.loop(self.lanes, VECTOR, "l") as lane, self.body.point():
                 points = [
@@ -278,4 +296,4 @@ class _Squares(Panels):
                 down = [_outputs(emit, points[k::4])[:tall] for k in range(4)]
                 for i in range(tall):
                     for k, value in enumerate(_outputs(emit, [column[i] for column in down])[:wide]):
-                        emit.store(sums, value, ((r * 2 + i) * columns + (s * 2 + k)) * self.width + (lane + v))
+                        emit.store(sums, value, (corner + (i * self.c.spatial[1] + k)) * self.width + (lane + v))
