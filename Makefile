@@ -77,7 +77,7 @@ test-shuffled: $(VENV)/ready
 		$(BIN)/python -m pytest -q -m "not slow" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --shuffle $$seed $(QUICK) || exit 1; done
 
 test-long: $(VENV)/ready
-	$(BIN)/python -m pytest -q --long 20 --hypothesis-profile long -n $(TEST_PROCESSES)
+	$(BIN)/python -m pytest -q --long 20 -n $(TEST_PROCESSES)
 
 # Warnings of destructors cannot be raised: pytest reports them as its own, which are errors here. Processes that tests start inherit the mode.
 test-devmode: $(VENV)/ready

@@ -22,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# For laws that do not say how many examples they take; with --long the others take more than they say, too.
+# For laws that do not say how many examples they take.
 settings.register_profile("quick", max_examples=40)
-settings.register_profile("long", max_examples=2000, deadline=None, print_blob=True)
 settings.load_profile("quick")
 
 
