@@ -26,7 +26,8 @@ def at_rest(module: Module, pure: bool = False) -> Module:
     lost = [name for name in module.vars if name in moving & read]
     if lost and not pure:
         raise UnsupportedModel(
-            f"outputs depend on {', '.join('@' + name for name in lost)}, which forward changes: without training nothing is kept from call to call",
+            f"outputs depend on {', '.join('@' + name for name in lost)}, which forward changes: without training nothing is kept "
+            "from call to call",
             where=module.name,
             hint="import the module in the mode in which it uses what it has stored: eval()",
         )

@@ -83,7 +83,8 @@ _RANGES = {
 _EXAMPLES = {"bytes": "8 GiB", "bytes per second": "2 GB/s", "seconds": "50 us", "operations per second": "50 GFLOP/s"}
 # What each key must be: a word, a whole number, a share, or a quantity. Of those that end in ? zero is allowed.
 _DEVICE = {
-    "name": "name", "kind": "word", "host": "name", "target": "name", "arch": "name", "threads": "count", "memory": "bytes", "spaces": "table",
+    "name": "name", "kind": "word", "host": "name", "target": "name", "arch": "name", "threads": "count", "memory": "bytes",
+    "spaces": "table",
     "flops": "operations per second", "bandwidth": "bytes per second", "cache": "bytes?", "cache_bandwidth": "bytes per second?",
     "overhead": "seconds?", "call_overhead": "seconds?", "message_overhead": "seconds?", "socket_bandwidth": "bytes per second",
     "shared_overhead": "seconds?", "copy_bandwidth": "bytes per second", "efficiency": "table",
@@ -91,7 +92,8 @@ _DEVICE = {
 _LINK = {"a": "name", "b": "name", "bandwidth": "bytes per second", "latency": "seconds?", "nic": "name?"}
 _CLASS = {"bandwidth": "bytes per second", "latency": "seconds?"}
 _HOST = {
-    "name": "name", "address": "name?", "interface": "name?", "nic_bandwidth": "bytes per second?", "nic_latency": "seconds?", "device": "table",
+    "name": "name", "address": "name?", "interface": "name?", "nic_bandwidth": "bytes per second?", "nic_latency": "seconds?",
+    "device": "table",
 }  # fmt: skip
 
 

@@ -295,7 +295,8 @@ class _ModuleParser:
         self.programs: dict[int, dict[str, tuple[Action, ...]]] | None = None
         self.notes: list[Note] = []
         self.rules: dict[str, Callable[[str], None]] = {
-            "links": self._class, "host": self._host, "device": self._device, "link": self._link, "mesh": self._mesh, "stage": self._stage, "input": self._input, "output": self._output,
+            "links": self._class, "host": self._host, "device": self._device, "link": self._link, "mesh": self._mesh,
+            "stage": self._stage, "input": self._input, "output": self._output,
             "var": self._var, "edge": self._edge, "graph": self._graph, "schedule": self._schedule, "note": self._note,
         }  # fmt: skip
 

@@ -98,7 +98,10 @@ def _check_sums(module: Module, updates: Mapping[int, Graph]) -> Iterator[Proble
             needed = _behind(updates[stage], (op.ins[0] for op in updates[stage].ops if op.kind == "write" and op.var == name))
             for source in added.get(f"{name}.grad", ()):
                 if not any(v.name in needed for v in _handed_out(module, source, f"{name}.grad")):
-                    what = f"updates @{name} without the part of its gradient from stage {source}; stages {stages} update it, and need the same sum"
+                    what = (
+                        f"updates @{name} without the part of its gradient from stage {source}; stages {stages} update it, and need the "
+                        "same sum"
+                    )
                     yield Problem(f"@s{stage}.U", what)
 
 

@@ -151,7 +151,10 @@ def _check_sums(run: Run) -> Iterator[Problem]:
             other = found.get(rank, [])
             if [x[0] for x in other] == [x[0] for x in order]:
                 continue
-            what = f"ranks {', '.join(map(str, members))} sum in different orders: rank {leader} {[x[0] for x in order]}, rank {rank} {[x[0] for x in other]}"
+            what = (
+                f"ranks {', '.join(map(str, members))} sum in different orders: rank {leader} {[x[0] for x in order]}, rank {rank} "
+                f"{[x[0] for x in other]}"
+            )
             at = next((i for i, (x, y) in enumerate(zip(order, other, strict=False)) if x[0] != y[0]), min(len(order), len(other)))
             longer, listed = (leader, order) if len(order) > at else (rank, other)
             yield run.problem(longer, listed[at][1], what)

@@ -399,7 +399,10 @@ def _live(schedule: Schedule, rank: int) -> str:
         return ""
     m = schedule.microbatches
     needed = -(-ahead // m) + 1
-    return f" ({ahead} forwards run ahead, a delay of {delay} at {counted(m, 'microbatch')} allows {delay * m}; this would need {needed} live versions)"
+    return (
+        f" ({ahead} forwards run ahead, a delay of {delay} at {counted(m, 'microbatch')} allows {delay * m}; this would need {needed} "
+        "live versions)"
+    )
 
 
 def _legal(schedule: Schedule, other: str = "") -> str:

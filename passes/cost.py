@@ -344,6 +344,7 @@ def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, s
 
 
 __all__ = [
-    "EFFICIENCY", "FAMILIES", "ROOFLINE", "Cost", "GraphCost", "InTurn", "Kernel", "Prices", "Roofline", "Transfer", "Work", "alone", "bound", "bytes_moved", "cost",
+    "EFFICIENCY", "FAMILIES", "ROOFLINE", "Cost", "GraphCost", "InTurn", "Kernel", "Prices", "Roofline", "Transfer", "Work", "alone",
+    "bound", "bytes_moved", "cost",
     "divide", "efficiency_of", "family_of", "graph_seconds", "op_seconds", "rank_seconds", "shown_seconds", "work_of",
 ]  # fmt: skip

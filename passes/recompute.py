@@ -84,7 +84,8 @@ def recompute(module: Module, options: RecomputeOptions = RecomputeOptions()) ->
         if options.mode == "auto" and chosen.peak > budget:
             excess[stage.index] = chosen.peak / budget
             problems.append(
-                f"stage {stage.index} on {place} needs {exact_bytes(chosen.peak)} at the worst moment, even if {len(chosen.dropped)} operations are "
+                f"stage {stage.index} on {place} needs {exact_bytes(chosen.peak)} at the worst moment, even if "
+                f"{len(chosen.dropped)} operations are "
                 f"done again in the backward pass; it has {exact_bytes(budget)}\n    {_listed(chosen.memory)}"
             )
         if chosen.dropped:

@@ -138,7 +138,8 @@ def type_problems(value: Value, array: Any, shape: tuple[int, ...]) -> list[str]
     problems = []
     if dtype != value.type.dtype:
         problems.append(
-            f"{value.name}: element type is {dtype}, expected {value.type.dtype} (array.astype({numpy_dtype(value.type.dtype).name!r}) converts)"
+            f"{value.name}: element type is {dtype}, expected {value.type.dtype} "
+            f"(array.astype({numpy_dtype(value.type.dtype).name!r}) converts)"
         )
     if tuple(array.shape) != shape:
         problems.append(f"{value.name}: shape is {list(array.shape)}, expected {list(shape)}")

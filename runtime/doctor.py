@@ -226,7 +226,8 @@ def _run_yardsticks(folder: Path, threads: Sequence[int], part: float) -> list[R
 
 def _with_rates(device: Device, rates: Rates) -> Device:
     return replace(
-        device, flops=rates.flops, bandwidth=rates.bandwidth, cache=rates.cache, cache_bandwidth=rates.cache_bandwidth, overhead=rates.overhead,
+        device, flops=rates.flops, bandwidth=rates.bandwidth, cache=rates.cache, cache_bandwidth=rates.cache_bandwidth,
+        overhead=rates.overhead,
         call_overhead=rates.call_overhead, efficiency=tuple(rates.efficiency.items()),
     )  # fmt: skip
 

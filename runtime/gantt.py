@@ -68,7 +68,10 @@ def svg_gantt(found: Simulated, title: str, curves: Mapping[int, Curve] | None =
                 continue
             action = line.action(position, found.schedule.microbatches)
             told = f"{action}: {start * 1e3:.3f} to {finish * 1e3:.3f} ms"
-            box = f'x="{_LEFT + start * scale:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" fill="{colour}" stroke="white" stroke-width="0.3"'
+            box = (
+                f'x="{_LEFT + start * scale:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}" fill="{colour}" stroke="white" '
+                'stroke-width="0.3"'
+            )
             parts.append(f"<rect {box}><title>{escape(told, quote=False)}</title></rect>")
             if width > 22:
                 parts.append(f'<text x="{_LEFT + start * scale + 3:.2f}" y="{top + 15}">{action.kind}{action.mb}</text>')

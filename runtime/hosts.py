@@ -237,7 +237,10 @@ def check_hosts(bundle: Bundle, present: Sequence[Present]) -> list[str]:
     if wrong:
         listed = itemised(f"rank {r}: the bundle has it on {planned[r]}, it was started on {found[r]}" for r in wrong)
         order = list(dict.fromkeys(planned))
-        hint = f"start the hosts in the order {', '.join(order)} (torchrun --node-rank without --rdzv-backend; srun --nodelist with --distribution=block)"
+        hint = (
+            f"start the hosts in the order {', '.join(order)} (torchrun --node-rank without --rdzv-backend; srun --nodelist with "
+            "--distribution=block)"
+        )
         raise UsageError(f"ranks are on hosts that the bundle has for others:{listed}", where=str(bundle.path), hint=hint)
     machines = [(one.host, one.address) for one in present]
     if [planned.index(name) for name in planned] != [machines.index(machine) for machine in machines]:

@@ -110,7 +110,8 @@ class Metrics:
         if seconds >= _WAIT_WORTH_TELLING and not self._told_wait:
             self._told_wait = True
             self._line.interrupt(
-                f"warning: training waited {seconds:.1f} s for the checkpoint before this one to be written; a larger --checkpoint-every waits less"
+                f"warning: training waited {seconds:.1f} s for the checkpoint before this one to be written; a larger "
+                "--checkpoint-every waits less"
             )
 
     def evaluated(self, done: int, found: Evaluation) -> None:
@@ -134,7 +135,8 @@ class Metrics:
         }
         self._write(row)
         self._line.interrupt(
-            f"messages: {found.messages}, {found.moving:.3f} s under way, of which ranks waited {found.waited:.3f} s: {found.hidden:.0%} hidden"
+            f"messages: {found.messages}, {found.moving:.3f} s under way, of which ranks waited {found.waited:.3f} s: "
+            f"{found.hidden:.0%} hidden"
         )
 
     def _write(self, row: Row) -> None:

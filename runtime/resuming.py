@@ -127,7 +127,8 @@ def _differences(index: Index, module: Module, data: DataSpec | None) -> list[st
         told.append(f"{change}: training goes on from its newest weights, gradients are no longer an update late")
     elif needs and not had and index.step:
         told.append(
-            f"{change}: it has no older weights, so the first two batches see its newest, and gradients are an update late from then on: a rate that suited before may be too high now (--lr)"
+            f"{change}: it has no older weights, so the first two batches see its newest, and gradients are an update late from "
+            "then on: a rate that suited before may be too high now (--lr)"
         )
     batch = microbatch_size(module) * module.schedule.microbatches
     if index.step and index.samples is not None and index.microbatches != module.schedule.microbatches:

@@ -223,7 +223,10 @@ class _LocalRun:
             assert self.options.checkpoint is not None
             print(f"penstock: error: {error}", file=sys.stderr, flush=True)
             made = replan(open_bundle(self.options.bundle), left, Path(self.options.checkpoint))
-            told = f"penstock: {device} of rank {error.rank} failed again at once and is given up; planned anew: {made.told}; from {self._from}"
+            told = (
+                f"penstock: {device} of rank {error.rank} failed again at once and is given up; planned anew: {made.told}; from "
+                f"{self._from}"
+            )
             print(told, file=sys.stderr, flush=True)
             self._bundle, self._failed_on = made.bundle, None
             return

@@ -66,7 +66,8 @@ def load_cuda_runtime() -> None:
         raise UsageError(
             f"TVM's CUDA runtime cannot be loaded: {error}",
             where=str(folder),
-            hint="it needs the NVIDIA driver and CUDA 13's libcudart.so.13, which comes with torch for CUDA 13 or with the wheel nvidia-cuda-runtime",
+            hint="it needs the NVIDIA driver and CUDA 13's libcudart.so.13, which comes with torch for CUDA 13 or with the wheel "
+            "nvidia-cuda-runtime",
         ) from error
     from tvm_ffi import get_global_func
 

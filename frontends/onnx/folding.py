@@ -32,10 +32,11 @@ _LARGEST_LOOP, _LARGEST_PRODUCT = 1 << 13, 1 << 32
 
 # fmt: off
 # Shape inference does not tell the size of these, which is of the order of the operands' size.
-_LIKE_OPERANDS = frozenset({"Compress", "GroupNormalization", "MeanVarianceNormalization", "NonZero", "NonMaxSuppression", "StringNormalizer", "StringSplit", "Unique"})
+_LIKE_OPERANDS = frozenset({"Compress", "GroupNormalization", "MeanVarianceNormalization", "NonZero", "NonMaxSuppression",
+    "StringNormalizer", "StringSplit", "Unique"})
 _LOOPS = frozenset({
-    "AveragePool", "Col2Im", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "GRU", "GridSample", "LRN", "LSTM", "LpPool", "MaxPool", "MaxRoiPool",
-    "MaxUnpool", "NonMaxSuppression", "QLinearConv", "RNN", "Resize", "RoiAlign", "TfIdfVectorizer", "Upsample",
+    "AveragePool", "Col2Im", "Conv", "ConvInteger", "ConvTranspose", "DeformConv", "GRU", "GridSample", "LRN", "LSTM", "LpPool",
+    "MaxPool", "MaxRoiPool", "MaxUnpool", "NonMaxSuppression", "QLinearConv", "RNN", "Resize", "RoiAlign", "TfIdfVectorizer", "Upsample",
 })
 _PRODUCTS = frozenset({"Einsum", "Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"})
 # fmt: on

@@ -49,7 +49,8 @@ WHOLE = frozenset({
     "linear", "matmul", "mv", "dot", "baddbmm", "addcmul", "addcdiv",
     "gelu", "silu", "mish", "selu", "relu6", "hardsigmoid", "hardswish", "softplus", "erfc",
     "softmax.int", "log_softmax.int", "logsumexp", "layer_norm", "rms_norm", "group_norm", "std.correction", "std_mean.correction",
-    "embedding_bag", "embedding_bag.padding_idx", "scaled_dot_product_attention", "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input",
+    "embedding_bag", "embedding_bag.padding_idx", "scaled_dot_product_attention", "lstm.input", "gru.input", "rnn_tanh.input",
+    "rnn_relu.input",
     "upsample_nearest1d.vec", "upsample_nearest3d.vec", "upsample_linear1d.vec", "upsample_trilinear3d.vec", "upsample_bicubic2d.vec",
     "pixel_shuffle", "roll", "detach", "all", "all.dim", "copy", "_euclidean_dist",
 })

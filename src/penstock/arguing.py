@@ -77,11 +77,13 @@ def print_plan(plan: api.Plan) -> None:
             print(f"{note.origin}: {note.text}")
     step, samples = predicted.step, predicted.forecast.samples
     print(
-        f"predicted: {shown_seconds(step)} per batch of {counted(samples, 'sample')}, {samples / step:.1f} samples/s, {1 - _busy(predicted):.0%} of the ranks' time idle"
+        f"predicted: {shown_seconds(step)} per batch of {counted(samples, 'sample')}, {samples / step:.1f} samples/s, "
+        f"{1 - _busy(predicted):.0%} of the ranks' time idle"
     )
     if predicted.measured:
         print(
-            f"the {'time' if predicted.measured == 1 else 'times'} of {counted(predicted.measured, 'stage graph')} come from runs on this machine"
+            f"the {'time' if predicted.measured == 1 else 'times'} of {counted(predicted.measured, 'stage graph')} come from runs "
+            "on this machine"
         )
     if predicted.correction is not None:
         runs = predicted.correction.runs
@@ -108,7 +110,8 @@ def print_ranks(module: Module, predicted: Predicted) -> None:
         for rank, (stage, device) in enumerate(zip(module.rank_stages(), module.rank_devices(), strict=True))
     ]
     print(
-        f"{module.name}: schedule {schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch, predicted time per batch and peak memory"
+        f"{module.name}: schedule {schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch, predicted time per "
+        "batch and peak memory"
     )
     print(table(["stage", "device", "microbatches", "time", "of slowest", *columns], rows))
 
@@ -127,7 +130,10 @@ def argument(search: Search) -> Iterator[str]:
         if len(profile.starts) == profile.operations
         else f" (of {profile.operations} operations, the longest {profile.largest:.1%} of the work)"
     )
-    yield f"planner: {counted(plan.size, 'sample')} per microbatch, {counted(plan.count, 'microbatch')}; chosen over {counted(len(profile.starts), 'layer')}{grain}"
+    yield (
+        f"planner: {counted(plan.size, 'sample')} per microbatch, {counted(plan.count, 'microbatch')}; chosen over "
+        f"{counted(len(profile.starts), 'layer')}{grain}"
+    )
     if profile.left_out:
         sizes = " or ".join(map(str, profile.left_out))
         yield f"planner: not tried: microbatches of {sizes} samples, with which the model has other operations"
@@ -135,7 +141,10 @@ def argument(search: Search) -> Iterator[str]:
     if (found := search.refined.get(plan.schedule)) is not None and found.outcome.plan == plan:
         yield f"planner: the fastest of {counted(found.tried, 'plan')} simulated: {shown_seconds(found.step)} per batch"
     if search.more_memory > 1:
-        yield f"planner: its estimates of memory are up to {search.more_memory - 1:.0%} more than the devices have; by the exact count of the passes the plan fits"
+        yield (
+            f"planner: its estimates of memory are up to {search.more_memory - 1:.0%} more than the devices have; by the exact count of "
+            "the passes the plan fits"
+        )
     for schedule, reason in search.refused.items():
         if schedule not in result.outcomes:
             continue

@@ -227,7 +227,10 @@ def _verify_training(bundle: Bundle, reference: Module, weights: Arrays, steps: 
     limits = [allowed_error(rounding, tolerance, roundings)] * len(rows)
     if tolerance is None and coarsest_roundoff(rounding) is None and any(not error <= limits[0] for _, error in rows):
         limits = _allowed_by_rounding(reference, weights, batches, expected, delay, seed)
-    hint = "--bisect looks for the pass or the kernel; where it finds none, roundings grow in this training: look at --steps 2, or at other seeds"
+    hint = (
+        "--bisect looks for the pass or the kernel; where it finds none, roundings grow in this training: look at --steps 2, or at "
+        "other seeds"
+    )
     return _report(rows, limits, hint)
 
 

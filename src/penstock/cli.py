@@ -222,8 +222,8 @@ def command_line() -> argparse.ArgumentParser:
 
     verify = add(
         "verify",
-        "check a model against onnxruntime, a bundle against the interpreter, all of them pass by pass and kernel by kernel (--bisect), what passes "
-        "do to an IR file (-p), or 2bw against plain training (--parity)",
+        "check a model against onnxruntime, a bundle against the interpreter, all of them pass by pass and kernel by kernel "
+        "(--bisect), what passes do to an IR file (-p), or 2bw against plain training (--parity)",
     )
     add_model_arguments(verify, metavar="MODEL.onnx|BUNDLE|DUMPS|FILE.ir")
     add_verify_arguments(verify)
@@ -256,7 +256,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--data",
         default="synthetic",
         metavar="FILE|synthetic",
-        help="samples: .npz, .safetensors, .parquet, a folder of .npy, FILE:u16 of tokens, or INPUT=FILE,... (docs/data.md; default: synthetic)",
+        help="samples: .npz, .safetensors, .parquet, a folder of .npy, FILE:u16 of tokens, or INPUT=FILE,... (docs/data.md; default: "
+        "synthetic)",
     )
     parser.add_argument("--steps", type=positive_number, default=10, metavar="N", help="optimiser steps in this run (default: 10)")
     parser.add_argument("--shuffle", action="store_true", help="visit samples in a new order every epoch")
@@ -265,7 +266,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--last-batch",
         choices=("wrap", "drop", "pad"),
         default="wrap",
-        help="where samples are no multiple of a batch: go on with the next epoch, drop the rest, or fill up from the same epoch (default: wrap)",
+        help="where samples are no multiple of a batch: go on with the next epoch, drop the rest, or fill up from the same epoch "
+        "(default: wrap)",
     )
     parser.add_argument("--eval-data", metavar="FILE", help="samples to compute the mean loss of, without training on them (docs/data.md)")
     parser.add_argument("--eval-every", type=positive_number, metavar="N", help="steps between evaluations (default: one at the end)")
@@ -319,7 +321,8 @@ def _add_failing(parser: argparse.ArgumentParser) -> None:
         type=whole_number,
         default=0,
         metavar="N",
-        help="start the workers again after a failure, from the newest checkpoint, up to N times (default: 0; under torchrun that is its option)",
+        help="start the workers again after a failure, from the newest checkpoint, up to N times (default: 0; under torchrun that is its "
+        "option)",
     )
     parser.add_argument(
         "--elastic",
@@ -418,7 +421,8 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
     inspect.add_argument(
         "--trace",
         metavar="FILE",
-        help="with --memory: what a run with --trace held, beside the plan, and which blocks lay idle; with --html: that run beside the plan",
+        help="with --memory: what a run with --trace held, beside the plan, and which blocks lay idle; with --html: that run beside the "
+        "plan",
     )
     inspect.add_argument(
         "--params", action="store_true", help="list parameters, buffers and state with sizes, and statistics of a bundle's weights"
@@ -433,8 +437,8 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
         "--export",
         action="append",
         metavar="FILE",
-        help="write the model as .dot (Graphviz) or .onnx (Netron) with stages and devices, or the schedule as .json (Chrome trace, simulated) or "
-        ".csv; may be given several times",
+        help="write the model as .dot (Graphviz) or .onnx (Netron) with stages and devices, or the schedule as .json (Chrome trace, "
+        "simulated) or .csv; may be given several times",
     )
     inspect.add_argument(
         "--html",

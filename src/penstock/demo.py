@@ -69,7 +69,8 @@ def run_demo(out: Path, *, steps: int, schedule: str, backend: str) -> int:
     tail = max(1, min(5, len(losses) // 4))
     before, after = float(np.mean(losses[:tail])), float(np.mean(losses[-tail:]))
     print(
-        f"loss {before:.3f} -> {after:.3f} (means of the first and last {tail} of {len(losses)} steps), {time.monotonic() - started:.0f} s in all"
+        f"loss {before:.3f} -> {after:.3f} (means of the first and last {tail} of {len(losses)} steps), "
+        f"{time.monotonic() - started:.0f} s in all"
     )
     print(f"model {path}\nbundle {out / 'bundle'}\ndumps {dumps}\nmetrics {metrics}\ncheckpoint {out / 'checkpoint'}")
     command = "penstock" if shutil.which("penstock") else f"{quote(sys.executable)} -m penstock"

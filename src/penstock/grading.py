@@ -294,7 +294,10 @@ def _kept(found: Graded, trace: str | None, bundle: Bundle) -> str:
         return f"kept {found.factor:.2f} as a correction for this machine's processor"
     if found.factor is not None and bundle.manifest.backend == "tvm":
         low, high = _PLAUSIBLE
-        return f"warning: work took {found.factor:.3g} times as long; that is not kept, as corrections are from {low:g} to {high:g}: was the machine busy, is the cluster file of this machine?"
+        return (
+            f"warning: work took {found.factor:.3g} times as long; that is not kept, as corrections are from {low:g} to {high:g}: was "
+            "the machine busy, is the cluster file of this machine?"
+        )
     if found.factor is not None:
         return f"work took {found.factor:.2f} times as long; that is not kept, as it is of {bundle.manifest.backend}, not of compiled code"
     cluster = bundle.module.cluster

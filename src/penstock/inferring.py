@@ -74,8 +74,8 @@ class Report:
     def text(self) -> str:
         found = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in self.latency_s.items())
         return (
-            f"{self.requests} requests of {self.samples_per_request} samples ({self.mode}): {self.samples} samples in {self.seconds:.2f} s, "
-            f"{self.samples_per_s:.1f} samples/s\nlatency {found}"
+            f"{self.requests} requests of {self.samples_per_request} samples ({self.mode}): {self.samples} samples in "
+            f"{self.seconds:.2f} s, {self.samples_per_s:.1f} samples/s\nlatency {found}"
         )
 
 

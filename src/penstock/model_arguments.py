@@ -48,12 +48,14 @@ def _add_reading(parser: argparse.ArgumentParser, optional: bool, metavar: str) 
     parser.add_argument(
         "--precision",
         choices=("f32", "bf16", "f16"),
-        help="element type of activations and products; weights, sums and losses stay f32; with f16 the loss is scaled in training (default: f32)",
+        help="element type of activations and products; weights, sums and losses stay f32; with f16 the loss is scaled in training "
+        "(default: f32)",
     )
     parser.add_argument(
         "--wire",
         choices=("f32", "bf16", "f16"),
-        help="element type of float32 activations and gradients on their way between stages: half the bytes for a rounding at each boundary (default: f32)",
+        help="element type of float32 activations and gradients on their way between stages: half the bytes for a rounding at each "
+        "boundary (default: f32)",
     )
 
 
@@ -89,8 +91,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=positive_number,
         metavar="N",
-        help="samples per update: the planner then chooses stages, their devices and shares, microbatches, schedule and recomputation; a symbolic "
-        "first dimension of the inputs is left to it as well",
+        help="samples per update: the planner then chooses stages, their devices and shares, microbatches, schedule and recomputation; a "
+        "symbolic first dimension of the inputs is left to it as well",
     )
     training.add_argument(
         "--schedule",
@@ -100,7 +102,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--recompute",
         choices=("auto", "none", "all"),
-        help="what is computed again in the backward pass instead of saved: what the memory of the devices asks for, nothing, or all (default: auto)",
+        help="what is computed again in the backward pass instead of saved: what the memory of the devices asks for, nothing, or all "
+        "(default: auto)",
     )
 
 
@@ -110,7 +113,8 @@ def _add_dividing(parser: argparse.ArgumentParser) -> None:
         "--cuda-libraries",
         choices=("torch", "none"),
         default="torch",
-        help="who computes products, convolutions and attention on GPUs: the vendor's libraries through torch, or kernels of ours (default: torch)",
+        help="who computes products, convolutions and attention on GPUs: the vendor's libraries through torch, or kernels of ours "
+        "(default: torch)",
     )
     parser.add_argument(
         "--plan",
@@ -125,8 +129,8 @@ def _add_dividing(parser: argparse.ArgumentParser) -> None:
         type=positive_number,
         default=0,
         metavar="N",
-        help="devices per stage: they share the microbatches of a batch out among them, faster ones take more (default: 1; with --batch, the most of "
-        "one stage, by default any number)",
+        help="devices per stage: they share the microbatches of a batch out among them, faster ones take more (default: 1; with --batch, "
+        "the most of one stage, by default any number)",
     )
     parser.add_argument(
         "--split-at", action="append", default=[], metavar="NODE", help="start a new stage at this node or value instead of searching"

@@ -104,7 +104,8 @@ def compare(models: Callable[[int], Model], optimizers: Mapping[str, Optimizer],
             for schedule in (PLAIN, DELAYED):
                 losses[schedule, seed] = train(model, optimizer, schedule, setting, seed)
                 say(
-                    f"{name}, seed {seed}, {schedule}: {losses[schedule, seed][0]:.4f} at first, {final_loss(losses[schedule, seed]):.4f} at the end"
+                    f"{name}, seed {seed}, {schedule}: {losses[schedule, seed][0]:.4f} at first, "
+                    f"{final_loss(losses[schedule, seed]):.4f} at the end"
                 )
         ends = {schedule: tuple(final_loss(losses[schedule, seed]) for seed in seeds) for schedule in (PLAIN, DELAYED)}
         found.append(Parity(name, ends[PLAIN], ends[DELAYED], losses))

@@ -251,7 +251,8 @@ def print_forecast(made: Forecast) -> None:
     found, memory = made.found, measure_memory(made.module)
     schedule = found.schedule
     print(
-        f"{made.module.name}: schedule {schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch, {counted(found.batches, 'batch')} simulated"
+        f"{made.module.name}: schedule {schedule.name}, {counted(schedule.microbatches, 'microbatch')} per batch, "
+        f"{counted(found.batches, 'batch')} simulated"
     )
     step = found.step_seconds
     rows = [
@@ -274,7 +275,8 @@ def print_forecast(made: Forecast) -> None:
         else f"{len(found.lines)} ranks: --gantt draws them"
     )
     print(
-        f"one batch takes {shown_seconds(step)} in steady state, {shown_seconds(made.drained)} by itself; {made.samples / step:.1f} samples/s"
+        f"one batch takes {shown_seconds(step)} in steady state, {shown_seconds(made.drained)} by itself; {made.samples / step:.1f} "
+        "samples/s"
         if step
         else "takes no time"
     )

@@ -20,16 +20,16 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=float,
         metavar="X",
-        help="largest relative error that passes (default: 1e-5; with 16-bit floats what their roundings do to this model; with --bisect and FILE.ir what "
-        "rounding explains, which is printed)",
+        help="largest relative error that passes (default: 1e-5; with 16-bit floats what their roundings do to this model; with --bisect "
+        "and FILE.ir what rounding explains, which is printed)",
     )
     checks.add_argument("--backend", choices=("tvm", "numpy"), help="what to check a model or an IR file with (default: tvm)")
     bisect = parser.add_argument_group("with --bisect (and the arguments of `compile`, for a model)")
     bisect.add_argument(
         "--bisect",
         action="store_true",
-        help="name the first pass, stage, operation and tensor that is wrong: the import against onnxruntime, the module after each pass, then "
-        "the kernels of each stage against the interpreter",
+        help="name the first pass, stage, operation and tensor that is wrong: the import against onnxruntime, the module after each "
+        "pass, then the kernels of each stage against the interpreter",
     )
     bisect.add_argument(
         "--repro",

@@ -36,7 +36,8 @@ _MOVES = (1e-5, 1e-6, 1e-7)
 _MOST = 2
 ALLOWED = Allowed(
     1e-5,
-    f"central differences in float64 with steps of {_MOVES[0]:g}: their square and rounding over the step are the error, one step is allowed",
+    f"central differences in float64 with steps of {_MOVES[0]:g}: their square and rounding over the step are the error, one step "
+    "is allowed",
 )
 
 

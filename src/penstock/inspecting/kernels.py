@@ -202,8 +202,8 @@ def _division_line(graph: Graph, rows: Sequence[KernelRow]) -> str:
     inside = sum(map(len, division.kernels.values()))
     flops = sum(row.flops * len(row.names) for row in rows if row.graph == graph.name)
     return (
-        f"{graph.name}: {len(graph.ops)} operations = {inside} in {len(division.kernels)} kernels + {len(division.inline)} without memory or "
-        f"in tables + {len(division.reads)} reads; {flops / 1e6:.3f} MFLOP"
+        f"{graph.name}: {len(graph.ops)} operations = {inside} in {len(division.kernels)} kernels + {len(division.inline)} without "
+        f"memory or in tables + {len(division.reads)} reads; {flops / 1e6:.3f} MFLOP"
     )
 
 

@@ -24,7 +24,10 @@ def _rank(found: TracedMemory, width: int | None) -> Iterator[str]:
         yield f"{head}: no action"
         return
     most = found.most_live
-    yield f"{head}: at most {shown_bytes(most.measured)} live, after {most.action} at {shown_seconds(most.seconds)}; {counted(len(found.blocks), 'block')}"
+    yield (
+        f"{head}: at most {shown_bytes(most.measured)} live, after {most.action} at {shown_seconds(most.seconds)}; "
+        f"{counted(len(found.blocks), 'block')}"
+    )
     if found.difference is None:
         yield f"as planned in every block after each of {counted(len(found.points), 'action')}"
     else:
@@ -37,8 +40,9 @@ def _rank(found: TracedMemory, width: int | None) -> Iterator[str]:
     worth = [kind for kind in found.kinds if kind.candidate]
     rest = sum(kind.count for kind in found.kinds) - sum(kind.count for kind in worth)
     yield (
-        f"to {found.place} and back at {shown_bytes(found.bandwidth)}/s: {counted(sum(kind.count for kind in worth), 'block')} of {len(worth)} kinds lie idle for longer "
-        f"than that takes, {rest} do not; when most lives, {shown_bytes(sum(kind.at_peak for kind in worth))} could be elsewhere"
+        f"to {found.place} and back at {shown_bytes(found.bandwidth)}/s: {counted(sum(kind.count for kind in worth), 'block')} of "
+        f"{len(worth)} kinds lie idle for longer than that takes, {rest} do not; when most lives, "
+        f"{shown_bytes(sum(kind.at_peak for kind in worth))} could be elsewhere"
     )
     if worth:
         yield table(_HEADER, [_row(kind) for kind in worth[:_ROWS]], width, cut=(2, 1))

@@ -59,7 +59,10 @@ class Trace:
             else "nothing ran"
         )
         more = f", and {counted(len(self.rows) - 8, 'more rank')}" if len(self.rows) > 8 else ""
-        return f"<trace {self.path}: {counted(len(self.rows), 'rank')}, {counted(total, 'action')} in {shown_seconds(self.seconds)}; {busy}{more}>"
+        return (
+            f"<trace {self.path}: {counted(len(self.rows), 'rank')}, {counted(total, 'action')} in {shown_seconds(self.seconds)}; "
+            f"{busy}{more}>"
+        )
 
     def _repr_html_(self) -> str:
         """What a notebook shows: a row per rank, a box per computation."""

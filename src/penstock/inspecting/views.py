@@ -35,7 +35,10 @@ def show_summary(facts: Summary, width: int | None = None) -> str:
 
 
 def _summary(facts: Summary, width: int | None) -> Iterator[str]:
-    yield f"module {facts.name}: {counted(facts.tensors, 'parameter tensor')} with {facts.parameters:,} elements, facts: {', '.join(facts.facts) or 'none'}"
+    yield (
+        f"module {facts.name}: {counted(facts.tensors, 'parameter tensor')} with {facts.parameters:,} elements, facts: "
+        f"{', '.join(facts.facts) or 'none'}"
+    )
     for name, type, is_data in facts.inputs:
         yield f"input {name}: {type}" + ("" if is_data else ", which the runtime gives")
     yield from (f"output {name}" for name in facts.outputs)
@@ -67,7 +70,10 @@ def _summary(facts: Summary, width: int | None) -> Iterator[str]:
         heads = ["stage", "devices", "ops", "kernels", "parameters", "stored", "GFLOP", "time", "of slowest", "peak memory", "sent"]
         yield ""
         yield table(heads, rows, width, cut=(1,))
-        yield "GFLOP, time (predicted, ends of messages among it) and what is sent are per batch; stored are parameters, state and buffers with all their versions"
+        yield (
+            "GFLOP, time (predicted, ends of messages among it) and what is sent are per batch; stored are parameters, state and "
+            "buffers with all their versions"
+        )
     yield ""
     graphs = [[g.name, g.operations, g.kernels or "-", g.inputs, g.outputs, shown_bytes(g.saved)] for g in facts.graphs]
     yield table(["graph", "ops", "kernels", "inputs", "outputs", "saved"], graphs)
@@ -121,7 +127,10 @@ def _plot(curve: Curve, columns: int) -> Iterator[str]:
     over = shown_seconds(end) if curve.timed else f"{len(curve.points)} actions"
     at = f" after {shown_seconds(most.seconds)}" if curve.timed else ""
     held = max(point.held for point in curve.points)
-    yield f"rank {curve.rank}, stage {curve.stage} on {curve.device}: live over {over}, most at {most.action}{at}: {shown_bytes(most.live)}; {shown_bytes(held)} held in the end"
+    yield (
+        f"rank {curve.rank}, stage {curve.stage} on {curve.device}: live over {over}, most at {most.action}{at}: "
+        f"{shown_bytes(most.live)}; {shown_bytes(held)} held in the end"
+    )
     heights = _heights(curve, columns, end)
     span = most.live - least
     for row in reversed(range(_PLOT_ROWS)):

@@ -49,7 +49,10 @@ def op_help(name: str) -> Iterator[str]:
     else:
         yield "dimensions: those of all operands are the same, after broadcasting, and any of them may be split"
     yield f"gradient: {_gradient(name)}"
-    yield f"interpreter: {_place(NUMPY.get(name)) if name in NUMPY else 'built in: reads and writes variables' if row.family == STATE else 'no'}"
+    yield (
+        "interpreter: "
+        f"{_place(NUMPY.get(name)) if name in NUMPY else 'built in: reads and writes variables' if row.family == STATE else 'no'}"
+    )
     for device, kinds in _kernels():
         yield f"{device}: {_kernel(row, kinds, tried=device == _CPUS)}"
     if name in DECOMPOSE:
