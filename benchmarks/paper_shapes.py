@@ -40,8 +40,8 @@ from penstock.passes.planner.fleet import equal_hosts, fleet_of
 from penstock.passes.planner.plan import Plan, Wanted
 from penstock.passes.planner.planner import Outcome, Planner
 from penstock.passes.schedules import SCHEDULES, build_schedule
-from penstock.runtime.machine import machine_of
 from penstock.runtime.simulate import simulate, wire_chain
+from penstock.runtime.simulated_machine import machine_of
 
 WIDTHS = {"1.3B": 2048, "2.2B": 2688, "3.8B": 3552}
 BLOCKS, POSITIONS, HEADS, VOCABULARY = 24, 512, 32, 51200

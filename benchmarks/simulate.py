@@ -11,8 +11,8 @@ import sys
 import time
 
 from penstock.passes.schedules import build_schedule
-from penstock.runtime.machine import Machine, Route
 from penstock.runtime.simulate import simulate, wire_chain
+from penstock.runtime.simulated_machine import Machine, Route
 
 # Stages, microbatches, batches, and how many ranks share a network card (0: nobody).
 ROWS = ((256, 64, 3, 0), (2048, 64, 3, 0), (2048, 64, 3, 8))

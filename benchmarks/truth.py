@@ -50,9 +50,9 @@ from penstock.ir.schedule import RECEIVES, SENDS, Action
 from penstock.models import write_cnn, write_gpt, write_mlp
 from penstock.runtime.control import DataSpec
 from penstock.runtime.job import Job
-from penstock.runtime.machine import Machine, Route, Seat, Transport
 from penstock.runtime.rehearse import rehearse
 from penstock.runtime.simulate import simulate
+from penstock.runtime.simulated_machine import Machine, Route, Seat, Transport
 
 SIMULATED = 14
 # Ranks talk over sockets, though they could share memory.

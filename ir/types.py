@@ -15,22 +15,24 @@ import numpy as np
 
 Dim = int | str
 
-_NUMPY = {
-    "f64": np.float64,
-    "f32": np.float32,
-    "f16": np.float16,
-    "i64": np.int64,
-    "i32": np.int32,
-    "i16": np.int16,
-    "i8": np.int8,
-    "u64": np.uint64,
-    "u32": np.uint32,
-    "u16": np.uint16,
-    "u8": np.uint8,
-    "bool": np.bool_,
+# Our element types, and what NumPy, torch and TVM call them.
+LONG_NAMES = {
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f64": "float64",
+    "i64": "int64",
+    "i32": "int32",
+    "i16": "int16",
+    "i8": "int8",
+    "u64": "uint64",
+    "u32": "uint32",
+    "u16": "uint16",
+    "u8": "uint8",
+    "bool": "bool",
 }
-_NAMES = {np.dtype(v).name: k for k, v in _NUMPY.items()} | {"bfloat16": "bf16"}
-DTYPES = ("f32", "f16", "bf16", "f64", "i64", "i32", "i16", "i8", "u64", "u32", "u16", "u8", "bool")
+_SHORT_NAMES = {long: short for short, long in LONG_NAMES.items()}
+DTYPES = tuple(LONG_NAMES)
 FLOATS = ("f32", "f16", "bf16", "f64")
 UNSIGNED = ("u64", "u32", "u16", "u8")
 INTS = ("i64", "i32", "i16", "i8", *UNSIGNED)
@@ -46,15 +48,15 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
         bf16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return bf16
-    return np.dtype(_NUMPY[dtype])
+    return np.dtype(LONG_NAMES[dtype])
 
 
 def dtype_of(array_dtype: object) -> str:
     """Our name for a NumPy dtype; ValueError when there is none."""
     name = np.dtype(array_dtype).name  # type: ignore[call-overload]
-    if name not in _NAMES:
+    if name not in _SHORT_NAMES:
         raise ValueError(f"element type {name} has no counterpart here, expected one of {', '.join(DTYPES)}")
-    return _NAMES[name]
+    return _SHORT_NAMES[name]
 
 
 class TensorType(NamedTuple):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ..ir.graph import Module
 from ..ir.schedule import RECEIVES, SENDS, Action
-from .machine import FREE, machine_of
+from .simulated_machine import FREE, machine_of
 from .trace import Event
 
 # A receive that takes longer than this has waited: to take a message that is there costs less.

@@ -35,9 +35,9 @@ from itertools import pairwise
 from ..ir.errors import UsageError, VerifyError
 from ..ir.schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, Action, Program, Routes, Schedule
 from .cores import Burst, Core, Cores
-from .machine import FREE, Machine, Route, Seat, Transport, machine_of
 from .sharing import Resource, Sharing
 from .simulated import Line, LinkUse, Message, Simulated, Step
+from .simulated_machine import FREE, Machine, Route, Seat, Transport, machine_of
 
 Seconds = Callable[[int, Action], float]
 Bytes = Callable[[str, int, int], float]

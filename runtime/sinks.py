@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from ..backends.signing import read_key
 from ..ir.errors import PenstockError, UsageError
+from ..ir.whole_files import replacing
 
 Row = Mapping[str, float | int | str | None]
 # Names the file with what a client of the server has to send.
@@ -109,10 +110,9 @@ class PrometheusFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         self._numbers |= numbers
-        beside.write_text(exposition(step, self._numbers), encoding="ascii")
-        os.replace(beside, self._path)
+        with replacing(self._path) as work:
+            work.write_text(exposition(step, self._numbers), encoding="ascii")
 
     def close(self) -> None:
         pass

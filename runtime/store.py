@@ -22,24 +22,10 @@ import torch
 
 from ..ir.errors import VerifyError
 from ..ir.graph import GRAD, Slot, Var
-from ..ir.types import TensorType, numpy_dtype
+from ..ir.types import LONG_NAMES, TensorType, numpy_dtype
 from .ledger import Ledger
 
-TORCH_DTYPES = {
-    "f32": torch.float32,
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f64": torch.float64,
-    "i64": torch.int64,
-    "i32": torch.int32,
-    "i16": torch.int16,
-    "i8": torch.int8,
-    "u64": torch.uint64,
-    "u32": torch.uint32,
-    "u16": torch.uint16,
-    "u8": torch.uint8,
-    "bool": torch.bool,
-}
+TORCH_DTYPES: dict[str, torch.dtype] = {ours: getattr(torch, name) for ours, name in LONG_NAMES.items()}
 _ALIGNMENT = 64
 
 

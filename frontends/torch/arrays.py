@@ -5,35 +5,21 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.ir.types import numpy_dtype
+from penstock.ir.types import LONG_NAMES, numpy_dtype
 
-_DTYPES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint64: "u64",
-    torch.uint32: "u32",
-    torch.uint16: "u16",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-}
-_THEIRS = {ours: theirs for theirs, ours in _DTYPES.items()}
+_THEIRS: dict[str, torch.dtype] = {ours: getattr(torch, name) for ours, name in LONG_NAMES.items()}
+_OURS = {theirs: ours for ours, theirs in _THEIRS.items()}
 
 
 def our_dtype(dtype: torch.dtype) -> str:
     """Our name of an element type; ValueError when there is none."""
-    if dtype not in _DTYPES:
+    if dtype not in _OURS:
         raise ValueError(f"element type {str(dtype).removeprefix('torch.')} is not supported, only {', '.join(_THEIRS)}")
-    return _DTYPES[dtype]
+    return _OURS[dtype]
 
 
 def has_dtype(dtype: torch.dtype) -> bool:
-    return dtype in _DTYPES
+    return dtype in _OURS
 
 
 def their_dtype(dtype: str) -> torch.dtype:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -12,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.ir.cluster import Cluster
 from penstock.ir.cluster_file import cluster_text
 from penstock.ir.errors import UsageError
+from penstock.ir.whole_files import replacing
 from penstock.ir.words import shown_bytes
 from penstock.terminal import say, table
 
@@ -40,7 +38,9 @@ def doctor_command(arguments: Namespace) -> None:
     for problem in report.problems:
         say(f"problem: {problem}")
     if arguments.cluster_out:
-        _write(report.cluster, Path(arguments.cluster_out))
+        path = Path(arguments.cluster_out)
+        with replacing(path) as work:
+            work.write_text(cluster_text(report.cluster, path), encoding="utf-8")
         say(f"wrote {arguments.cluster_out}")
 
 
@@ -57,19 +57,6 @@ def _check_place(path: Path) -> None:
     """A minute of measuring should not end in a folder that is not there."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError("is a folder" if path.is_dir() else f"there is no folder {path.absolute().parent}", where=f"--cluster-out {path}")
-
-
-def _write(cluster: Cluster, path: Path) -> None:
-    """All of the file or nothing."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.absolute().parent, delete=False) as file:
-        try:
-            file.write(cluster_text(cluster, path))
-            file.close()
-            os.chmod(file.name, 0o644)
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
 
 
 def _plain(report: Report) -> dict[str, object]:

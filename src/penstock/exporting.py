@@ -17,7 +17,6 @@ Files are there whole or not at all, and replace files of the same name, as thos
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -29,6 +28,7 @@ from penstock.backends.bundle import REST, Bundle, Origin, open_bundle, stored_v
 from penstock.backends.tensor_file import map_tensors, write_tensors
 from penstock.ir.errors import UsageError, VerifyError
 from penstock.ir.graph import PARAM, Module
+from penstock.ir.whole_files import replacing
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -201,10 +201,6 @@ def _write_safetensors(out: Path, arrays: Mapping[str, np.ndarray], bundle: Bund
         from penstock.frontends.onnx.structure import element_types
 
         dtypes = element_types(bundle.source_structure)
-    work = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
-    try:
+    with replacing(out) as work:
         write_tensors(work, {name: array.astype(dtypes.get(name, array.dtype), copy=False) for name, array in arrays.items()}, metadata)
-        work.replace(out)
-    finally:
-        work.unlink(missing_ok=True)
     return out

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from argparse import Namespace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from penstock.backends.bundle_writer import flush_directory
 from penstock.backends.tensor_file import write_tensors
 from penstock.ir.errors import PenstockError, UsageError, VerifyError
+from penstock.ir.whole_files import replacing
 from penstock.ir.words import shown_bytes
 from penstock.runtime.checkpoint import Index, left_behind, read_index, read_tensors, saved_steps
 from penstock.runtime.choosing import damage_of, directory_meant, find_checkpoint, is_place, latest_name
@@ -164,11 +164,7 @@ def export_parameters(place: Path, out: Path) -> tuple[int, int, int]:
     if lost := sorted(index.names.keys() - arrays.keys()):
         raise VerifyError(f"lacks {', '.join(lost)}, which its index names", where=str(place))
     named = {name: arrays[ours] for ours, names in index.names.items() for name in names}
-    work = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
-    try:
+    with replacing(out) as work:
         write_tensors(work, named, {"format": "pt"})  # transformers does not read files that do not say so
-        work.replace(out)
-        flush_directory(out.parent)
-    finally:
-        work.unlink(missing_ok=True)
+    flush_directory(out.parent)
     return len(named), sum(array.nbytes for array in named.values()), index.step

@@ -24,9 +24,9 @@ from penstock.ir.memory import Course, measure_memory, memory_course
 from penstock.ir.schedule import Action
 from penstock.ir.words import counted, shown_bytes
 from penstock.passes.cost import rank_seconds, shown_seconds
-from penstock.runtime.machine import Route, Seat, machine_of, with_messages
 from penstock.runtime.simulate import Seconds, simulate
 from penstock.runtime.simulated import Simulated
+from penstock.runtime.simulated_machine import Route, Seat, machine_of, with_messages
 from penstock.terminal import say, table
 
 LOCAL = "localhost"

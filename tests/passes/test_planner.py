@@ -24,8 +24,8 @@ from penstock.passes.planner.planner import Planner
 from penstock.passes.schedules import SCHEDULES as SCHEDULE_KINDS
 from penstock.passes.schedules import build_schedule
 from penstock.passes.schedules.dealing import equal_shares
-from penstock.runtime.machine import machine_of
 from penstock.runtime.simulate import simulate, wire_chain
+from penstock.runtime.simulated_machine import machine_of
 
 BASE = 1000
 

@@ -7,11 +7,11 @@ Limit: a file that comes to be between the check and the writing is replaced as 
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from penstock.ir.errors import UsageError
+from penstock.ir.whole_files import replacing
 from penstock.runtime.places import file_problem, is_inside
 
 
@@ -55,10 +55,6 @@ def write_whole(path: Path, data: str | bytes) -> list[Path]:
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return [path]
-    work = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
+    with replacing(path) as work:
         work.write_bytes(data)
-        work.replace(path)
-    finally:
-        work.unlink(missing_ok=True)
     return [path]
