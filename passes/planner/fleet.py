@@ -28,6 +28,10 @@ class Fleet:
         assert len(devices) == len(self.devices)
         return Fleet(tuple(devices), self.path)
 
+    def with_memory(self, factor: float) -> Fleet:
+        """The same with so many times the memory."""
+        return self.but([replace(d, spaces=tuple((name, int(size * factor)) for name, size in d.spaces)) for d in self.devices])
+
     def only(self, indices: Sequence[int]) -> Fleet:
         """A part of the devices, in this order."""
         chosen, path = tuple(indices), self.path

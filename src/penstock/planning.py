@@ -92,8 +92,8 @@ def sizes_of(batch: int, fixed: int | None) -> tuple[int, ...]:
         if batch % fixed:
             raise UsageError(
                 f"a batch of {batch} samples cannot be made of microbatches of {fixed}, the size that the model is read with",
-                hint=f"give a --batch that {fixed} divides, or another size by --dim; where the first dimension of the model is symbolic and no "
-                "--dim binds it, the planner chooses",
+                hint=f"give a --batch that {fixed} divides, or another size by --dim; where the first dimension of the model is symbolic "
+                "and no --dim binds it, the planner chooses",
             )
         return (fixed,)
     divisors = [b for b in range(1, batch + 1) if batch % b == 0]
@@ -231,7 +231,7 @@ def _with_more_memory(chain: Chain, cluster: Cluster, wanted: Wanted) -> Iterato
     fleet, found = fleet_of(cluster), list[tuple[Result, float]]()
     for schedule in wanted.schedules:
         for part in MORE_MEMORY:
-            planner = Planner(chain, _with_memory(fleet, part), wanted)
+            planner = Planner(chain, fleet.with_memory(part), wanted)
             if (outcome := planner.best(schedule)) is not None:
                 found.append((Result(chain, planner.fleet, wanted, {schedule: outcome}, {}, planner), part))
                 break
@@ -243,11 +243,6 @@ def _corrected(fleet: Fleet, plan: Chosen, error: DoesNotFit) -> Fleet:
     parts = {device: 1 / (error.excess[number] * _MARGIN) for number in error.excess for device in plan.stages[number].devices}
     devices = enumerate(fleet.devices)
     return fleet.but([replace(d, spaces=tuple((name, int(size * parts.get(i, 1))) for name, size in d.spaces)) for i, d in devices])
-
-
-def _with_memory(fleet: Fleet, part: float) -> Fleet:
-    """A fleet with so many times the memory."""
-    return fleet.but([replace(d, spaces=tuple((name, int(size * part)) for name, size in d.spaces)) for d in fleet.devices])
 
 
 def _tries(
@@ -272,13 +267,13 @@ def _tries(
         shared = len(outcome.plan.stages) < len(outcome.plan.devices)
         alone = replace(result.wanted, replicas=1)
         for wanted, part in [*((result.wanted, part) for part in least), *((alone, part) for part in (1.0, *least) if shared)]:
-            less = _with_memory(result.fleet, part)
+            less = result.fleet.with_memory(part)
             found = Planner(profile.chain, less, wanted).best(schedule)
             if found is not None:
                 # A device that hardly helps stays where its memory is wanted.
                 yield schedule, *without_little_help(profile.chain, less, wanted, found)
     for schedule, part in ((schedule, part) for part in _BEGUN_WITH for schedule in result.outcomes):
-        fleet = _with_memory(result.fleet, part)
+        fleet = result.fleet.with_memory(part)
         for _ in range(CORRECTIONS):
             found = Planner(profile.chain, fleet, result.wanted).best(schedule)
             if found is None:

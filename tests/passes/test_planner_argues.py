@@ -13,6 +13,7 @@ from planner_drawn import draw_chain, draw_fleet
 
 from penstock.ir.cluster import Cluster, Device
 from penstock.ir.errors import DoesNotFit
+from penstock.passes.planner import argue
 from penstock.passes.planner.argue import Result, counterfactuals, plan_chain
 from penstock.passes.planner.chain import Amount, Chain, Layer, Work
 from penstock.passes.planner.fleet import fleet_of
@@ -103,6 +104,7 @@ def test_says_why_devices_are_left_out() -> None:
 def test_what_does_not_fit_says_what_would() -> None:
     """The memory it names is enough, and a percent less is not."""
     found, short, named, units = 0, 0, set[str](), {"B": 1, "KiB": 1024, "MiB": 1 << 20}
+    numbers = set[int]()
     for seed in range(2000, 2040):
         rng = Random(seed)
         chain, fleet = draw_chain(rng, 3), draw_fleet(rng, 2, False)
@@ -124,6 +126,15 @@ def test_what_does_not_fit_says_what_would() -> None:
         for part, fits in ((factor, True), (factor * 0.99, False)):
             grown = fleet.but([replace(d, spaces=(("ram", int(d.memory * part)),)) if d.memory else d for d in fleet.devices])
             assert (best_of_all(chain, grown, wanted, "2bw", "none") < inf) == fits
+        spared = re.search(r"give \S+ and the others ([\d.]+) times their memory, \S+ ([\d.]+) (B|KiB|MiB)$", hint)
+        assert spared is not None
+        assert float(spared[1]) == pytest.approx(factor * 1.05, abs=1e-3)
+        assert float(spared[2]) * units[spared[3]] >= (whole - 0.05 * units[rows[0][2]]) * 1.05
+        if (more := re.search(r"add (\d+) devices? like", hint)) and int(more[1]) <= 2:
+            for count, fits in ((int(more[1]), True), (int(more[1]) - 1, False)):
+                grown = argue._grown(fleet.with_memory(1 / 1.05), count)
+                assert (best_of_all(chain, grown, wanted, "2bw", "none") < inf) == fits
+            numbers.add(int(more[1]))
         recomputes = best_of_all(chain, fleet, wanted, "2bw", "auto") < inf
         assert recomputes == ("recompute activations" in hint.split("; or "))
         smaller = best_of_all(chain, fleet, replace(wanted, sizes=(1, 2, 4)), "2bw", "none") < inf
@@ -134,6 +145,7 @@ def test_what_does_not_fit_says_what_would() -> None:
         found += 1
     assert found >= 8
     assert short
+    assert numbers == {1, 2}
     assert {"weights", "gradients", "state", "activations", "boundary", "workspace", "base"} <= named
 
 
