@@ -14,7 +14,7 @@ answers None, and the next one is asked:
     a table    times of kernels that were measured on this machine, by what the kernel does and by device (src/penstock/measured.py)
     a learned model would be one more Prices: it sees the kernel as a graph (`Kernel.body`), `work_of(kernel)` and the device
 
-Work is divided by family: products, convolutions, attention, elements (element by element, reductions, rows, windows,
+Work is divided by family: products, convolutions, squares (those of 3x3 taps for which the back end for CPUs has fewer multiplications), attention, elements (element by element, reductions, rows, windows,
 lookups), updates (optimisers), layout. A device says which share of its rate and of its bandwidth a family reaches
 (`Device.efficiency`, measured by `penstock doctor`); what it does not say is EFFICIENCY below. Keys are `family` and
 `family.f16` for operations, and `family.bytes` for memory.
@@ -37,14 +37,14 @@ from typing import NamedTuple, Protocol, overload
 from ..ir.cluster import Device, Link
 from ..ir.errors import UsageError
 from ..ir.graph import Graph, Module, Op
-from ..ir.ops import OPS, cost_of
+from ..ir.ops import OPS, complete_attrs, cost_of, window_of
 from ..ir.schedule import COMPUTE, PER_BATCH
 from .fuse import choose_kernels
 from .kernels import Kernel, bytes_moved, divide, kernels_of
 from .reach import bytes_near
 
-PRODUCTS, CONVOLUTIONS, ATTENTION, ELEMENTS, UPDATES, LAYOUT = FAMILIES = (
-    "products", "convolutions", "attention", "elements", "updates", "layout",
+PRODUCTS, CONVOLUTIONS, SQUARES, ATTENTION, ELEMENTS, UPDATES, LAYOUT = FAMILIES = (
+    "products", "convolutions", "squares", "attention", "elements", "updates", "layout",
 )  # fmt: skip
 _OF_KIND = {
     "matmul": PRODUCTS,
@@ -59,17 +59,25 @@ _OF_FAMILY = {"optimizer": UPDATES, "layout": LAYOUT, "state": LAYOUT, "source":
 EFFICIENCY = {
     PRODUCTS: 0.9,
     CONVOLUTIONS: 0.8,
+    SQUARES: 1.6,
     ATTENTION: 0.5,
     ELEMENTS: 0.2,
     UPDATES: 0.2,
     LAYOUT: 1.0,
     f"{PRODUCTS}.bytes": 1.0,
     f"{CONVOLUTIONS}.bytes": 1.0,
+    f"{SQUARES}.bytes": 1.0,
     f"{ATTENTION}.bytes": 1.0,
     f"{ELEMENTS}.bytes": 1.0,
     f"{UPDATES}.bytes": 1.3,
     f"{LAYOUT}.bytes": 0.8,
 }
+
+
+# A convolution that is computed by squares of 2x2 outputs (backends.md) has so many channels and filters, and a batch of it so many squares;
+# it needs this share of the multiplications of direct sums.
+_LEAST_CHANNELS, _LEAST_SQUARES = 32, 24
+_MULTIPLIED = 4 / 9
 
 
 class Cost(NamedTuple):
@@ -107,7 +115,25 @@ class Prices(Protocol):
 
 def family_of(op: Op) -> str:
     """The family of work an operation belongs to."""
+    if is_by_squares(op):
+        return SQUARES
     return _OF_KIND.get(op.kind) or _OF_FAMILY.get(OPS[op.kind].family, ELEMENTS)
+
+
+def is_by_squares(op: Op) -> bool:
+    """Whether the back end for CPUs can do with fewer multiplications than direct sums take: of 3x3 taps side by side, and
+    enough of them. It looks more closely (kernels/conv_winograd.py)."""
+    if op.kind not in ("conv", "conv_grad_input"):
+        return False
+    attrs, weight, out = complete_attrs(op), op.ins[1].type.dims, op.outs[0].type.dims
+    window = window_of(attrs, weight[2:])
+    return (
+        window.kernel == (3, 3)
+        and window.strides == window.dilations == (1, 1)
+        and attrs["groups"] == 1
+        and min(weight[:2]) >= _LEAST_CHANNELS
+        and out[0] * -(-out[2] // 2) * -(-out[3] // 2) >= _LEAST_SQUARES
+    )
 
 
 def work_of(kernel: Kernel) -> Work:
@@ -139,8 +165,9 @@ def efficiency_of(device: Device, family: str, what: str = "") -> float:
     return 1.0
 
 
-def bound(flops: float, moved: float, device: Device) -> float:
-    """No kernel takes less: every operation at the full rate, every byte at the full bandwidth."""
+def bound(ops: Sequence[Op], moved: float, device: Device) -> float:
+    """No kernel of these operations takes less: everything that has to be computed at the full rate, every byte at the full bandwidth."""
+    flops = sum(cost_of(op).flops * (_MULTIPLIED if is_by_squares(op) else 1) for op in ops)
     return max(flops / device.flops, moved / device.bandwidth)
 
 

@@ -101,8 +101,10 @@ def yardsticks() -> list[Yardstick]:
     product("bf16", "products.bf16", 768, 768, 768, "bf16")
     product("f16", "products.f16", 768, 768, 768, "f16")
     image, filters, window = (8, 64, 28, 28), (64, 64, 3, 3), {"strides": (1, 1), "pads": (1, 1, 1, 1), "dilations": (1, 1)}
-    add("conv", "convolutions", "conv", ("f32", image), ("f32", filters), **window)
-    add("conv_input", "convolutions", "conv_grad_input", ("f32", image), ("f32", filters), shape=image, **window)
+    add("conv", "squares", "conv", ("f32", image), ("f32", filters), **window)
+    add("conv_input", "squares", "conv_grad_input", ("f32", image), ("f32", filters), shape=image, **window)
+    add("conv_strided", "convolutions", "conv", ("f32", image), ("f32", filters), **window | {"strides": (2, 2)})
+    add("conv_one_tap", "convolutions", "conv", ("f32", image), ("f32", (128, 64, 1, 1)))
     add("conv_weight", "convolutions", "conv_grad_weight", ("f32", image), ("f32", image), shape=filters, **window)
     heads, stats = ("f32", (4, 8, 128, 64)), ("f32", (4, 8, 128))
     add("attention", "attention", "attention", heads, heads, heads, scale=0.125, causal=True)
@@ -230,7 +232,8 @@ def rates_of(seconds: dict[str, float], threads: int) -> Rates:
     cache, cache_bandwidth = _cache_of(curve, bandwidth)
     near = cache_bandwidth or bandwidth
     efficiency = {
-        key: rate(key, flops_of) / flops for key in ("products", "products.bf16", "products.f16", "convolutions", "attention", "elements")
+        key: rate(key, flops_of) / flops
+        for key in ("products", "products.bf16", "products.f16", "convolutions", "squares", "attention", "elements")
     }
     efficiency["layout.bytes"] = rate("layout.bytes", bytes_of) / near
     efficiency["updates.bytes"] = rate("updates.bytes", bytes_of) / bandwidth

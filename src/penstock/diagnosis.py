@@ -89,7 +89,10 @@ def _lines(report: Report) -> list[str]:
     rows = []
     for d in report.cluster.devices:
         shares = dict(d.efficiency)
-        cells = [f"{shares[k]:.2f}" if k in shares else "-" for k in ("products", "products.bf16", "convolutions", "attention", "elements")]
+        cells = [
+            f"{shares[k]:.2f}" if k in shares else "-"
+            for k in ("products", "products.bf16", "convolutions", "squares", "attention", "elements")
+        ]
         memory = "-" if d.memory is None else shown_bytes(d.memory)
         near = f"{d.cache_bandwidth / 1e9:.1f} ({shown_bytes(d.cache)})" if d.cache else "-"
         rows.append(
@@ -116,6 +119,7 @@ def _lines(report: Report) -> list[str]:
         "products",
         "bf16",
         "conv",
+        "squares",
         "attention",
         "elements",
         "kernel us",

@@ -23,6 +23,7 @@ from penstock.backends.tvm.target import machine_of
 from penstock.backends.tvm.tiles import allow_tiles
 from penstock.ir.graph import Graph, Op
 from penstock.ir.ops import make
+from penstock.passes.cost import CONVOLUTIONS, SQUARES, family_of
 
 pytestmark = pytest.mark.skipif(machine_of("host").lanes <= 4, reason="vectors of four floats")
 
@@ -67,6 +68,7 @@ def whole_numbers(graph: Graph, multiple_of: int = 4) -> list[torch.Tensor]:
 def test_whole_numbers_are_exact(name: str, gradient: bool, program: TvmProgram) -> None:
     graph, case = GRAPHS[name, gradient], CASES[name]
     assert allow_tiles() or is_by_squares(graph)
+    assert family_of(graph.ops[0]) == SQUARES
     ins = whole_numbers(graph)
     (found,) = program.call(graph.name, ins)
     expected = (case.backward if gradient else case.forward)(*(t.double() for t in ins))
@@ -130,7 +132,10 @@ def test_what_is_too_small_or_has_another_window_is_summed_directly() -> None:
         {"x": (1, 64, 1, 100)},
     )
     for other in others:
-        assert not is_by_squares(ConvCase(**{**base, **other}).graph("s0.F", False))  # type: ignore[arg-type]
+        graph = ConvCase(**{**base, **other}).graph("s0.F", False)  # type: ignore[arg-type]
+        assert not is_by_squares(graph)
+        # Costs are estimated so, but for images of one row.
+        assert (family_of(graph.ops[0]) == CONVOLUTIONS) == ("x" not in other or other["x"][2] > 1)
     assert is_by_squares(ConvCase(**base).graph("s0.F", False), "portable")  # type: ignore[arg-type]
     assert not is_by_squares(ConvCase(**base).graph("s0.F", False), "x86-64-v2")  # type: ignore[arg-type]
 

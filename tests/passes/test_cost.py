@@ -13,14 +13,16 @@ from penstock.ir.graph import Graph, Module, Op, Value
 from penstock.ir.ops import cost_of, make
 from penstock.ir.schedule import COMPUTE
 from penstock.ir.text import parse_module, print_module
-from penstock.ir.types import parse_type
+from penstock.ir.types import TensorType, parse_type
 from penstock.models import write_gpt
 from penstock.passes.cost import (
     ATTENTION,
+    CONVOLUTIONS,
     EFFICIENCY,
     ELEMENTS,
     LAYOUT,
     PRODUCTS,
+    SQUARES,
     UPDATES,
     GraphCost,
     InTurn,
@@ -73,7 +75,7 @@ def test_a_kernel_is_its_work_by_the_shares_of_its_device() -> None:
     # Bound by arithmetic when memory is fast; and the bound is below every price.
     fast = replace(DEVICE, bandwidth=1e15)
     assert cost(first, fast).seconds == pytest.approx(flops / 5e8 + 64 * 128 / 1e8 + 1e-3, rel=1e-9)
-    assert bound(flops, moved, DEVICE) == max(flops / 1e9, moved / 1e8) < by_hand
+    assert bound(first.body.ops, moved, DEVICE) == max((flops + 64 * 128) / 1e9, moved / 1e8) < by_hand
 
 
 def test_shares_are_by_family_and_element_type() -> None:
@@ -93,11 +95,28 @@ def test_shares_are_by_family_and_element_type() -> None:
 def test_every_operation_has_a_family() -> None:
     from penstock.ir.ops import OPS
 
-    families = {name: family_of(Op(name, (), (), {})) for name in OPS}
+    # Those of convolutions depend on their sizes.
+    families = {name: family_of(Op(name, (), (), {})) for name in OPS if name not in ("conv", "conv_grad_input")}
     assert families["matmul"] == PRODUCTS
     assert {families[k] for k in ("add", "softmax", "sum", "gather", "max_pool", "random")} == {ELEMENTS}
     assert {families[k] for k in ("sgd", "adamw")} == {UPDATES}
     assert {families[k] for k in ("reshape", "pad", "concat", "accum", "take")} == {LAYOUT}
+
+
+def test_convolutions_that_need_fewer_multiplications_are_a_family_of_their_own() -> None:
+    """The bound counts 16 multiplications where a direct sum takes 36; the price what a device says of the family."""
+
+    def conv(taps: int, stride: int) -> Op:
+        x, w = Value("x", TensorType("f32", (1, 64, 28, 28))), Value("w", TensorType("f32", (64, 64, taps, taps)))
+        return make("conv", (x, w), ["y"], strides=(stride, stride), pads=(taps // 2,) * 4)
+
+    squares, strided, wide = conv(3, 1), conv(3, 2), conv(5, 1)
+    assert [family_of(op) for op in (squares, strided, wide)] == [SQUARES, CONVOLUTIONS, CONVOLUTIONS]
+    fast = replace(DEVICE, bandwidth=1e15, efficiency=(("squares", 2.0), ("convolutions", 0.5)))
+    assert cost(squares, fast).seconds == pytest.approx(cost_of(squares).flops / 2e9 + fast.overhead)
+    assert cost(strided, fast).seconds == pytest.approx(cost_of(strided).flops / 5e8 + fast.overhead)
+    assert bound([squares], 0.0, fast) == pytest.approx(cost_of(squares).flops * 16 / 36 / 1e9)
+    assert bound([wide], 0.0, fast) == pytest.approx(cost_of(wide).flops / 1e9)
 
 
 def test_an_operation_by_itself_pays_for_its_operands() -> None:

@@ -25,7 +25,7 @@ from penstock.runtime.yardsticks import Rates, rates_of, yardsticks
 
 RATES = Rates(
     1, 2e11, 1e10, 32 << 20, 4e10, 2.5e-7, 2e-6,
-    {"products": 0.8, "products.bf16": 3.0, "products.f16": 0.3, "convolutions": 0.9, "attention": 0.4, "elements": 0.2, "layout.bytes": 0.5, "updates.bytes": 1.5},
+    {"products": 0.8, "products.bf16": 3.0, "products.f16": 0.3, "convolutions": 0.9, "squares": 1.7, "attention": 0.4, "elements": 0.2, "layout.bytes": 0.5, "updates.bytes": 1.5},
     {"f32": 2e11, "bf16": 6e11, "f16": 6e10},
 )  # fmt: skip
 

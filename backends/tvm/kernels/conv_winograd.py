@@ -239,7 +239,7 @@ class _Squares(Panels):
         squares = self.images * height * self.columns
         products = emit.alloc(_POINTS * squares * self.width, c.dtype, "products")
         most = most_rows(self.body, self.vectors)
-        with emit.loop(_POINTS, SERIAL, "xi") as point:
+        with emit.loop(_POINTS, SERIAL, "point") as point:
             weights = emit.bind(panel * self.panel_size + point * (c.channels * self.width), "weights")
             source = emit.bind(point * (c.channels * apart) + first * self.columns, "source")
             for t, count in cover(emit, squares, ceil_div(squares, ceil_div(squares, most)), "t"):

@@ -83,7 +83,7 @@ def measure_rows(
                     measured[i] = _median_call(program, graphs[f"s{stage}.{i}"], module, clock)
     report(len(rows), len(rows), "measured")
     return [
-        replace(row, measured_s=measured[i], roofline_s=bound(row.flops, row.moved, devices[row.stage]), device=devices[row.stage])
+        replace(row, measured_s=measured[i], roofline_s=bound(row.body.ops, row.moved, devices[row.stage]), device=devices[row.stage])
         for i, row in enumerate(rows)
     ]
 

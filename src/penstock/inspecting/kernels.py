@@ -100,7 +100,7 @@ def _rows_of(graph: Graph, stage: int, device: Device, per: str, times: int) -> 
             alike[kernel.shape] = replace(row, names=(*row.names, kernel.name), calls_per_batch=row.calls_per_batch + times)
             continue
         flops = sum(cost_of(op).flops for op in kernel.body.ops)
-        roofline = bound(flops, kernel.moved, device)
+        roofline = bound(kernel.body.ops, kernel.moved, device)
         alike[kernel.shape] = KernelRow(
             stage, graph.name, (kernel.name,), kernel.ops, kernel.body, flops, kernel.moved, roofline, per, times, device
         )

@@ -147,7 +147,7 @@ def _parts(subject: Subject, places: Sequence[Place]) -> Iterator[Part]:
 
 def _use(row: KernelRow, name: str, module: Module, measured: dict[str, float]) -> KernelUse:
     assert module.cluster is not None
-    others = {d.name: bound(row.flops, row.moved, d) for d in module.cluster.devices if d.name != row.device.name}
+    others = {d.name: bound(row.body.ops, row.moved, d) for d in module.cluster.devices if d.name != row.device.name}
     return KernelUse(
         f"{row.graph}/{name}",
         tuple(op.kind for op in row.ops),
