@@ -12,7 +12,7 @@
 #   make coverage     which lines of ir/ and passes/ no test comes by (minutes)
 #   make mutation     small faults in the verifier and the schedules, and whether tests notice
 #   make lint         formatting, lint and types             make format       put the files into the house format
-#   make bench        all benchmarks in small (minutes)      make bench-full   at full size (twenty minutes)
+#   make bench        all benchmarks in small (minutes)      make bench-full   at full size (half an hour)
 #   make bench-kernels  all kernels against torch, row by row
 #   make bench-models   training and inference of whole models on one thread, against torch and onnxruntime
 #   make bench-schedules  time per batch of the schedules with computations of a given length (eight minutes)

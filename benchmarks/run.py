@@ -2,7 +2,7 @@
 one JSON and one page of Markdown come out.
 
     python benchmarks/run.py                                             short: a few minutes
-    python benchmarks/run.py --scale full --json benchmarks/results/full.json          some twenty minutes on two cores
+    python benchmarks/run.py --scale full --json benchmarks/results/full.json          half an hour on two cores
     python benchmarks/run.py --scale tiny --sections transport startup   only to see that it runs
     python benchmarks/run.py --read benchmarks/results/full.json         the page of a run that was written
 
@@ -79,10 +79,13 @@ _KERNELS = (
     "|layer_norm|softmax .* 12x|gelu .* tanh|cross_entropy .* 512x|embedding gradient 512|adamw 124 M parameters$|pooling max gradient"
 )
 # Of torch in one process the forms whose idle threads sleep: trying all four takes longer.
-_TURNS = "--steps 3 --rounds 3 --trial-steps 1 --torch-single whole-passive accumulated-passive"
+_FORMS = "--trial-steps 1 --torch-single whole-passive accumulated-passive"
+_TURNS = f"--steps 3 --rounds 3 {_FORMS}"
+# The goal that is nearest to what is measured: torch in one process moves most from run to run.
+_MORE_TURNS = f"--steps 3 --rounds 5 {_FORMS}"
 # What the goals are about comes first.
 SECTIONS = {
-    "training-gpt": Section("training.py", f"{_LITTLE} {_QUICK}", f"{_SMALL} {_TURNS}", _TURNS),
+    "training-gpt": Section("training.py", f"{_LITTLE} {_QUICK}", f"{_SMALL} {_TURNS}", _MORE_TURNS),
     "training-bert": Section(
         "training.py", f"--model bert {_LITTLE} {_QUICK}", f"--model bert {_SMALL} {_TURNS}", f"--model bert {_TURNS}"
     ),

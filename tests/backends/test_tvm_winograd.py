@@ -161,7 +161,7 @@ def test_a_wrong_coefficient_would_be_noticed(rule: str, tmp_path: Path, monkeyp
     assert allow_tiles() or difference(found, case.forward(*ins))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     images=st.integers(1, 3),
     channels=st.integers(32, 50),

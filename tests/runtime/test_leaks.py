@@ -29,6 +29,8 @@ from .test_failures import wait_until
 TIMEOUT = 60
 # What allocators of a launcher and two workers may map more while they settle, and what they may keep.
 MAPS, BYTES = 30, 6 << 20
+# Seconds.
+PATIENCE = 2.0
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +43,9 @@ def _no_server_of_others():
     assert wait_until(lambda: all(server.lost for server in servers))
 
 
-def _after(work: Callable[[], object], settle: int = 1, rounds: int = 1) -> tuple[dict[str, int], int]:
-    """What rounds of work left, and by how much memory grew; rounds to settle come first."""
+def _after(work: Callable[[], object], settle: int = 1, rounds: int = 1, patience: float = PATIENCE) -> tuple[dict[str, int], int]:
+    """What rounds of work left, and by how much memory grew; rounds to settle come first. Threads that have done their work may need
+    a moment to end."""
     for _ in range(settle):
         work()
     gc.collect()
@@ -51,6 +54,7 @@ def _after(work: Callable[[], object], settle: int = 1, rounds: int = 1) -> tupl
     for _ in range(rounds):
         work()
     gc.collect()
+    wait_until(lambda: not grown(before, held(), MAPS), patience)
     return grown(before, held(), MAPS), private_bytes(pids) - bytes_before
 
 
@@ -159,7 +163,7 @@ def test_control_what_is_left_is_counted(tmp_path):
         expected = {leak_thread: "threads", leak_process: "processes", leak_file: "descriptors of files", leak_pipe: "descriptors of pipe"}
         expected |= {leak_maps: "maps", leak_shared: "files in /dev/shm"}
         for leak, what in expected.items():
-            assert what in _after(leak, settle=0)[0]
+            assert what in _after(leak, settle=0, patience=0.1)[0]
         assert _after(leak_memory, settle=0)[1] > BYTES
         assert _after(lambda: subprocess.run(["true"], check=True), rounds=2)[0] == {}
     finally:
