@@ -25,7 +25,7 @@ from penstock.ir.graph import Graph, Op
 from penstock.ir.ops import make
 from penstock.passes.cost import CONVOLUTIONS, SQUARES, family_of
 
-pytestmark = pytest.mark.skipif(machine_of("host").lanes <= 4, reason="vectors of four floats")
+pytestmark = pytest.mark.skipif(machine_of("host").lanes <= 4, reason="convolutions by squares are for vectors of eight floats or more")
 
 SAME = (1, 1, 1, 1)
 CASES = {

@@ -20,7 +20,7 @@ import numpy as np
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 
-from penstock.ir.types import FLOATS, numpy_dtype
+from penstock.ir.types import FLOATS, LONG_NAMES, numpy_dtype
 
 # TIR nodes have no static types of their own.
 Expr = Any
@@ -28,21 +28,7 @@ Buffer = Any
 
 SERIAL, PARALLEL, VECTOR = tirx.ForKind.SERIAL, tirx.ForKind.PARALLEL, tirx.ForKind.VECTORIZED
 
-TVM_DTYPES = {
-    "f32": "float32",
-    "f64": "float64",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "i64": "int64",
-    "i32": "int32",
-    "i16": "int16",
-    "i8": "int8",
-    "u64": "uint64",
-    "u32": "uint32",
-    "u16": "uint16",
-    "u8": "uint8",
-    "bool": "bool",
-}
+TVM_DTYPES = LONG_NAMES
 HALVES = ("f16", "bf16")
 _NATIVE_HALVES = tuple(TVM_DTYPES[dtype] for dtype in HALVES)
 
