@@ -336,6 +336,11 @@ def signature(graph: Graph) -> Signature:
     return Signature(graph.ins, tuple(slots), graph.results)
 
 
+def slot_types(graph: Graph) -> dict[Slot, TensorType]:
+    """The type of every buffer that a graph touches."""
+    return {slot: (op.outs or op.ins)[0].type for op in graph.ops if (slot := slot_of(op)) is not None}
+
+
 def stage_vars(module: Module, stage: int) -> dict[str, Var]:
     """The variables that a stage has: those that its graphs touch, and its parameters and buffers that
     nothing touches; in the module's order."""

@@ -3,10 +3,9 @@
 In: the library of a stage. Out: a StageProgram. Torch tensors go to TVM's virtual machine as they are and come back as torch tensors,
 without copies. The interpreter lock is released during a call.
 
-Kernels check the strides of their tensors. A graph without slots is called at once, and once more with copies if that finds an
-input that is not contiguous; where slots are updated in place, tensors are looked at beforehand, and a slot that does not fit
-is an error. Code for a CPU takes tensors at any address; code for a GPU (cuda/load.py) moves aligned vectors and does not
-check, so that addresses are looked at here.
+Kernels trust their tensors. Devices and strides are looked at here; an input that is not contiguous is copied, a slot, which is
+updated in place, is refused. Types and shapes are what a graph's function in the machine looks at before it does anything.
+Code for a CPU takes tensors at any address; code for a GPU (cuda/load.py) moves aligned vectors, so that addresses are looked at, too.
 
 Limits: one caller at a time per program. The number of threads is a property of the process: TVM reads
 it once, before the first parallel loop.
@@ -15,12 +14,14 @@ it once, before the first parallel loop.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.ir.errors import UsageError, VerifyError
-from penstock.ir.graph import Graph, Signature, Slot, signature
+from penstock.ir.graph import Graph, Signature, Slot, signature, slot_types
+from penstock.ir.types import LONG_NAMES, TensorType
 
 from ..interface import Temporary
 from .group import PACKED
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 _THREADS: list[int] = []
+_is_contiguous = methodcaller("is_contiguous")
 
 
 def function_name(graph: str) -> str:
@@ -71,9 +73,8 @@ class _Entry(NamedTuple):
     function: Any
     arguments: int
     results: int
-    # Whether tensors are looked at before a call.
-    careful: bool
     signature: Signature
+    types: tuple[TensorType, ...]
 
 
 class TvmProgram:
@@ -86,6 +87,10 @@ class TvmProgram:
         import torch
 
         self.device = device or torch.device("cpu")
+        # Asking for the kind is quicker than comparing devices, and there is one CPU.
+        self._is_here: Callable[[torch.Tensor], bool] = (
+            attrgetter("is_cpu") if self.device.type == "cpu" else lambda x: x.device == self.device
+        )
         set_threads(threads)
         # TVM reads the number of threads when it is loaded.
         self._machine = self._open(library)
@@ -99,9 +104,9 @@ class TvmProgram:
         self._held: dict[str, tuple[list[int], list[torch.Tensor]]] = {}
 
     def _entry(self, graph: Graph) -> _Entry:
-        sig = signature(graph)
-        careful = bool(sig.slots) or self.boundary > 1
-        return _Entry(self._machine[function_name(graph.name)], len(sig.ins) + len(sig.slots), len(sig.results), careful, sig)
+        sig, of_slots = signature(graph), slot_types(graph)
+        types = (*(v.type for v in sig.ins), *(of_slots[slot] for slot in sig.slots))
+        return _Entry(self._machine[function_name(graph.name)], len(types), len(sig.results), sig, types)
 
     def _open(self, library: Path) -> Machine:
         if not allow_tiles() and "+amx" in library.name:
@@ -114,20 +119,20 @@ class TvmProgram:
 
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run one graph; slots among the arguments are updated in place."""
-        function, count, results, careful, sig = self._entries[graph]
+        function, count, results, sig, _ = self._entries[graph]
         if len(args) != count:
             raise VerifyError(f"takes {len(sig.ins)} inputs and {len(sig.slots)} slots, got {len(args)} tensors", where=f"graph {graph}")
-        if careful:
+        if not all(map(self._is_here, args)):
+            raise self._misplaced(graph, args)
+        if self.boundary > 1 or not all(map(_is_contiguous, args)):
             args = self._fitting(graph, args)
-            if graph in self._packs:
-                args = [*args, *self._packed(graph, args[len(sig.ins) :])]
-            found = function(*args)
-        else:
-            try:
-                found = function(*args)
-            except ValueError:
-                # Nothing was changed, so that a second call does no harm; if it was not the strides, it says the same again.
-                found = function(*self._fitting(graph, args))
+        forms = self._packed(graph, args[len(sig.ins) :]) if graph in self._packs else ()
+        try:
+            found = function(*args, *forms)
+        except (ValueError, RuntimeError):
+            if (error := self._mistyped(graph, args)) is not None:
+                raise error from None
+            raise
         if results == 1:
             # Results come as torch tensors if any argument was one.
             return [found] if count else [self._taken(found)]
@@ -149,6 +154,17 @@ class TvmProgram:
     def _packed(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         where, packed = self._held.get(graph, (None, []))
         return packed if where == [x.data_ptr() for x in slots] else list(self._packs[graph](*slots))
+
+    def _misplaced(self, graph: str, args: Sequence[torch.Tensor]) -> VerifyError:
+        i, x = next((i, x) for i, x in enumerate(args) if not self._is_here(x))
+        return VerifyError(f"argument {i} is on {x.device}, the stage is on {self.device}", where=f"graph {graph}")
+
+    def _mistyped(self, graph: str, args: Sequence[torch.Tensor]) -> VerifyError | None:
+        """The error for the first argument of another type than the graph's, if there is one."""
+        for i, (x, t) in enumerate(zip(args, self._entries[graph].types, strict=True)):
+            if (str(x.dtype), tuple(x.shape)) != (f"torch.{LONG_NAMES[t.dtype]}", t.dims):
+                return VerifyError(f"argument {i} must be {t}, it is {x.dtype}{list(x.shape)}", where=f"graph {graph}")
+        return None
 
     def _fits(self, x: torch.Tensor) -> bool:
         return x.is_contiguous() and (self.boundary == 1 or x.data_ptr() % self.boundary == 0)

@@ -21,7 +21,7 @@ import numpy as np
 import tvm
 from tvm import relax, tirx
 
-from penstock.ir.graph import Graph, Op, Slot, Value, signature, slot_of
+from penstock.ir.graph import Graph, Op, Slot, Value, signature, slot_of, slot_types
 from penstock.ir.types import TensorType, numpy_dtype
 
 from .group import EFFECTS, Group, Kernel, NotOneKernel, Packing, name_of
@@ -108,7 +108,7 @@ def relax_module(lowered: Sequence[Lowered], *, declared: bool, called: list[str
         packed = _packed(plan)
         if has_packed(plan.graph):
             _emit_packing(builder, plan, pack_name(name), packed, declared)
-        _emit_function(builder, plan, name, function_of, packed)
+        _emit_function(builder, plan, name, function_of, packed, trusting=declared)
     module = builder.get()
     assert isinstance(module, tvm.IRModule)
     return module
@@ -141,8 +141,15 @@ def _emit_packing(builder: Any, lowered: Lowered, name: str, packed: Packed, dec
 
 
 def _emit_function(
-    builder: Any, lowered: Lowered, name: str, function_of: Callable[[Step, Mapping[Slot, TensorType]], Any], packed: Packed
+    builder: Any,
+    lowered: Lowered,
+    name: str,
+    function_of: Callable[[Step, Mapping[Slot, TensorType]], Any],
+    packed: Packed,
+    *,
+    trusting: bool,
 ) -> None:
+    """The function of a graph. With `trusting`, which kernels of a CPU are (pipeline.py), it looks at its parameters before it does anything."""
     graph = lowered.graph
     sig = signature(graph)
     types = slot_types(graph)
@@ -157,8 +164,8 @@ def _emit_function(
             env[op.outs[0]] = slots[slot]
         elif is_table(op):
             env[op.outs[0]] = _table(op)
-    # No parameter counts as an input to TVM, which would check the shapes of inputs once more than the kernels do: 0.2 us for each.
-    with builder.function(name, [*params, *slots.values(), *forms.values()], attrs={"num_input": 0}):
+    # Where kernels look at their operands, none of the parameters is said to be an input, of which TVM checks the type.
+    with builder.function(name, [*params, *slots.values(), *forms.values()], attrs={} if trusting else {"num_input": 0}):
         for step in lowered.steps:
             own = {value: form for (value, kernel), form in forms.items() if kernel == step.name}
             _emit_call(builder, step, function_of(step, types), env, own, slots)
@@ -184,15 +191,6 @@ def _emit_call(
     count = len(kernel.slots) + len(kernel.outs)
     for i, v in enumerate(kernel.outs):
         env[v] = result if count == 1 else builder.emit(relax.TupleGetItem(result, len(kernel.slots) + i))
-
-
-def slot_types(graph: Graph) -> dict[Slot, TensorType]:
-    types: dict[Slot, TensorType] = {}
-    for op in graph.ops:
-        slot = slot_of(op)
-        if slot is not None:
-            types[slot] = (op.outs or op.ins)[0].type
-    return types
 
 
 def kernel_texts(module: Any) -> dict[str, str]:

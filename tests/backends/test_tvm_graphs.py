@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tvm import tirx
 from tvm_cases import Shown, build, compare, difference, make_args, value
 
 import penstock as ps
@@ -393,7 +394,8 @@ def test_sources_are_the_same_from_anywhere(small: Graph, tmp_path: Path, monkey
 
 
 def test_arguments_are_checked(small: Graph, tmp_path: Path) -> None:
-    """Tensors may lie at any address. Inputs that are not contiguous are copied, slots are refused, and nothing is changed then."""
+    """Tensors may lie at any address. Inputs that are not contiguous are copied, slots are refused, and so is what has another type, shape
+    or device, which kernels themselves do not look at; nothing is changed then."""
     w = Writer()
     g = value("g", "f32[20]")
     w.state("accum", "w.grad", g)
@@ -414,10 +416,29 @@ def test_arguments_are_checked(small: Graph, tmp_path: Path) -> None:
     with pytest.raises(VerifyError, match=r"buffer of @w.grad is not contiguous\n"):
         program.call("s0.B", [flat[:20], spread[::2]])
     assert not spread.any()
-    with pytest.raises(ValueError, match="b0"):
-        program.call("s0.F", [flat[:80].view(5, 16)])
+    wrong = [crooked.double(), flat[:80].view(5, 16), flat[:76].view(4, 19), flat[:80], flat[:80].view(4, 20, 1), flat[:0].view(0, 20)]
+    for x in wrong:
+        with pytest.raises(VerifyError, match=r"argument 0 must be f32\[4,20\], it is torch\.float") as error:
+            program.call("s0.F", [x])
+        assert error.value.where == "graph s0.F"
+    for slot in (torch.zeros(20, dtype=torch.float64), torch.zeros(21), torch.zeros(19), torch.zeros(4, 5)):
+        with pytest.raises(VerifyError, match=r"argument 1 must be f32\[20\], it is torch\.float"):
+            program.call("s0.B", [flat[:20], slot])
+        assert not slot.any()
+    with pytest.raises(VerifyError, match="argument 0 is on meta, the stage is on cpu"):
+        program.call("s0.F", [crooked.to("meta")])
     with pytest.raises(VerifyError, match="takes 1 inputs and 0 slots, got 2 tensors"):
         program.call("s0.F", [crooked, crooked])
+
+
+@pytest.mark.parametrize("trusting", [True, False])
+def test_kernels_look_at_no_arguments(trusting: bool, small: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is told by what they would say; without the pass that takes the checks out, it is there."""
+    monkeypatch.setenv("PENSTOCK_CACHE", "off")
+    if not trusting:
+        monkeypatch.setattr(tirx.transform, "SkipAssert", tirx.transform.RemoveNoOp)
+    build([small], tmp_path)
+    assert (b"Mismatched type on argument" in (tmp_path / "stage.so").read_bytes()) is not trusting
 
 
 def test_settings_that_cannot_be(small: Graph, tmp_path: Path) -> None:

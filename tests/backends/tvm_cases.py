@@ -15,7 +15,7 @@ from penstock.backends.interface import CompileOptions, StageSources
 from penstock.backends.numpy_backend import NumpyProgram
 from penstock.backends.tvm.build import build_graphs
 from penstock.backends.tvm.load import TvmProgram
-from penstock.ir.graph import Attr, Graph, Op, Signature, Slot, Value, signature, slot_of
+from penstock.ir.graph import Attr, Graph, Op, Signature, Value, signature, slot_types
 from penstock.ir.ops import infer_op, make
 from penstock.ir.types import FLOATS, TensorType, numpy_dtype, parse_type
 
@@ -101,10 +101,6 @@ def random_array(rng: np.random.Generator, t: TensorType, positive: bool = False
 def to_torch(array: np.ndarray) -> torch.Tensor:
     """A tensor of torch's own memory, which is aligned."""
     return torch.tensor(array.view(np.int16)).view(torch.bfloat16) if array.dtype == numpy_dtype("bf16") else torch.tensor(array)
-
-
-def slot_types(graph: Graph) -> dict[Slot, TensorType]:
-    return {slot: (op.outs or op.ins)[0].type for op in graph.ops if (slot := slot_of(op)) is not None}
 
 
 def make_args(graph: Graph, rng: np.random.Generator, positive: bool = False, shared: bool = True) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.ir.errors import UsageError, VerifyError
+from penstock.ir.errors import UsageError
 from penstock.ir.graph import Graph
 
 from ...interface import ALIGNMENT
@@ -72,9 +72,6 @@ class CudaProgram(TvmProgram):
     def call(self, graph: str, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         import torch
 
-        for i, x in enumerate(args):
-            if x.device != self.device:
-                raise VerifyError(f"argument {i} is on {x.device}, the stage is on {self.device}", where=f"graph {graph}")
         with torch.cuda.device(self.device):
             # The virtual machine works on the stream that is torch's at this moment; a graph without arguments would not tell it.
             return super().call(graph, args)
