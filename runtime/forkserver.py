@@ -323,6 +323,9 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--backend", required=True)
     arguments = parser.parse_args()
+    # What is imported stays. Looking through it for garbage would take a fifth of the imports, and a process would copy the pages of
+    # what it looks through: that is done for what a rank itself makes.
+    gc.disable()
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -334,8 +337,6 @@ def main() -> None:
     with contextlib.suppress(PenstockError):  # the rank that loads a stage meets it again, and reports it
         backend_of(arguments.backend).prepare()
     _name("forks")
-    # Pages with objects that are never looked through for garbage stay shared.
-    gc.collect()
     gc.freeze()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -385,6 +386,7 @@ def _become(rank: Rank, parent: int) -> NoReturn:
         for descriptor in (rank.control, rank.status):
             os.set_inheritable(descriptor, False)
         _name(str(rank.rank))
+        gc.enable()
         from .worker import serve_rank
 
         code = serve_rank(rank, parent)

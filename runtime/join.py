@@ -369,8 +369,8 @@ class _Ties:
                 os._exit(1)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="penstock.runtime.join", description="One rank of a group; started by penstock run.")
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="penstock.runtime.join_rank", description="One rank of a group; started by penstock run.")
     for name in ("threads", "control", "status", "parent", "watch"):
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("interface", "options"):
@@ -398,7 +398,3 @@ def main(argv: list[str] | None = None) -> None:
         finally:
             # Threads may be stuck in gloo: do not wait for them.
             os._exit(error.exit_code if isinstance(error, PenstockError) else 1)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

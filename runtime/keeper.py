@@ -146,7 +146,7 @@ class Keeper:
             sys.executable,
             "-P",
             "-m",
-            "penstock.runtime.join",
+            "penstock.runtime.join_rank",
             *(part for name, value in flags.items() for part in (f"--{name}", value)),
         ]
         with theirs:

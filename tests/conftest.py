@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -15,6 +16,15 @@ from hypothesis import is_hypothesis_test, settings
 from penstock.backends.tvm import pool
 from penstock.ir.graph import Module
 from penstock.ir.text import parse_module
+
+# What is imported while tests are collected stays: the collector looks through it neither then nor with every test.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
 
 # Makes samples, main_graph.py and torch_meaning.py importable: test folders are no packages.
 sys.path.insert(0, str(Path(__file__).parent))
