@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -79,8 +80,14 @@ def by_torch(microbatches: int, model: Residual) -> dict[str, np.ndarray]:
 CUTS: dict[int, tuple[int, ...]] = {1: (), 2: (3,), 4: (1, 2, 4)}
 
 
+@cache
+def imported() -> ps.Model:
+    """The network, which plans leave as it is."""
+    return ps.from_torch(network(), (torch.zeros(ROWS, 2, 8, 8),))
+
+
 def planned(stages: int, microbatches: int, schedule: str, recompute: str = "none", **settings: object) -> ps.Plan:
-    model = ps.from_torch(network(), (torch.zeros(ROWS, 2, 8, 8),))
+    model = imported()
     training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=RATE), microbatches=microbatches, **settings)  # type: ignore[arg-type]
     convolutions = [op.loc for op in model.module.graphs["main"].ops if op.kind == "conv"]
     cuts = tuple(convolutions[i] for i in CUTS[stages])
