@@ -63,15 +63,34 @@ def cluster(stages: int, memory: int = UNLIMITED) -> ps.Cluster:
     return ps.Cluster(devices, tuple(Link(a.name, b.name, 1e15, 1e-12) for a, b in pairwise(devices)))
 
 
-def planned(model: ps.Model, stages: int, schedule: str, mode: str, memory: int = UNLIMITED) -> ps.Plan:
-    """Cut as without limits, whatever the memory: other cuts could make recomputation unnecessary."""
-    training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=0.01), microbatches=MICROBATCHES)
-    cuts: list[str] = []
-    if memory != UNLIMITED:
-        free = planned(model, stages, schedule, mode).module
-        starts = [note.text.rpartition(" ")[2] for note in free.notes if note.origin == "partition" and " starts at " in note.text]
-        cuts = starts[1:]
-    return ps.plan(model, cluster(stages, memory), training, schedule=schedule, recompute=mode, split_at=cuts)
+class Plans:
+    """Plans of the models, each made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.models: dict[str, ps.Model] = {}
+        self.made: dict[tuple[str, int, str, str, int], ps.Plan] = {}
+
+    def model(self, name: str) -> ps.Model:
+        if name not in self.models:
+            self.models[name] = MODELS[name](self.folder)
+        return self.models[name]
+
+    def __call__(self, name: str, stages: int, schedule: str, mode: str, memory: int = UNLIMITED) -> ps.Plan:
+        key = (name, stages, schedule, mode, memory)
+        if key not in self.made:
+            self.made[key] = self._plan(*key)
+        return self.made[key]
+
+    def _plan(self, name: str, stages: int, schedule: str, mode: str, memory: int) -> ps.Plan:
+        """Cut as without limits, whatever the memory: other cuts could make recomputation unnecessary."""
+        training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=0.01), microbatches=MICROBATCHES)
+        cuts: list[str] = []
+        if memory != UNLIMITED:
+            free = self(name, stages, schedule, "none").module
+            starts = [note.text.rpartition(" ")[2] for note in free.notes if note.origin == "partition" and " starts at " in note.text]
+            cuts = starts[1:]
+        return ps.plan(self.model(name), cluster(stages, memory), training, schedule=schedule, recompute=mode, split_at=cuts)
 
 
 def batches(plan: ps.Plan, count: int) -> list[dict[str, np.ndarray]]:
@@ -96,17 +115,22 @@ def between(low: int, high: int, part: float) -> int:
     return int(low + (high - low) * part)
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ps.Model:
-    return MODELS[request.param](tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Plans:
+    return Plans(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (2, "2bw"), (4, "1f1b"), (4, "2bw"), (2, "gpipe"), (2, "eager-2bw")])
-def test_training_is_the_same_bit_for_bit(model: ps.Model, stages: int, schedule: str) -> None:
+def test_training_is_the_same_bit_for_bit(planned: Plans, model: str, stages: int, schedule: str) -> None:
     whole, everything = (planned(model, stages, schedule, mode) for mode in ("none", "all"))
     budget = between(max(peaks(everything).values()), max(peaks(whole).values()), 0.5)
     some = planned(model, stages, schedule, "auto", max(budget, *peaks(everything).values()))
-    weights, data = model.imported.weights, batches(whole, 3)
+    weights, data = planned.model(model).imported.weights, batches(whole, 3)
     expected = run_schedule(whole.module, weights, data, precision=TYPED)
     assert not copies(whole.module)
     for plan in (everything, some):
@@ -118,9 +142,9 @@ def test_training_is_the_same_bit_for_bit(model: ps.Model, stages: int, schedule
             assert np.array_equal(array, found.variables[name]), name
 
 
-def test_a_copy_that_reads_other_weights_is_noticed(tmp_path: Path) -> None:
+def test_a_copy_that_reads_other_weights_is_noticed(planned: Plans) -> None:
     """Control: under 2bw the weights of a backward pass are not the newest, and the comparison above tells which of them copies read."""
-    plan = planned(gpt(tmp_path), 2, "2bw", "all")
+    plan = planned("gpt", 2, "2bw", "all")
 
     def latest(op: Op) -> Op:
         return op.with_attrs(version="latest") if op.kind == "read" and "recompute" in op.attrs else op
@@ -132,8 +156,8 @@ def test_a_copy_that_reads_other_weights_is_noticed(tmp_path: Path) -> None:
     assert run_schedule(plan.module, weights, data).losses != run_schedule(wrong, weights, data).losses
 
 
-def test_draws_and_statistics_are_never_done_again(tmp_path: Path) -> None:
-    module = planned(noisy(tmp_path), 2, "1f1b", "all").module
+def test_draws_and_statistics_are_never_done_again(planned: Plans) -> None:
+    module = planned("noisy", 2, "1f1b", "all").module
     forward, backward = ([graph.ops for name, graph in module.graphs.items() if name.endswith(kind)] for kind in (".F", ".B"))
     done = [op.kind for ops in forward for op in ops]
     again = [op.kind for op in copies(module)]
@@ -144,7 +168,7 @@ def test_draws_and_statistics_are_never_done_again(tmp_path: Path) -> None:
     assert not any(OPS[kind].effect and kind != "read" for kind in again)
 
 
-def test_all_keeps_inputs_and_draws_only(model: ps.Model) -> None:
+def test_all_keeps_inputs_and_draws_only(planned: Plans, model: str) -> None:
     module = planned(model, 2, "1f1b", "all").module
     for stage in module.stages:
         forward = module.stage_graph(stage.index, "F")
@@ -153,7 +177,7 @@ def test_all_keeps_inputs_and_draws_only(model: ps.Model) -> None:
         assert all(v not in makers or makers[v].kind in DRAWS for v in forward.saved)
 
 
-def test_copies_stand_right_before_their_first_use(model: ps.Model) -> None:
+def test_copies_stand_right_before_their_first_use(planned: Plans, model: str) -> None:
     """Nothing but other forward operations stands between a copy and the first operation that takes it."""
     module = planned(model, 2, "1f1b", "all").module
     for stage in module.stages:
@@ -167,7 +191,7 @@ def test_copies_stand_right_before_their_first_use(model: ps.Model) -> None:
                 assert all(ours.issuperset(other.outs) for other in backward.ops[i:first])
 
 
-def test_a_stage_that_fits_is_left_alone(model: ps.Model) -> None:
+def test_a_stage_that_fits_is_left_alone(planned: Plans, model: str) -> None:
     plenty = UNLIMITED - 1
     whole = planned(model, 2, "1f1b", "none", plenty)
     found = planned(model, 2, "1f1b", "auto", max(peaks(whole).values()))
@@ -177,23 +201,21 @@ def test_a_stage_that_fits_is_left_alone(model: ps.Model) -> None:
 
 
 @pytest.mark.parametrize("part", [0.25, 0.5, 0.75, 0.95])
-def test_a_budget_is_met_with_the_time_it_takes(tmp_path: Path, part: float) -> None:
-    found = gpt(tmp_path)
-    low, high = (peaks(planned(found, 2, "2bw", mode))[0] for mode in ("all", "none"))
+def test_a_budget_is_met_with_the_time_it_takes(planned: Plans, part: float) -> None:
+    low, high = (peaks(planned("gpt", 2, "2bw", mode))[0] for mode in ("all", "none"))
     budget = between(low, high, part)
-    plan, plain = planned(found, 2, "2bw", "auto", budget), planned(found, 2, "2bw", "none").module
+    plan, plain = planned("gpt", 2, "2bw", "auto", budget), planned("gpt", 2, "2bw", "none").module
     assert peaks(plan)[0] <= budget < high
     notes = [note.text for note in plan.module.notes if note.origin == "recompute"]
     assert notes[0].startswith("stage 0 on cpu:0 computes again in the backward pass: ")
     assert f"predicted peak {shown_bytes(peaks(plan)[0])} instead of {shown_bytes(high)}, budget {shown_bytes(budget)}" in notes[0]
-    assert seconds_of(plan.module, plain) < seconds_of(planned(found, 2, "2bw", "all").module, plain)
+    assert seconds_of(plan.module, plain) < seconds_of(planned("gpt", 2, "2bw", "all").module, plain)
 
 
-def test_more_memory_never_takes_more_time(tmp_path: Path) -> None:
-    found = gpt(tmp_path)
-    low, high = (max(peaks(planned(found, 2, "gpipe", mode)).values()) for mode in ("all", "none"))
-    plain = planned(found, 2, "gpipe", "none").module
-    spent = [seconds_of(planned(found, 2, "gpipe", "auto", between(low, high, i / 6)).module, plain) for i in range(7)]
+def test_more_memory_never_takes_more_time(planned: Plans) -> None:
+    low, high = (max(peaks(planned("gpt", 2, "gpipe", mode)).values()) for mode in ("all", "none"))
+    plain = planned("gpt", 2, "gpipe", "none").module
+    spent = [seconds_of(planned("gpt", 2, "gpipe", "auto", between(low, high, i / 6)).module, plain) for i in range(7)]
     assert spent == sorted(spent, reverse=True)
     assert spent[-1] == 0 < spent[0]
 
@@ -206,19 +228,19 @@ def seconds_of(module: Module, plain: Module) -> float:
     return sum(price[op.outs[0]] for op in copies(module))
 
 
-def test_what_fits_nowhere_is_refused_with_the_best_that_there_is(tmp_path: Path) -> None:
+def test_what_fits_nowhere_is_refused_with_the_best_that_there_is(planned: Plans) -> None:
     with pytest.raises(
         DoesNotFit, match=r"stage 0 on cpu:0 needs .* \(\d+ bytes\) .* operations are done again .* it has 8\.8 KiB \(9000 bytes\)"
     ) as caught:
-        planned(gpt(tmp_path), 2, "1f1b", "auto", 9000)
+        planned("gpt", 2, "1f1b", "auto", 9000)
     assert caught.value.exit_code == 4
     assert re.search(r"\n    weights .*, gradients .*, activations .*, workspace ", caught.value.what)
     with pytest.raises(DoesNotFit, match=r"it has 8\.8 KiB \(9000 bytes\)"):
-        planned(gpt(tmp_path), 2, "1f1b", "none", 9000)
+        planned("gpt", 2, "1f1b", "none", 9000)
 
 
-def test_a_budget_may_be_given_beside_that_of_devices(tmp_path: Path) -> None:
-    plan = planned(gpt(tmp_path), 2, "1f1b", "none")
+def test_a_budget_may_be_given_beside_that_of_devices(planned: Plans) -> None:
+    plan = planned("gpt", 2, "1f1b", "none")
     wired = plan.module.but(schedule=plan.module.schedule.rewrite(lambda a: () if a.kind == "D" else (a,)), facts=())  # type: ignore[union-attr]
     high = max(peaks(plan).values())
     found = recompute(wired, RecomputeOptions(budget=int(high * 0.95)))
@@ -229,14 +251,14 @@ def test_a_budget_may_be_given_beside_that_of_devices(tmp_path: Path) -> None:
         recompute(wired, RecomputeOptions(mode="some"))
 
 
-def test_a_stage_in_two_parts_is_mentioned_where_it_might_have_saved_less(tmp_path: Path) -> None:
-    plan = planned(gpt(tmp_path), 2, "zb-1f1b", "none")
+def test_a_stage_in_two_parts_is_mentioned_where_it_might_have_saved_less(planned: Plans) -> None:
+    plan = planned("gpt", 2, "zb-1f1b", "none")
     apart = [stage.index for stage in plan.module.stages if plan.module.stage_graph(stage.index, "W") is not None]
     assert apart
     wired = plan.module.but(schedule=plan.module.schedule.rewrite(lambda a: () if a.kind == "D" else (a,)), facts=())  # type: ignore[union-attr]
     high = max(peaks(plan)[index] for index in apart)
     assert not mentioned(recompute(wired, RecomputeOptions(budget=2 * high)))
-    assert not mentioned(planned(gpt(tmp_path), 2, "zb-1f1b", "auto").module)
+    assert not mentioned(planned("gpt", 2, "zb-1f1b", "auto").module)
     assert set(mentioned(recompute(wired, RecomputeOptions(mode="all")))) == set(apart)
     (stage,) = (index for index in apart if peaks(plan)[index] == high)
     assert (
@@ -256,18 +278,18 @@ def test_the_schedule_comes_first(toy) -> None:
         recompute(toy(2))
 
 
-def test_a_value_that_is_neither_saved_nor_made_is_found_by_the_verifier(tmp_path: Path) -> None:
+def test_a_value_that_is_neither_saved_nor_made_is_found_by_the_verifier(planned: Plans) -> None:
     """Control: the verifier does not trust the pass."""
-    module = planned(gpt(tmp_path), 2, "1f1b", "all").module
+    module = planned("gpt", 2, "1f1b", "all").module
     backward = module.graphs["s0.B"]
     gone = next(op for op in backward.ops if "recompute" in op.attrs)
     with pytest.raises(VerifyError, match=f"%{gone.outs[0].name}"):
         verify(module.with_graph(replace(backward, ops=tuple(op for op in backward.ops if op is not gone))))
 
 
-def test_one_operation_alone(tmp_path: Path) -> None:
+def test_one_operation_alone(planned: Plans) -> None:
     """By hand: a gelu is done again from what its gradient takes anyway, so that one value less is saved and nothing more."""
-    module = planned(gpt(tmp_path), 2, "1f1b", "none").module
+    module = planned("gpt", 2, "1f1b", "none").module
     forward, backward = module.graphs["s0.F"], module.graphs["s0.B"]
     gelu = next(op for op in forward.ops if op.kind == "gelu")
     made = repeat(forward, backward, [gelu])
