@@ -307,9 +307,16 @@ def made_values(ops: Iterable[Op]) -> set[Value]:
     return {v for op in ops for v in op.outs}
 
 
+def touching_ops(graph: Graph | None) -> list[tuple[int, Op]]:
+    """The operations that name a variable, with their places; none of a graph that is not there."""
+    if graph is None:
+        return []
+    return graph.keep("touching", lambda graph: [(i, op) for i, op in enumerate(graph.ops) if "var" in op.attrs])
+
+
 def touched_vars(graph: Graph | None, *kinds: str) -> set[str]:
     """The variables of the operations of these kinds; none of a graph that is not there."""
-    return {op.var for op in graph.ops if op.kind in kinds} if graph is not None else set()
+    return {op.var for _, op in touching_ops(graph) if op.kind in kinds}
 
 
 def summed_vars(module: Module, stage: int) -> list[str]:

@@ -96,6 +96,8 @@ class Schedule:
     name: str
     microbatches: int
     ranks: Mapping[int, Program] = field(default_factory=dict)
+    # The runs that the verifier looks at, each several times (verify_schedule.py).
+    kept: dict[tuple[int, int], dict[int, list[Action]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def rewrite(self, rule: Callable[[Action], Iterable[Action]]) -> Schedule:
         """Every action of every rank replaced by what `rule` gives for it, in both lists."""
@@ -141,9 +143,8 @@ class Schedule:
         parts = [(program.start, first - 1)] + [(program.batch, t - 1) for t in range(first, first + batches + 1)]
         for actions, shift in parts:
             for action in actions:
-                moved = action.shifted(shift, m)
-                if moved.batch(m) in run:
-                    yield moved
+                if action.batch(m) + shift in run:
+                    yield action.shifted(shift, m)
 
     def expand_all(self, batches: int, first: int = 0) -> dict[int, list[Action]]:
         return {rank: list(self.expand(rank, batches, first)) for rank in self.ranks}

@@ -27,7 +27,7 @@ from math import prod
 
 from .cluster import Cluster
 from .collecting import nothing_collected
-from .graph import BUFFER, GRAD, PARAM, ROLES, STATE, TABLE, Graph, Module, Op, Value, touched_vars, written_vars
+from .graph import BUFFER, GRAD, PARAM, ROLES, STATE, TABLE, Graph, Module, Op, Value, touched_vars, touching_ops, written_vars
 from .ops import infer_op
 from .problems import LIMIT, Problem, op_window, to_error
 from .schedule import COMPUTE, PHASES, TAKERS
@@ -71,11 +71,25 @@ def check_typed(module: Module) -> Iterator[Problem]:
     for name, graph in module.graphs.items():
         if name != graph.name:
             yield Problem(f"@{name}", f"the graph stored under this name is called @{graph.name}")
-        yield from _check_graph(graph, types)
+        yield from _check_unless_known(graph, types)
         for value in (*graph.ins, *graph.outs, *graph.saved):
             other, place = seen.setdefault(value.name, (value, f"@{name}"))
             if other.type != value.type:
                 yield Problem(f"@{name}", f"%{value.name} is {value.type} here and {other.type} in {place}; equal names mean equal tensors")
+
+
+def _check_unless_known(graph: Graph, types: dict[str, TensorType]) -> Iterator[Problem]:
+    """Graphs do not change, and most passes hand on most of them: one that was found right is right as long as its variables have the types
+    that they had."""
+    before: dict[str, TensorType] | None = graph.kept.get("typed")
+    if before is not None and all(types.get(name) == kind for name, kind in before.items()):
+        return
+    right = True
+    for problem in _check_graph(graph, types):
+        right = False
+        yield problem
+    if right:
+        graph.kept["typed"] = {op.var: types[op.var] for _, op in touching_ops(graph)}
 
 
 def _check_graph(graph: Graph, types: dict[str, TensorType]) -> Iterator[Problem]:
@@ -187,9 +201,7 @@ def _check_effects(module: Module, family: dict[str, Graph]) -> Iterator[Problem
     moving = touched_vars(family.get("F"), "write")
     for kind, graph in family.items():
         done: dict[str, str] = {}
-        for i, op in enumerate(graph.ops):
-            if "var" not in op.attrs:
-                continue
+        for i, op in touching_ops(graph):
             roles, role = allowed[kind].get(op.kind), module.vars[op.var].role
             if roles is None:
                 yield Problem(_op_place(graph, i), f"{op.kind} is not allowed here, only {', '.join(allowed[kind])}", op_window(graph, i))
@@ -359,9 +371,8 @@ def _check_places(module: Module) -> Iterator[Problem]:
     for stage in module.stages:
         for kind in COMPUTE:
             graph = module.stage_graph(stage.index, kind)
-            for op in graph.ops if graph else ():
-                if "var" in op.attrs:
-                    users[op.var].add(stage.index)
+            for _, op in touching_ops(graph):
+                users[op.var].add(stage.index)
     for name, var in module.vars.items():
         if not users[name]:
             yield Problem(f"@{name}", f"{var.role} {var.type} is used by no stage; was a layer dropped?")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .graph import Module, Value, stepped_vars, summed_vars, touched_vars, written_vars
+from .graph import Module, Value, stepped_vars, summed_vars, touched_vars, touching_ops, written_vars
 from .memory import Memory, measure_memory
 from .problems import Problem, op_window, step_window
 from .schedule import COMPUTE, PER_BATCH, PHASES, SENDS, TAKERS, VERSIONED, Action, Schedule
@@ -76,7 +76,10 @@ def over_runs(module: Module, checker: Callable[[Module, Run], Iterable[Problem]
         return
     many = sum(1 for _ in schedule.actions()) > MANY_ACTIONS
     for first, batches in FEW_RUNS if many else RUNS:
-        found = list(checker(module, Run(schedule, first, batches, schedule.expand_all(batches, first))))
+        programs = schedule.kept.get((first, batches))
+        if programs is None:
+            programs = schedule.kept[first, batches] = schedule.expand_all(batches, first)
+        found = list(checker(module, Run(schedule, first, batches, programs)))
         if found:
             yield from found
             return
@@ -267,7 +270,7 @@ def _check_pins(module: Module, trained: set[str]) -> Iterator[Problem]:
         for kind in VERSIONED:
             graph = module.stage_graph(stage.index, kind)
             expected = "latest" if kind == "U" else "mb"
-            for i, op in enumerate(graph.ops if graph else ()):
+            for i, op in touching_ops(graph):
                 version = op.attrs.get("version", "latest")
                 if op.kind == "read" and op.var in trained and version != expected:
                     assert graph is not None

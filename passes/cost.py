@@ -321,21 +321,25 @@ class GraphCost:
         position = {id(op): i for i, op in enumerate(self._chosen.ops)}
         parts = [0.0] * len(position)
         for kernel, seconds in zip(self.kernels, self.kernel_seconds(device, prices), strict=True):
-            weights = [_weight(op, kernel, device) for op in kernel.ops]
+            weights = _weights(kernel, device)
             total = sum(weights)
             for op, weight in zip(kernel.ops, weights, strict=True):
                 parts[position[id(op)]] = seconds * weight / total if total else seconds / len(weights)
         return parts
 
 
-def _weight(op: Op, kernel: Kernel, device: Device) -> float:
-    """What an operation adds to its kernel: its arithmetic, and memory for operands that the kernel does not make."""
-    made = {v for other in kernel.ops for v in other.outs}
+def _weights(kernel: Kernel, device: Device) -> list[float]:
+    """What each operation adds to its kernel: its arithmetic, and memory for operands that the kernel does not make."""
+    made = {v for op in kernel.ops for v in op.outs}
     kept = set(kernel.body.outs)
-    moved = sum(v.type.nbytes for v in op.ins if v not in made) + sum(v.type.nbytes for v in op.outs if v in kept)
-    if op.kind in ("accum", "write", "take"):
-        moved += (op.ins or op.outs)[0].type.nbytes
-    return ROOFLINE.of_work(_work((op,), moved), replace(device, overhead=0.0))
+    free = replace(device, overhead=0.0)
+    found = []
+    for op in kernel.ops:
+        moved = sum(v.type.nbytes for v in op.ins if v not in made) + sum(v.type.nbytes for v in op.outs if v in kept)
+        if op.kind in ("accum", "write", "take"):
+            moved += (op.ins or op.outs)[0].type.nbytes
+        found.append(ROOFLINE.of_work(_work((op,), moved), free))
+    return found
 
 
 def shown_seconds(seconds: float) -> str:
@@ -350,7 +354,7 @@ def graph_seconds(graph: Graph, device: Device, prices: Prices = ROOFLINE) -> fl
 
 def op_seconds(graph: Graph, device: Device, prices: Prices = ROOFLINE) -> list[float]:
     """Seconds of each operation of a graph as a part of its kernel, in order."""
-    return GraphCost(graph).op_seconds(device, prices)
+    return GraphCost.of(graph).op_seconds(device, prices)
 
 
 def rank_seconds(module: Module, prices: Prices = ROOFLINE) -> dict[tuple[int, str], float]:

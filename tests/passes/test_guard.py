@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import pairwise
 
@@ -135,7 +136,7 @@ def test_clipping_and_skipping_are_those_of_torch(clip: float, delay: int) -> No
 
 def run_staged(module: Module, stages: int, schedule: str, spoiled: int | None, options: dict) -> tuple[Run, Run, Module]:
     program, whole = staged(module, stages, schedule, options)
-    start, batches = weights_of(module), batches_of(20, spoiled)
+    start, batches = weights_of(module), batches_of(10, spoiled)
     delay = 0 if schedule in ("1f1b", "gpipe", "zb-1f1b") else 1
     return run_schedule(program, start, batches), run_recurrence(whole, start, batches, delay=delay), program
 
@@ -145,7 +146,7 @@ def run_staged(module: Module, stages: int, schedule: str, spoiled: int | None, 
     ("stages", "schedule"), [(1, "2bw"), (2, "1f1b"), (2, "2bw"), (4, "gpipe"), (4, "2bw"), (2, "eager-2bw"), (4, "zb-1f1b")]
 )
 def test_stages_clip_and_skip_as_one(stages: int, schedule: str, tied: bool) -> None:
-    found, expected, program = run_staged(network(tied=tied), stages, schedule, 17, {"clip": 0.5})
+    found, expected, program = run_staged(network(tied=tied), stages, schedule, 7, {"clip": 0.5})
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
     for name, array in expected.variables.items():
         np.testing.assert_allclose(found.variables[name], array, rtol=1e-12, atol=1e-12, err_msg=name)
@@ -236,13 +237,13 @@ def test_2bw_does_not_wait_for_the_norm(latency: float) -> None:
 def test_stages_without_parameters_agree_too(frozen: tuple[str, ...], schedule: str) -> None:
     module = network()
     module = module.but(vars={name: replace(var, role="buffer") if name in frozen else var for name, var in module.vars.items()})
-    found, expected, _ = run_staged(module, 4, schedule, 17, {"clip": 0.5})
+    found, expected, _ = run_staged(module, 4, schedule, 7, {"clip": 0.5})
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
     np.testing.assert_allclose([t["gradient.norm"] for t in found.told.values()], [t["gradient.norm"] for t in expected.told.values()])
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.sampled_from([name for name, kind in SCHEDULES.items() if kind.trains]), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_late_updates_are_legal_where_the_schedule_is_and_cost_nothing(stages: int, m: int, kind: str, tied: bool) -> None:
     module = network([6] + [8] * stages + [5], tied=tied)
     cuts = tuple(f"layer{i}" for i in range(1, stages))
@@ -263,6 +264,11 @@ def test_late_updates_are_legal_where_the_schedule_is_and_cost_nothing(stages: i
         assert time_per_batch(guarded, batches=8) == time_per_batch(plain, batches=8)
 
 
+@functools.cache
+def losses_without_penalty() -> list[float]:
+    return run_staged(network(), 1, "1f1b", None, {"clip": 0.5})[0].losses
+
+
 @pytest.mark.parametrize(("stages", "schedule"), [(1, "1f1b"), (2, "2bw"), (4, "1f1b"), (4, "2bw"), (4, "zb-1f1b")])
 @pytest.mark.parametrize("penalised", [("w0",), ("w3",), ("w0", "w2", "w3")], ids="-".join)
 def test_a_penalty_on_weights_is_part_of_the_loss(penalised: tuple[str, ...], stages: int, schedule: str) -> None:
@@ -279,8 +285,7 @@ def test_a_penalty_on_weights_is_part_of_the_loss(penalised: tuple[str, ...], st
     graph = Graph("main", module.graphs["main"].ins, (total,), tuple(ops))
     found, expected, _ = run_staged(module.but(outputs=(total.name,), graphs={"main": graph}), stages, schedule, None, {"clip": 0.5})
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
-    plain = run_staged(module, 1, "1f1b", None, {"clip": 0.5})[0]
-    assert not np.allclose(found.losses, plain.losses, rtol=1e-3)
+    assert not np.allclose(found.losses, losses_without_penalty(), rtol=1e-3)
 
 
 def changed(module: Module, name: str, rule) -> Module:
