@@ -26,6 +26,22 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call() -> None:
+    _forget_name_of_test()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    _forget_name_of_test()
+
+
+def _forget_name_of_test() -> None:
+    """pytest puts it into the environment, and ranks are forked from a process with the environment of their launcher (forkserver.py): each test
+    would import torch anew for its own."""
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
 # Makes samples, main_graph.py and torch_meaning.py importable: test folders are no packages.
 sys.path.insert(0, str(Path(__file__).parent))
 # A shell lets jobs in the background ignore interrupts, and so do their children; tests that interrupt some need the default.

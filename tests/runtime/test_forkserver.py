@@ -45,6 +45,7 @@ def test_one_server_for_all_ranks_and_the_next_run(bundle_of):
     assert losses[0] == losses[1]
     assert "\nThreads:\t1\n" in Path(f"/proc/{found[0]}/status").read_text()
     assert found[0] in [server.pid for server in servers()]
+    assert "PYTEST_CURRENT_TEST" not in os.environ, "or else each test waits for imports"
 
 
 def test_what_is_inherited_decides_on_the_server(bundle_of, tmp_path, monkeypatch):
