@@ -72,11 +72,20 @@ def test_why_cases_are_left_out(cases) -> None:
 
 
 @pytest.mark.skipif(onnx.__version__ != ONNX, reason=f"the lists are for onnx {ONNX}")
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_interpreter_passes_what_is_not_listed(cases, tmp_path: Path, every: int) -> None:
-    results = execute(INTERPRETER, tmp_path, "--set", NUMERIC, "--every", str(every), minutes=20)
-    assert len(results) == -(-COUNTS[NUMERIC] // every)
+@pytest.mark.filterwarnings("ignore")
+def test_the_interpreter_passes_every_fourth_that_is_not_listed(cases) -> None:
+    """Here, in one process: a process for each takes longer than what it does."""
+    numeric = [case for case in cases.values() if NUMERIC in members(case)]
+    results = {case.name: judged(case, interpret) for case in numeric[::4]}
     assert not changes({name: gap for name, gap in read_gaps(file_of(INTERPRETER)).items() if name in results}, results)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(onnx.__version__ != ONNX, reason=f"the lists are for onnx {ONNX}")
+def test_the_interpreter_passes_what_is_not_listed(tmp_path: Path) -> None:
+    results = execute(INTERPRETER, tmp_path, "--set", NUMERIC, minutes=20)
+    assert len(results) == COUNTS[NUMERIC]
+    assert not changes(read_gaps(file_of(INTERPRETER)), results)
 
 
 @pytest.mark.slow

@@ -59,17 +59,23 @@ class Pair(nn.Module):
         return x * self.a.sum() + self.b.sum()
 
 
-@pytest.mark.parametrize("buffer", [False, True])
+PARTS_OF_ONE_MEMORY: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+    (lambda x: x[:4], lambda x: x[2:]),
+    (lambda x: x[::2], lambda x: x[12:16]),
+    (lambda x: x[2:], lambda x: x),
+    (lambda x: x.view(5, 4), lambda x: x.view(5, 4).T),
+    (lambda x: x.view(5, 4)[:, :3], lambda x: x.view(5, 4)[:, 2:]),
+    (lambda x: torch.from_numpy(x.numpy()[:4]), lambda x: torch.from_numpy(x.numpy()[3:])),
+    (lambda x: x[:4], lambda x: x.view(torch.float64)[1:3]),
+]
+
+
 @pytest.mark.parametrize(
-    ("a", "b"),
+    ("a", "b", "buffer"),
     [
-        (lambda x: x[:4], lambda x: x[2:]),
-        (lambda x: x[::2], lambda x: x[12:16]),
-        (lambda x: x[2:], lambda x: x),
-        (lambda x: x.view(5, 4), lambda x: x.view(5, 4).T),
-        (lambda x: x.view(5, 4)[:, :3], lambda x: x.view(5, 4)[:, 2:]),
-        (lambda x: torch.from_numpy(x.numpy()[:4]), lambda x: torch.from_numpy(x.numpy()[3:])),
-        (lambda x: x[:4], lambda x: x.view(torch.float64)[1:3]),
+        pytest.param(*parts, buffer, marks=[pytest.mark.slow] if buffer == bool(number % 2) else [])
+        for number, parts in enumerate(PARTS_OF_ONE_MEMORY)
+        for buffer in (False, True)
     ],
 )
 def test_parameters_that_share_a_part_of_their_memory_are_refused(

@@ -28,7 +28,7 @@ if __name__ == "__main__":
 from limits import ANSWERED, Outcome, each
 
 from fuzz.damage import damaged
-from fuzz.seeds import MODEL, seeds
+from fuzz.seeds import MODEL, Seeds, read_seeds, seeds
 from penstock.frontends.onnx import import_onnx
 from penstock.ir.errors import PenstockError, UnsupportedModel, UsageError
 from penstock.ir.verify import check
@@ -38,9 +38,9 @@ GROWTH = 2 << 30
 IMPORTED, REFUSED, INVALID = "imported", "unsupported", "invalid"
 
 
-def write_files(index: int, folder: Path) -> Path:
-    """File number `index` and what lies beside it; links and a pipe for locations to name."""
-    names = seeds()
+def write_files(index: int, folder: Path, names: Seeds | None = None) -> Path:
+    """File number `index`, made from one of `names`, and what lies beside it; links and a pipe for locations to name."""
+    names = seeds() if names is None else names
     draw = random.Random(f"penstock {index}")
     _, files = names[index % len(names)] if draw.random() < 0.5 else draw.choice(names[:14])
     for relative, content in files.items():
@@ -88,8 +88,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--keep", metavar="FOLDER", help="where to leave the files of those that fail, or of the only one")
     parser.add_argument("--json", metavar="FILE", help="write counts and failures")
+    parser.add_argument("--seeds", metavar="FILE", help="what `write_seeds` wrote, in place of making the models that are damaged")
     given = parser.parse_args(words)
-    seeds()
+    names = read_seeds(Path(given.seeds)) if given.seeds else seeds()
     began = time.monotonic()
     ends: Counter[str] = Counter()
     failures: dict[int, str] = {}
@@ -100,7 +101,7 @@ def main(words: Sequence[str] | None = None) -> int:
         def work(index: int) -> str:
             folder = Path(scratch) / str(index)
             folder.mkdir()
-            return imported(write_files(index, folder))
+            return imported(write_files(index, folder, names))
 
         for at, outcome in each(work, indices, seconds=SECONDS, growth=GROWTH, jobs=given.jobs):
             slowest = max(slowest, outcome.seconds)
@@ -113,7 +114,7 @@ def main(words: Sequence[str] | None = None) -> int:
             if given.keep and (problem or given.count == 1):
                 folder = Path(given.keep) / str(indices[at])
                 folder.mkdir(parents=True, exist_ok=True)
-                write_files(indices[at], folder)
+                write_files(indices[at], folder, names)
     for index, problem in sorted(failures.items()):
         print(f"{index}: {problem[:300]}")
     counts = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))

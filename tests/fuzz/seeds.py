@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from zipfile import ZipFile
 
 import numpy as np
 import onnx
@@ -20,6 +21,7 @@ from penstock.models import write_bert, write_cnn, write_gpt, write_mlp
 
 MODEL = "model.onnx"
 Files = dict[str, bytes]
+Seeds = tuple[tuple[str, Files], ...]
 
 _HEADER = '<ir_version: 10, opset_import: ["" : 21, "local" : 1]>'
 _TEXTS = {
@@ -58,7 +60,7 @@ calls (float[2,3] x) => (float[2,3] y) { h = local.twice(x) y = local.gate<alpha
 
 
 @lru_cache(maxsize=1)
-def seeds() -> tuple[tuple[str, Files], ...]:
+def seeds() -> Seeds:
     with tempfile.TemporaryDirectory(prefix="penstock-fuzz-") as folder:
         path = Path(folder) / MODEL
         writers: dict[str, Callable[[], object]] = {
@@ -76,6 +78,23 @@ def seeds() -> tuple[tuple[str, Files], ...]:
     numeric = [case for case in collect() if NUMERIC in members(case) and len(case.model.SerializeToString()) < 20_000]
     found += [(case.name, {MODEL: case.model.SerializeToString()}) for case in numeric[::12]]
     return tuple(found)
+
+
+def write_seeds(path: Path) -> None:
+    """For another process, so that it need not make them: ONNX's node tests take seconds."""
+    with ZipFile(path, "w") as archive:
+        for number, (name, files) in enumerate(seeds()):
+            for relative, content in files.items():
+                archive.writestr(f"{number}/{name}/{relative}", content)
+
+
+def read_seeds(path: Path) -> Seeds:
+    found: dict[str, dict[str, Files]] = {}
+    with ZipFile(path) as archive:
+        for entry in archive.namelist():
+            number, name, relative = entry.split("/", 2)
+            found.setdefault(number, {}).setdefault(name, {})[relative] = archive.read(entry)
+    return tuple(item for seed in found.values() for item in seed.items())
 
 
 def external() -> Files:

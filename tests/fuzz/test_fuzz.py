@@ -16,16 +16,16 @@ from onnx import TensorProto, helper
 
 from fuzz import run as fuzz_run
 from fuzz.run import IMPORTED, imported, write_files, wrong
-from fuzz.seeds import MODEL, seeds
+from fuzz.seeds import MODEL, read_seeds, seeds, write_seeds
 from penstock.frontends.onnx import import_onnx
 from penstock.ir.errors import UnsupportedModel, UsageError
 
 RUN = Path(fuzz_run.__file__)
 
 
-def execute(tmp_path: Path, count: int, minutes: int) -> dict:
+def execute(tmp_path: Path, count: int, minutes: int, *options: str) -> dict:
     report = tmp_path / "report.json"
-    words = [sys.executable, str(RUN), "--count", str(count), "--jobs", str(len(os.sched_getaffinity(0))), "--json", str(report)]
+    words = [sys.executable, str(RUN), "--count", str(count), "--jobs", str(len(os.sched_getaffinity(0))), "--json", str(report), *options]
     done = subprocess.run(words, capture_output=True, text=True, timeout=minutes * 60, check=False)
     assert report.exists(), done.stderr
     found: dict = json.loads(report.read_text())
@@ -55,7 +55,9 @@ def test_damage_is_the_same_in_every_run(tmp_path: Path) -> None:
 
 
 def test_damaged_files_give_a_module_or_an_error_of_ours(tmp_path: Path) -> None:
-    found = execute(tmp_path, 200, 10)
+    write_seeds(tmp_path / "seeds.zip")
+    assert read_seeds(tmp_path / "seeds.zip") == seeds()
+    found = execute(tmp_path, 200, 10, "--seeds", str(tmp_path / "seeds.zip"))
     assert not found["failures"]
     assert found["ends"][IMPORTED] > 5
 
