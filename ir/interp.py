@@ -24,9 +24,9 @@ from functools import partial
 import numpy as np
 
 from .errors import UsageError, VerifyError
-from .graph import GRAD, MICROBATCH, Graph, Module, Op, Value, Var, rewrite, slot_of, stepped_vars, summed_vars
+from .graph import GRAD, MICROBATCH, Graph, Module, Op, Slot, Value, Var, rewrite, slot_of, stepped_vars, summed_vars
 from .interp_store import Arrays, DictStore, Store, VersionStore, as_value, initial_arrays
-from .numpy_ops import F64, NUMPY, PRECISIONS, TYPED, Array, apply_op
+from .numpy_ops import F64, NUMPY, PRECISIONS, TYPED, Array, Prepared, apply_op, prepare_op
 from .schedule import COMPUTE, PER_BATCH, RECEIVES, SENDS, VERSIONED, Action
 from .words import counted
 
@@ -56,12 +56,14 @@ def run_graph(
         )
     store = DictStore({}) if store is None else store
     values = {v.name: as_value(x, v, precision) for v, x in zip(graph.ins, given, strict=True)}
-    for op in graph.ops:
+    steps = graph.keep(f"steps in {precision}", _steps)
+    for step in steps:
+        op = step.op
         try:
             unknown = [f"%{v.name}" for v in op.ins if v.name not in values]
             if unknown:
                 raise VerifyError(f"{', '.join(unknown)} has no value yet")
-            results = _run_op(op, [values[v.name] for v in op.ins], store, precision)
+            results = _run_step(step, [values[v.name] for v in op.ins], store, precision)
         except (VerifyError, ValueError, TypeError) as error:  # what NumPy raises for operands that do not fit
             names = ", ".join(f"%{v.name}" for v in op.outs) or f"@{op.var}"
             raise VerifyError(str(error), where=f"@{graph.name}: {op.kind} {names}" + (f" ({op.loc})" if op.loc else "")) from error
@@ -74,10 +76,25 @@ def run_graph(
     return [values[v.name] for v in graph.results]
 
 
-def _run_op(op: Op, ins: list[Array], store: Store, precision: str) -> tuple[Array, ...]:
-    slot = slot_of(op)
+@dataclass(slots=True)
+class _Step:
+    """An operation, the buffer it touches, and what it says of its results once that was asked."""
+
+    op: Op
+    slot: Slot | None
+    prepared: Prepared | None = None
+
+
+def _steps(graph: Graph) -> list[_Step]:
+    return [_Step(op, slot_of(op)) for op in graph.ops]
+
+
+def _run_step(step: _Step, ins: list[Array], store: Store, precision: str) -> tuple[Array, ...]:
+    op, slot = step.op, step.slot
     if slot is None:
-        return apply_op(op, ins, precision)
+        if step.prepared is None:
+            step.prepared = prepare_op(op, precision)
+        return apply_op(op, ins, precision, step.prepared)
     match op.kind:
         case "read":
             return (as_value(store.read(slot.var, slot.slot), op.outs[0], precision),)

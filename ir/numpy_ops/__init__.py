@@ -10,6 +10,7 @@ Known limits: `div` of the smallest integer by -1 wraps, and integer division by
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,19 +43,35 @@ def array_dtype(dtype: str, precision: str) -> np.dtype[Any]:
     return np.dtype(np.float64) if precision == F64 and dtype in FLOATS else numpy_dtype(dtype)
 
 
-def apply_op(op: Op, inputs: Sequence[Array], precision: str = TYPED) -> tuple[Array, ...]:
-    """The results of one pure op, in their declared element types (or float64)."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What an op says of its results, whatever its operands are: complete attributes, which operands are widened, and the element types that
+    hold its results."""
+
+    attrs: dict[str, Attr]
+    widened: tuple[bool, ...]
+    dtypes: tuple[np.dtype[Any], ...]
+
+
+def prepare_op(op: Op, precision: str = TYPED) -> Prepared:
+    """For ops that are applied again and again; TypeError for attributes that do not fit."""
     attrs: dict[str, Attr] = complete_attrs(op)
-    if op.kind == "bitcast":  # is about the bits of the types as declared
-        (bits,) = NUMPY[op.kind]([inputs[0].astype(numpy_dtype(op.ins[0].type.dtype), copy=False)], attrs)
-        return (bits.astype(array_dtype(op.outs[0].type.dtype, precision), copy=False),)
-    if precision == F64 and attrs.get("dtype") in FLOATS:
+    if precision == F64 and attrs.get("dtype") in FLOATS and op.kind != "bitcast":
         attrs["dtype"] = "f64"
-    halves = [v.type.dtype in ("f16", "bf16") and precision == TYPED for v in op.ins]
-    wide = [x.astype(np.float32) if half else x for x, half in zip(inputs, halves, strict=True)]
+    widened = tuple([v.type.dtype in ("f16", "bf16") and precision == TYPED for v in op.ins])
+    return Prepared(attrs, widened, tuple([array_dtype(v.type.dtype, precision) for v in op.outs]))
+
+
+def apply_op(op: Op, inputs: Sequence[Array], precision: str = TYPED, prepared: Prepared | None = None) -> tuple[Array, ...]:
+    """The results of one pure op, in their declared element types (or float64)."""
+    ready = prepare_op(op, precision) if prepared is None else prepared
+    if op.kind == "bitcast":  # is about the bits of the types as declared
+        (bits,) = NUMPY[op.kind]([inputs[0].astype(numpy_dtype(op.ins[0].type.dtype), copy=False)], ready.attrs)
+        return (bits.astype(ready.dtypes[0], copy=False),)
+    wide = [x.astype(np.float32) if half else x for x, half in zip(inputs, ready.widened, strict=True)]
     with np.errstate(all="ignore"):  # inf and nan are results like any other
-        found = NUMPY[op.kind](wide, attrs)
-    return tuple(np.asarray(x).astype(array_dtype(v.type.dtype, precision), copy=False) for x, v in zip(found, op.outs, strict=True))
+        found = NUMPY[op.kind](wide, ready.attrs)
+    return tuple([np.asarray(x).astype(dtype, copy=False) for x, dtype in zip(found, ready.dtypes, strict=True)])
 
 
-__all__ = ["F64", "NUMPY", "PRECISIONS", "TYPED", "Array", "apply_op", "array_dtype", "erf"]
+__all__ = ["F64", "NUMPY", "PRECISIONS", "TYPED", "Array", "Prepared", "apply_op", "array_dtype", "erf", "prepare_op"]

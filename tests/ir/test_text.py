@@ -18,7 +18,7 @@ from penstock.ir.types import TensorType, parse_type
 
 
 @given(modules())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_print_and_parse_are_inverse(module: Module) -> None:
     text = print_module(module)
     again = parse_module(text)
