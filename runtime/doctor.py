@@ -18,7 +18,6 @@ import platform
 import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ import msgspec
 from ..ir import machine
 from ..ir.cluster import HOST_TO_DEVICE, OTHER_HOST, SAME_HOST, Cluster, Device, Host, Link, LinkClass, device_of_gpu
 from ..ir.errors import PenstockError, UsageError
+from .begin import command_of
 from .children import failure, outputs
 from .hosts import in_group, place_of
 from .launch import thread_environment
@@ -211,7 +211,7 @@ def _measured_devices(planned: Cluster, part: float, say: Say, problems: list[st
 def _run_yardsticks(folder: Path, threads: Sequence[int], part: float) -> list[Rates]:
     running = [
         subprocess.Popen(
-            [sys.executable, "-P", "-m", "penstock.runtime.yardsticks", str(folder), "--threads", str(count), "--part", repr(part)],
+            [*command_of("yardsticks"), str(folder), "--threads", str(count), "--part", repr(part)],
             env=os.environ | thread_environment(count), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for count in threads

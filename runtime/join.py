@@ -370,7 +370,7 @@ class _Ties:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="penstock.runtime.join_rank", description="One rank of a group; started by penstock run.")
+    parser = argparse.ArgumentParser(prog="penstock.runtime.begin join", description="One rank of a group; started by penstock run.")
     for name in ("threads", "control", "status", "parent", "watch"):
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("interface", "options"):

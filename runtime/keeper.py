@@ -34,6 +34,7 @@ import msgspec
 from ..backends.bundle import Bundle, listed_ranks, open_bundle
 from ..ir.errors import PeerLost, PenstockError, UsageError, VerifyError
 from ..ir.graph import Module
+from .begin import command_of
 from .control import Alive, Channel, Done, Failed, Gathered, Message, Planned
 from .hosts import Interface, Place, check_world, choose_interface, place_of, same_host
 from .launch import START_SECONDS, thread_environment
@@ -142,13 +143,7 @@ class Keeper:
             "interface": msgspec.json.encode(interface).decode(),
             "options": msgspec.json.encode(self.options).decode(),
         }
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "penstock.runtime.join_rank",
-            *(part for name, value in flags.items() for part in (f"--{name}", value)),
-        ]
+        command = [*command_of("join"), *(part for name, value in flags.items() for part in (f"--{name}", value))]
         with theirs:
             self._process = subprocess.Popen(
                 command,

@@ -1,6 +1,6 @@
 """One rank of a bundle by itself: how long its actions take when nobody keeps it waiting. For simulations with measured times.
 
-    python -m penstock.runtime.rehearse BUNDLE --rank R --threads N --batches N [--seconds S]
+    python -m penstock.runtime.begin rehearse BUNDLE --rank R --threads N --batches N [--seconds S]
 
 In: a bundle. Out: for each kind of action the usual seconds, from the end of the action before it to its own, so that what the worker's
 loop does in between is in it. A rank runs its program with the worker's own code, stage, store and data, in a process of its own with the
@@ -33,6 +33,7 @@ from ..backends.bundle import Bundle, open_bundle
 from ..ir.errors import PenstockError
 from ..ir.graph import Edge, Value
 from ..ir.schedule import Action, Schedule
+from .begin import command_of
 from .control import DataSpec, Record, Run, Setup, Trace
 from .group import Group
 from .launch import thread_environment
@@ -153,7 +154,7 @@ def rehearse(
     for rank in ranks:
         threads = bundle.rank(rank).threads
         flags = {"rank": rank, "threads": threads, "batches": batches, "seconds": seconds}
-        command = [sys.executable, "-P", "-m", "penstock.runtime.rehearse", str(bundle.path), *(f"--{k}={v}" for k, v in flags.items())]
+        command = [*command_of("rehearse"), str(bundle.path), *(f"--{k}={v}" for k, v in flags.items())]
         environment = os.environ | thread_environment(threads)
         prefix = (prefixes or {}).get(rank, ())
         running.append(
@@ -183,8 +184,8 @@ def rehearse(
     return found
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="penstock.runtime.rehearse", description="Times of one rank by itself, as JSON.")
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="penstock.runtime.begin rehearse", description="Times of one rank by itself, as JSON.")
     parser.add_argument("bundle", type=Path)
     for name in ("rank", "threads", "batches"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -198,7 +199,3 @@ def main(argv: list[str] | None = None) -> None:
 
     found = rehearse_here(open_bundle(arguments.bundle, arguments.rank), arguments.rank, arguments.batches, arguments.seconds, warm)
     print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

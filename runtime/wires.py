@@ -10,7 +10,7 @@ Of a pair on this machine also what one end of a message takes of a rank, by siz
 caches full of other things: over gloo, posted ahead, held by a thread, read by gloo's (the line through these is `message_overhead` and
 `socket_bandwidth` of a device, ir/cluster.py), and through memory (`shared_overhead`, and `copy_bandwidth`, as one of the two ends copies).
 
-    python -m penstock.runtime.wires --rank R --port P     one end of a pair on this machine; rank 0 prints the times as JSON
+    python -m penstock.runtime.begin wires --rank R --port P     one end of a pair on this machine; rank 0 prints the times as JSON
 
 Known limits: one message at a time in one direction; both ends do nothing else meanwhile.
 """
@@ -21,7 +21,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,6 +32,7 @@ from ..ir.errors import PeerLost
 from ..ir.graph import Edge, Value
 from ..ir.schedule import Action
 from ..ir.types import TensorType
+from .begin import command_of
 from .children import failure, outputs
 from .group import Group, host_store, join_store
 from .launch import loopback_name, thread_environment
@@ -209,7 +209,7 @@ def measure_loopback(timeout: float = 60.0) -> Loopback:
     """Two processes on this machine, over the interface that the runtime takes for local runs."""
     store = host_store(2, timeout)
     environment = os.environ | thread_environment(1) | {"GLOO_SOCKET_IFNAME": loopback_name()}
-    command = [sys.executable, "-P", "-m", "penstock.runtime.wires", "--port", str(store.port), "--timeout", str(timeout)]
+    command = [*command_of("wires"), "--port", str(store.port), "--timeout", str(timeout)]
     running = [
         subprocess.Popen(
             [*command, "--rank", str(rank)], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -224,8 +224,8 @@ def measure_loopback(timeout: float = 60.0) -> Loopback:
     return Loopback(*([(n, t) for n, t in part] for part in json.loads(told[0][0])))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="penstock.runtime.wires", description="One end of a measured link.")
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="penstock.runtime.begin wires", description="One end of a measured link.")
     for name in ("rank", "port"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--timeout", type=float, default=60.0)
@@ -238,7 +238,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.rank == 0:
         print(json.dumps(found))
     group.leave()
-
-
-if __name__ == "__main__":
-    main()

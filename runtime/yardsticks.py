@@ -1,6 +1,6 @@
 """What one device of this machine can do, measured with kernels of our own: what a cluster file says of its rates.
 
-    python -m penstock.runtime.yardsticks FOLDER --threads N --part P
+    python -m penstock.runtime.begin yardsticks FOLDER --threads N --part P
 
 In: a folder with the compiled yardsticks (`compile_yardsticks`), a process whose environment has the threads, and the part of their time
 that a quota of the control group leaves them. Out: `Rates` as JSON. Each yardstick is a graph of one operation; its time is the lower
@@ -262,15 +262,11 @@ def _round(number: float) -> float:
     return float(f"{number:.3g}")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="penstock.runtime.yardsticks", description="Rates of this machine, as JSON.")
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="penstock.runtime.begin yardsticks", description="Rates of this machine, as JSON.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--part", type=float, default=1.0)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     print(msgspec.json.encode(measure(arguments.folder, arguments.threads, arguments.part)).decode())
-
-
-if __name__ == "__main__":
-    main()

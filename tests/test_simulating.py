@@ -103,13 +103,12 @@ def test_dumps_can_be_simulated_once_they_are_wired(bundle, capsys):
     assert "--bandwidth must be a positive number" in capsys.readouterr().err
 
 
-def test_measured_times(bundle, tmp_path, monkeypatch, capsys):
+def test_measured_times(bundle, own_cache, capsys):
     """Every kind of action that a rank runs has a time; the command simulates with them."""
     opened = open_bundle(bundle)
     (row,) = rehearse(opened, [1], seconds=0.2)
     assert row.keys() == {a.kind for a in opened.module.schedule.ranks[1].batch}
     assert all(seconds > 0 for kind, seconds in row.items() if kind not in (*SENDS, *RECEIVES))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert call("simulate", bundle, "--costs", "table", "--json") == 0
     assert "6 of 6 times are not in the table" in capsys.readouterr().err
     found = read(capsys, bundle, "--costs", "measured", "--batches", 4)

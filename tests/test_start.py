@@ -19,6 +19,11 @@ print(json.dumps([name for name in json.loads(sys.argv[2]) if name in sys.module
 """
 
 
+# Without looking for garbage, and without taking apart what was imported, which would take as long again.
+BEGIN = "import gc, json, os, sys\ngc.disable()"
+END = f"print(json.dumps([n for n in {HEAVY!r} if n in sys.modules]), flush=True)\nos._exit(0)"
+
+
 def loaded_by(*commands: list[str]) -> set[str]:
     """The heavy libraries that a process has after these commands."""
     words = [sys.executable, "-c", CODE, json.dumps(commands), json.dumps(HEAVY)]
@@ -44,7 +49,7 @@ def test_launchers_load_neither_torch_nor_tvm_and_ranks_load_torch_alone() -> No
     """What opens a job starts at once, and what forks its ranks does not wait for TVM's Python. The control: compiling takes TVM."""
 
     def after(code: str) -> set[str]:
-        words = [sys.executable, "-c", f"import json, sys\n{code}\nprint(json.dumps([n for n in {HEAVY!r} if n in sys.modules]))"]
+        words = [sys.executable, "-c", f"{BEGIN}\n{code}\n{END}"]
         return set(json.loads(subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout))
 
     assert after("import penstock.runtime.job, penstock.runtime.running") == {"numpy"}

@@ -106,7 +106,7 @@ def test_what_cannot_be_known():
 
 NOISY = """
 import os, sys
-if "penstock.runtime.forkserver" in sys.orig_argv or "penstock.runtime.join_rank" in sys.orig_argv:
+if "penstock.runtime.forkserver" in sys.orig_argv or "penstock.runtime.begin" in sys.orig_argv:
     print("a library speaks", file=sys.stderr, flush=True)
     os.write(1, b"and says more")
 """
