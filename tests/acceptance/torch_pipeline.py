@@ -1,14 +1,19 @@
-"""One rank of torch's own Schedule1F1B, training the MLP of the acceptance tests in float64: an independent judge of 1f1b.
+"""Torch's own Schedule1F1B, training the MLP of the acceptance tests in float64: an independent judge of 1f1b.
 
-    python torch_pipeline.py RANK WORLD PORT IN.npz OUT.npz
+    python torch_pipeline.py WORLD PORT IN.npz OUT.npz
+
+Each rank is a process; those behind the first are forked off once torch is imported, and the exit code is 0 if all of them ended well.
 
 IN holds x, labels (one row per sample, all batches), the weights by name, and the settings; rank WORLD-1 writes the microbatch losses.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +38,7 @@ class Part(torch.nn.Module):
         return x
 
 
-def main(rank: int, world: int, port: int, source: str, target: str) -> None:
+def run(rank: int, world: int, port: int, source: str, target: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=60))
     data = np.load(source)
@@ -60,5 +65,26 @@ def main(rank: int, world: int, port: int, source: str, target: str) -> None:
     dist.destroy_process_group()
 
 
+def fork(rank: int, *given: Any) -> int:
+    """A process that is one rank; its id."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        run(rank, *given)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def main(world: int, port: int, source: str, target: str) -> int:
+    others = [fork(rank, world, port, source, target) for rank in range(1, world)]
+    run(0, world, port, source, target)
+    return int(any(os.waitpid(child, 0)[1] for child in others))
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]))
