@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.frontends.imported import Imported
 from penstock.frontends.torch import import_torch
 
-from .torch_cases import compare, compare_gradients, gradients, judge, labels_of
+from .torch_cases import compare, compare_gradients, gradients, judge, labels_of, tensors
 from .torch_modules import GPT, Conv, tokens
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -61,16 +64,25 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@functools.cache
+def imported_model(name: str) -> tuple[nn.Module, Any, Imported]:
+    """A model, its arguments, and what it became, for both of the tests that follow."""
+    make, draw = MODELS[name]
+    torch.manual_seed(0)
+    model, fed = make(), draw()
+    return model, fed, import_torch(model, fed)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_is_torchs(name: str) -> None:
-    make, draw = MODELS[name]
-    compare(make(), draw())
+    model, fed, imported = imported_model(name)
+    judge(imported, fed, tensors(copy.deepcopy(model)(*fed)))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_torchs(name: str) -> None:
-    make, draw = MODELS[name]
-    compare_gradients(make(), draw())
+    model, fed, imported = imported_model(name)
+    compare_gradients(copy.deepcopy(model), fed, imported)
 
 
 def test_a_wrong_weight_is_noticed() -> None:

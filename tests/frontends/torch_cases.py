@@ -80,9 +80,9 @@ def _backward(module: Module, imported: Imported, feeds: Sequence[np.ndarray]) -
     return {name: store.arrays[f"{name}.grad"] for name in imported.module.vars if f"{name}.grad" in store.arrays}, float(results[0])
 
 
-def compare_gradients(source: torch.nn.Module, args: Sequence[Any]) -> Imported:
-    """All gradients against torch's, in relation to the largest element of each."""
-    imported = import_torch(source, args)
+def compare_gradients(source: torch.nn.Module, args: Sequence[Any], imported: Imported | None = None) -> Imported:
+    """All gradients against torch's, in relation to the largest element of each; `imported` is the source where that was done."""
+    imported = imported or import_torch(source, args)
     found, loss = gradients(imported, args)
     source.zero_grad()
     output = tensors(source(*args))[0]
