@@ -447,6 +447,16 @@ def test_verification_reads_and_never_writes(toy):
     assert print_module(module) == before
 
 
+def test_a_graph_that_was_found_right_is_judged_again_by_other_variables(whole):
+    verify(whole)
+    wider = {**whole.vars, "w": replace(whole.vars["w"], type=parse_type("f32[3,5]"))}
+    assert "expected f32[3,5]" in message(whole.but(vars=wider))
+    assert "no variable @w.m in the module" in message(whole.but(vars={n: v for n, v in whole.vars.items() if n != "w.m"}), "typed")
+    # What is wrong is told each time, and the graphs are right where they were.
+    assert message(whole.but(vars=wider)) == message(whole.but(vars=wider))
+    verify(whole)
+
+
 def test_fifty_thousand_operations_are_checked_without_recursion_or_quadratic_work():
     """No clock here: quadratic work in 50 000 operations would not end within the time limit of any test run."""
     x = Value("x", VECTOR)
