@@ -172,7 +172,7 @@ def _process(words: list[str], **environment: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_what_only_workers_read(good, tmp_path):
+def test_what_only_workers_read(good, tmp_path, capfd):
     """Weights that are no weights, and a label out of range, come from a worker as an error of ours."""
     import shutil
 
@@ -183,7 +183,9 @@ def test_what_only_workers_read(good, tmp_path):
     bad = tmp_path / "labels.npz"
     np.savez(bad, x=np.zeros((8, 4), np.float32), labels=np.full(8, 7))
     for words in (["run", str(bundle), "--steps", "1"], ["run", str(good.bundle), "--steps", "1", "--data", str(bad)]):
-        code, said = _process(words)
+        capfd.readouterr()
+        code = main(words)
+        said = capfd.readouterr().err
         assert code in range(2, 7), said
         assert said.startswith("penstock: error: rank "), said
         assert "Traceback" not in said

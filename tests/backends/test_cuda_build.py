@@ -14,7 +14,7 @@ from samples import SAMPLES
 from tvm_cases import OpCase, Shown, value
 
 from penstock.backends.interface import CompileOptions, backend_of
-from penstock.backends.tvm.build import BuildError
+from penstock.backends.tvm.build import BuildError, Built
 from penstock.backends.tvm.cuda import build as cuda_build
 from penstock.backends.tvm.cuda.compiler import DRIVER_SYMBOLS
 from penstock.backends.tvm.machine import load_cuda_runtime
@@ -57,20 +57,38 @@ def chain(name: str = "s0.F") -> Graph:
 
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_the_library_holds_machine_code_of_that_architecture_and_no_source(architecture: str, tmp_path: Path) -> None:
+def test_the_library_holds_machine_code_of_that_architecture_and_no_source(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if architecture not in cuda_build.known_architectures():
         pytest.skip(f"{cuda_build.nvcc_version()} makes no code for {architecture}")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     graphs = [chain(), OpCase("softmax", ("f32[6,37]",), {}).graph("s0.B")]
-    built = cuda_build.build_graphs(graphs, tmp_path / "stage.so", CompileOptions(architecture))
+    viewer, library = Shown(), tmp_path / "out" / "s0.so"
+    built = cuda_build.build_graphs(graphs, library, CompileOptions(architecture, viewer=viewer))
     images = list(device_code(built.path))
     assert [arch for arch, _ in images] == [int(architecture.removeprefix("sm_"))]
     assert {name.split("_kernel")[0] for name in images[0][1]} == {"add", "gelu", "softmax"}
-    library = built.path.read_bytes()
+    content = built.path.read_bytes()
     for text in (b"__global__", b"__launch_bounds__", b".visible .entry", b".target sm"):
-        assert text not in library
+        assert text not in content
     # Nothing of the compiler's stand-in for the driver, nor of its folder, stays behind.
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["stage.so"]
-    assert not any(symbol.encode() in library for symbol in DRIVER_SYMBOLS)
+    assert sorted(p.name for p in library.parent.iterdir()) == ["s0.so"]
+    assert not any(symbol.encode() in content for symbol in DRIVER_SYMBOLS)
+    check_sources(graphs, built, viewer, library, architecture)
+
+
+def check_sources(graphs: list[Graph], built: Built, viewer: Shown, library: Path, architecture: str) -> None:
+    """Sources come from the compiler, and the second time from the cache, the same."""
+    again = Shown()
+    assert not built.cached
+    assert cuda_build.build_graphs(graphs, library, CompileOptions(architecture, viewer=again)).cached
+    assert [v.steps for v in (viewer, again)] == [["kernels", "nvcc"], []]
+    assert viewer.stages == again.stages
+    found = viewer.stages["s0"]
+    assert {call.source for call in found.calls} == {*found.kernels}
+    assert all(f"def {name}(" in text and f"{name}_kernel" in found.device for name, text in found.kernels.items())
+    assert "T.prim_func" not in found.functions
 
 
 def test_a_missing_compiler_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,20 +137,6 @@ def test_what_nvcc_says_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "s0.sm_90.so").exists()
     # What it was given is there to be looked at.
     assert "__global__" in viewer.stages["s0"].device
-
-
-@needs_nvcc
-def test_sources_come_from_the_compiler_and_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    viewers = [Shown(), Shown()]
-    built = [cuda_build.build_graphs([chain()], tmp_path / "s0.sm_90.so", CompileOptions("sm_90", viewer=v)) for v in viewers]
-    assert [library.cached for library in built] == [False, True]
-    assert [viewer.steps for viewer in viewers] == [["kernels", "nvcc"], []]
-    assert viewers[0].stages == viewers[1].stages
-    found = viewers[0].stages["s0"]
-    assert {call.source for call in found.calls} == {*found.kernels}
-    assert all(f"def {name}(" in text and f"{name}_kernel" in found.device for name, text in found.kernels.items())
-    assert "T.prim_func" not in found.functions
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
