@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from penstock.ir.errors import PenstockError, UsageError
 from penstock.ir.memory import measure_memory
 from penstock.ir.schedule import RECEIVES, SENDS
 from penstock.models import write_mlp
+from penstock.runtime import rehearse as rehearsals
 from penstock.runtime.rehearse import rehearse
 from penstock.simulating import forecast
 
@@ -103,8 +105,9 @@ def test_dumps_can_be_simulated_once_they_are_wired(bundle, capsys):
     assert "--bandwidth must be a positive number" in capsys.readouterr().err
 
 
-def test_measured_times(bundle, own_cache, capsys):
+def test_measured_times(bundle, own_cache, capsys, monkeypatch):
     """Every kind of action that a rank runs has a time; the command simulates with them."""
+    monkeypatch.setattr(rehearsals, "rehearse", partial(rehearse, seconds=0.2))
     opened = open_bundle(bundle)
     (row,) = rehearse(opened, [1], seconds=0.2)
     assert row.keys() == {a.kind for a in opened.module.schedule.ranks[1].batch}
