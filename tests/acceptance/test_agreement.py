@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -96,15 +97,18 @@ def guarded_batches(m: int) -> list[dict[str, np.ndarray]]:
     return found
 
 
+@cache
+def guarded() -> ps.Model:
+    return ps.from_torch(Guarded().train(), (torch.zeros(ROWS, LENGTH, dtype=torch.long), torch.ones(ROWS, LENGTH, 1)))
+
+
 def train_guarded(
     folder: Path, d: int, m: int, schedule: str, precision: str, recompute: str = "none"
 ) -> tuple[list[ps.Step], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Steps of a run, the parameters before the spoiled batch, and those at the end."""
-    arguments = (torch.zeros(ROWS, LENGTH, dtype=torch.long), torch.ones(ROWS, LENGTH, 1))
-    model = ps.from_torch(Guarded().train(), arguments)
     training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=3e-3), microbatches=m, precision=precision, clip=0.5, seed=4)
     cuts = [f"body.layers.{8 * i // d}/linear_{8 * i // d}" for i in range(1, d)]
-    plan = ps.plan(model, ps.Cluster.local(d), training, schedule=schedule, split_at=cuts, recompute=recompute)
+    plan = ps.plan(guarded(), ps.Cluster.local(d), training, schedule=schedule, split_at=cuts, recompute=recompute)
     again = sum("recompute" in op.attrs for graph in plan.module.graphs.values() for op in graph.ops)
     assert (again > 0) == (recompute == "all")
     data = guarded_batches(m)
@@ -154,9 +158,8 @@ def test_recomputation_changes_none_of_that(tmp_path: Path, schedule: str, m: in
 
 
 def last_losses_without_limit(folder: Path, m: int, schedule: str) -> tuple[float, ...]:
-    arguments = (torch.zeros(ROWS, LENGTH, dtype=torch.long), torch.ones(ROWS, LENGTH, 1))
     training = ps.Training(loss="cross_entropy", optimizer=ps.AdamW(lr=3e-3), microbatches=m, skip_nonfinite=True, seed=4)
-    plan = ps.plan(ps.from_torch(Guarded().train(), arguments), ps.Cluster.local(1), training, schedule=schedule)
+    plan = ps.plan(guarded(), ps.Cluster.local(1), training, schedule=schedule)
     with ps.open(ps.compile(plan, folder / "free")) as job:
         return list(job.steps(guarded_batches(m)))[-1].losses
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -60,10 +61,14 @@ def by_torch(microbatches: int, delay: int, seed: int) -> list[float]:
     return losses
 
 
+@cache
+def imported() -> ps.Model:
+    return ps.from_torch(network(), (torch.zeros(ROWS, 12),))
+
+
 def bundle(folder: Path, stages: int, schedule: str, microbatches: int, seed: int = 0, backend: str = "tvm") -> Path:
-    model = ps.from_torch(network(), (torch.zeros(ROWS, 12),))
     training = ps.Training(loss="cross_entropy", optimizer=ps.SGD(lr=RATE), microbatches=microbatches, seed=seed)
-    plan = ps.plan(model, ps.Cluster.local(stages), training, stages=stages, schedule=schedule, microbatches=microbatches)
+    plan = ps.plan(imported(), ps.Cluster.local(stages), training, stages=stages, schedule=schedule, microbatches=microbatches)
     return ps.compile(plan, folder / "bundle", backend=backend)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,6 +100,14 @@ CONVOLUTIONS: dict[str, Callable[[], Graph]] = {
 }
 
 
+# Ragged sizes in one order or the other, and few of the shapes that take the same way.
+SLOW = ("ragged, along the sum", "few columns left", "sum in blocks", "3x3, many positions", "one tap, three images")
+
+
+def named(graphs: Iterable[str]) -> list[object]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in graphs]
+
+
 def on_tiles(graph: Graph) -> bool:
     """Whether the kernel multiplies on tile registers."""
     return "tdpbf16ps" in plan_kernels(graph, machine_of("host")).steps[0].kernel.function.script()
@@ -116,7 +124,7 @@ def same_as_unpacked(program: TvmProgram, graph: Graph, arrays: Sequence[np.ndar
     return torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", named(GRAPHS))
 def test_packed_products_give_the_same(name: str, tmp_path: Path) -> None:
     graph = GRAPHS[name]()
     arrays = make_args(graph, np.random.default_rng(1))
@@ -128,7 +136,7 @@ def test_packed_products_give_the_same(name: str, tmp_path: Path) -> None:
     assert same_as_unpacked(program, graph, arrays, tmp_path)
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("name", named(CONVOLUTIONS))
 def test_packed_convolutions_give_the_same(name: str, tmp_path: Path) -> None:
     graph = CONVOLUTIONS[name]()
     arrays = make_args(graph, np.random.default_rng(2))

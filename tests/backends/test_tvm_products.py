@@ -99,11 +99,12 @@ NARROW = [(40, 1, 33), (50, 2, 64), (29, 65, 31), (13, 68, 16), (45, 7, 19), (33
 
 
 @pytest.mark.parametrize(
-    "target", ["host", pytest.param("x86-64-v3", marks=pytest.mark.slow), pytest.param("x86-64-v2", marks=pytest.mark.slow)]
+    ("target", "every"), [("host", 2), *(pytest.param(target, 1, marks=pytest.mark.slow) for target in ("host", "x86-64-v3", "x86-64-v2"))]
 )
-def test_products_with_few_columns_at_the_end(target: str, tmp_path: Path) -> None:
-    graphs = [product(f"s0.{form}{i}", form, *size) for form in ("NN", "NT") for i, size in enumerate(NARROW)]
-    graphs += [product(f"s0.d{i}", "NN", *size, "f64") for i, size in enumerate(NARROW)]
+def test_products_with_few_columns_at_the_end(target: str, every: int, tmp_path: Path) -> None:
+    graphs = [product(f"s0.NN{i}", "NN", *size) for i, size in enumerate(NARROW)]
+    graphs += [product(f"s0.NT{i}", "NT", *size) for i, size in enumerate(NARROW[::every])]
+    graphs += [product(f"s0.d{i}", "NN", *size, "f64") for i, size in enumerate(NARROW[every // 2 :: every])]
     graphs += [product("s0.b", "NN", 20, 67, 18, "f32", (3,)), gradient("s0.g", "NT", 40, 131, 21)]
     assert not wrong(graphs, tmp_path, target)
 
@@ -118,10 +119,12 @@ def test_nothing_is_multiplied_that_a_row_does_not_have(place: int, tmp_path: Pa
     torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("form", ["NN", "TN", *(pytest.param(form, marks=pytest.mark.slow) for form in ("NT", "TT"))])
-def test_products_of_few_and_many_rows(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "every"), [("NN", 1), ("TN", 3), *(pytest.param(form, 1, marks=pytest.mark.slow) for form in ("TN", "NT", "TT"))]
+)
+def test_products_of_few_and_many_rows(form: str, every: int, tmp_path: Path) -> None:
     few = FEW if form in ("NN", "NT") else FEW[::4]
-    assert not wrong([product(f"s0.p{i}", form, *size) for i, size in enumerate([*few, *MANY])], tmp_path)
+    assert not wrong([product(f"s0.p{i}", form, *size) for i, size in enumerate([*few, *MANY[::every]])], tmp_path)
 
 
 def stores(statement: object) -> Iterator[tirx.BufferStore]:
@@ -149,15 +152,27 @@ def test_last_columns_are_within_their_arrays(n: int) -> None:
     assert not over_the_end(graph)
 
 
-def test_products_of_batches_and_doubles(tmp_path: Path) -> None:
-    graphs = [product(f"s0.b{form}{b}", form, m, n, k, "f32", (b,)) for form in FORMS for b, m, n, k in ((3, 20, 70, 9), (2, 3, 150, 20))]
-    graphs += [product(f"s0.d{form}{m}", form, m, 83, 30, "f64") for form in FORMS for m in (2, 9, 33)]
+# All sizes with all forms; or every form and every size, but not with one another.
+WHOLE = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+@WHOLE
+def test_products_of_batches_and_doubles(whole: bool, tmp_path: Path) -> None:
+    batches, rows = ((3, 20, 70, 9), (2, 3, 150, 20)), (2, 9, 33)
+    graphs = []
+    for i, form in enumerate(FORMS):
+        graphs += [product(f"s0.b{form}{b}", form, m, n, k, "f32", (b,)) for b, m, n, k in (batches if whole else batches[i % 2 :][:1])]
+        graphs += [product(f"s0.d{form}{m}", form, m, 83, 30, "f64") for m in (rows if whole else rows[i % 3 :][:1])]
     assert not wrong(graphs, tmp_path)
 
 
-def test_products_added_to_variables(tmp_path: Path) -> None:
-    # The last is larger than what stays in cache, so that its lines are asked for beforehand.
-    graphs = [gradient(f"s0.g{form}{m}", form, m, n, 21) for form in FORMS for m, n in ((3, 140), (40, 131), (770, 30))]
+@WHOLE
+def test_products_added_to_variables(whole: bool, tmp_path: Path) -> None:
+    sizes = ((3, 140), (40, 131), (770, 30))
+    graphs = [
+        gradient(f"s0.g{form}{m}", form, m, n, 21) for i, form in enumerate(FORMS) for m, n in (sizes if whole else sizes[i % 3 :][:1])
+    ]
+    # Larger than what stays in cache, so that their lines are asked for beforehand.
     graphs += [gradient(f"s0.large{form}", form, 661, 405, 24) for form in ("NN", "TN")]
     assert not wrong(graphs, tmp_path)
 
@@ -184,10 +199,10 @@ def test_products_for_other_instruction_sets(target: str, tmp_path: Path) -> Non
     assert not wrong(graphs, tmp_path, target)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1, 70), st.integers(1, 300), st.integers(1, 90))
-def test_products_of_any_size(tmp_path_factory: pytest.TempPathFactory, m: int, n: int, k: int) -> None:
-    assert not wrong([product(f"s0.{form}", form, m, n, k) for form in FORMS], tmp_path_factory.mktemp("any"))
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(FORMS), st.integers(1, 70), st.integers(1, 300), st.integers(1, 90))
+def test_products_of_any_size(tmp_path_factory: pytest.TempPathFactory, form: str, m: int, n: int, k: int) -> None:
+    assert not wrong([product(f"s0.{form}", form, m, n, k)], tmp_path_factory.mktemp("any"))
 
 
 def test_control_an_operand_changed_in_one_place_is_noticed(tmp_path: Path) -> None:

@@ -67,8 +67,13 @@ def errors(module: Module, program: TvmProgram, graph: Graph) -> dict[str, float
     return {name: float((a - b).abs().max()) / max(float(b.abs().max()), 1e-30) for name, (a, b) in pairs.items()}
 
 
-@pytest.mark.parametrize("dtype", ["f32", "f64"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, "f32") for kind in OPTIMIZERS),
+        *(pytest.param(kind, "f64", marks=pytest.mark.slow if i % 2 else ()) for i, kind in enumerate(OPTIMIZERS)),
+    ],
+)
 def test_compiled_updates_agree_with_the_interpreter(kind: str, dtype: str, tmp_path: Path) -> None:
     extra = {"nesterov": True} if kind == "momentum" else {}
     groups = ("bias{lr=0.5,weight_decay=0.0}", "filter{kind=lion}")

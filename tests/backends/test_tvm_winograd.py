@@ -5,6 +5,8 @@ summation: any other bit is an error in a coefficient or an address."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +52,26 @@ def is_by_squares(graph: Graph, target: str = "host") -> bool:
     return "points" in str(plan_kernels(graph, machine_of(target)).steps[0].kernel.function)
 
 
+# Every case forward or backward, in turn; and the other way round, which `make test` has no time to compile.
+SOME = [((name, gradient), i % 2 == gradient) for i, name in enumerate(CASES) for gradient in (False, True)]
+EVERY_CASE = pytest.mark.parametrize(
+    ("name", "gradient"),
+    [
+        pytest.param(*key, marks=() if some else pytest.mark.slow, id=f"{key[0]}-{'gradient' if key[1] else 'forward'}")
+        for key, some in SOME
+    ],
+)
+
+
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> TvmProgram:
-    return build(list(GRAPHS.values()), tmp_path_factory.mktemp("winograd"))
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], TvmProgram]:
+    """The library with a case; there is one for those of `make test`, and one for the others."""
+
+    @cache
+    def made(some: bool) -> TvmProgram:
+        return build([GRAPHS[key] for key, is_some in SOME if is_some == some], tmp_path_factory.mktemp("winograd"))
+
+    return lambda name, gradient: made(dict(SOME)[name, gradient])
 
 
 def whole_numbers(graph: Graph, multiple_of: int = 4) -> list[torch.Tensor]:
@@ -63,14 +82,13 @@ def whole_numbers(graph: Graph, multiple_of: int = 4) -> list[torch.Tensor]:
     return [torch.tensor(source, dtype=dtype), torch.tensor(weight, dtype=dtype)]
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
-@pytest.mark.parametrize("name", CASES)
-def test_whole_numbers_are_exact(name: str, gradient: bool, program: TvmProgram) -> None:
+@EVERY_CASE
+def test_whole_numbers_are_exact(name: str, gradient: bool, programs: Callable[[str, bool], TvmProgram]) -> None:
     graph, case = GRAPHS[name, gradient], CASES[name]
     assert allow_tiles() or is_by_squares(graph)
     assert family_of(graph.ops[0]) == SQUARES
     ins = whole_numbers(graph)
-    (found,) = program.call(graph.name, ins)
+    (found,) = programs(name, gradient).call(graph.name, ins)
     expected = (case.backward if gradient else case.forward)(*(t.double() for t in ins))
     assert torch.equal(found.double(), expected)
     # The numbers tell positions and channels apart: with one moved, most of the result is another.
@@ -78,11 +96,10 @@ def test_whole_numbers_are_exact(name: str, gradient: bool, program: TvmProgram)
     assert (found.double() != moved).double().mean() > 0.5
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
-@pytest.mark.parametrize("name", CASES)
-def test_other_numbers_are_within_rounding(name: str, gradient: bool, program: TvmProgram) -> None:
+@EVERY_CASE
+def test_other_numbers_are_within_rounding(name: str, gradient: bool, programs: Callable[[str, bool], TvmProgram]) -> None:
     graph = GRAPHS[name, gradient]
-    assert not compare(program, graph, make_args(graph, np.random.default_rng(4)))
+    assert not compare(programs(name, gradient), graph, make_args(graph, np.random.default_rng(4)))
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
