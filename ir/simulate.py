@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from .errors import VerifyError
@@ -100,8 +101,7 @@ def play(programs: Programs, rules: Rules, duration: Callable[[Action], float], 
         rank = ready.pop()
         blocked.pop(rank, None)
         line, actions = lines[rank], programs[rank]
-        while len(line) < len(actions):
-            action = actions[len(line)]
+        for action in islice(actions, len(line), None):
             post(rules.meets(rank, action), clock[rank])
             start = clock[rank]
             for event in rules.needs(rank, action):

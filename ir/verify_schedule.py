@@ -304,7 +304,7 @@ def _check_versions(module: Module, run: Run, stepped: Mapping[int, list[str]], 
     """`stepped` are the variables with versions that the update of each stage writes."""
     if not any(a.kind == "U" for actions in run.programs.values() for a in actions):
         return  # nothing ever changes
-    microbatch: dict[int, tuple[int, str]] = {}
+    microbatch: dict[int, tuple[int, int, int]] = {}
     for rank, actions in run.programs.items():
         yield from _check_gradients(run, rank, actions, sums)
         slots: dict[int, tuple[int, str]] = {}
@@ -335,9 +335,10 @@ def _check_gradients(run: Run, rank: int, actions: list[Action], sums: Mapping[i
 
 
 def _check_rank_versions(
-    run: Run, rank: int, actions: list[Action], slots: Mapping[int, tuple[int, str]], microbatch: dict[int, tuple[int, str]]
+    run: Run, rank: int, actions: list[Action], slots: Mapping[int, tuple[int, str]], microbatch: dict[int, tuple[int, int, int]]
 ) -> Iterator[Problem]:
-    """`slots` says how many versions the stage keeps, and of which parameter; `microbatch` collects versions over all ranks."""
+    """`slots` says how many versions the stage keeps, and of which parameter; `microbatch` collects versions over all ranks, each with the
+    rank and the step that has it first."""
     last_use: dict[tuple[int, int], int] = {}
     makers: dict[tuple[int, int | None], int] = {}
     for step, a in enumerate(actions):
@@ -354,9 +355,10 @@ def _check_rank_versions(
             yield from problem("none", step, "has no version, expected @<version>")
             continue
         if a.kind != "U":
-            version, place = microbatch.setdefault(a.mb, (a.version, run.place(rank, step)))
+            version, *first = microbatch.setdefault(a.mb, (a.version, rank, step))
             if version != a.version:
-                yield from problem("mixed", step, f"reads version {a.version}, but microbatch {a.mb} has version {version} in {place}")
+                what = f"reads version {a.version}, but microbatch {a.mb} has version {version} in {run.place(*first)}"
+                yield from problem("mixed", step, what)
         if a.stage not in slots:
             continue
         count, name = slots[a.stage]
