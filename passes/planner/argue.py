@@ -32,10 +32,13 @@ from .chain import Chain
 from .cost import stage_times
 from .fleet import Fleet, fleet_of
 from .plan import DELAYED, SCHEDULES, Bytes, Wanted
-from .planner import Outcome, Planner
+from .planner import Outcome, Planner, Progress
 
+_NOTHING_FITS = "no plan fits into the memory of the devices"
 # How many times the memory of the formulas is named to who has too little.
 SPARE = 1.05
+# How near to the least memory that is enough the one comes that is named.
+_ENOUGH = 1.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +109,16 @@ class Result:
         return found
 
 
-def plan_chain(chain: Chain, cluster: Cluster | Fleet, wanted: Wanted) -> Result:
-    """The best plan of every schedule; DoesNotFit, with the nearest change that fits, where there is none."""
+def plan_chain(
+    chain: Chain, cluster: Cluster | Fleet, wanted: Wanted, *, explained: bool = True, progress: Progress | None = None
+) -> Result:
+    """The best plan of every schedule; DoesNotFit where there is none, with the nearest change that fits, unless
+    the error need not be `explained`, which takes longer than finding out that nothing fits."""
     fleet = cluster if isinstance(cluster, Fleet) else fleet_of(cluster)
-    planner = Planner(chain, fleet, wanted)
+    planner = Planner(chain, fleet, wanted, progress)
     found = {schedule: outcome for schedule in wanted.schedules if (outcome := planner.best(schedule)) is not None}
     if not found:
-        raise nearest(chain, fleet, wanted)
+        raise nearest(planner) if explained else DoesNotFit(_NOTHING_FITS, where="planner")
     outcomes = dict(sorted(found.items(), key=lambda item: item[1].step))
     return Result(chain, fleet, wanted, outcomes, dict(_left_out(planner, next(iter(outcomes.values())))), planner)
 
@@ -198,8 +204,9 @@ def _faster(fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
 # ------------------------------------------------------------------------------------------------ when nothing fits
 
 
-def nearest(chain: Chain, fleet: Fleet, wanted: Wanted) -> DoesNotFit:
+def nearest(planner: Planner) -> DoesNotFit:
     """The error that says why nothing fits, and what to change so that something does."""
+    chain, fleet, wanted = planner.chain, planner.fleet, planner.wanted
     sizes = tuple(b for b in chain.sizes if wanted.batch % b == 0)  # of others there are no times
     every = replace(wanted, sizes=sizes, recompute="auto", schedules=SCHEDULES)
     delayed = any(schedule in DELAYED for schedule in wanted.schedules)
@@ -211,13 +218,22 @@ def nearest(chain: Chain, fleet: Fleet, wanted: Wanted) -> DoesNotFit:
         "do all of this: --recompute auto, smaller microbatches, 1f1b": replace(every, schedules=("1f1b",)),
     }
     given = replace(wanted, sizes=wanted.microbatch_sizes())
+    questions = [*tries, "more devices", "more memory"]
+
+    def about(question: str) -> Planner:
+        """The planner, which says what it is asked."""
+        number, tell = questions.index(question), planner.progress
+        if tell is None:
+            return planner
+        return planner.but(progress=lambda _, __, case: tell(number, len(questions), f"nothing fits; {question}? {case}"))
+
     hints = [
-        what for what, asked in tries.items() if replace(asked, sizes=asked.microbatch_sizes()) != given and _fits(chain, fleet, asked)
+        what for what, asked in tries.items() if replace(asked, sizes=asked.microbatch_sizes()) != given and _fits(about(what).but(asked))
     ]
-    if (more := _more_devices(chain, fleet, wanted)) is not None:
+    if (more := _more_devices(about("more devices"))) is not None:
         hints.append(f"add {counted(more, 'device')} like {fleet.devices[0].name}, by estimates")
-    what = "no plan fits into the memory of the devices"
-    enough = _least_memory(chain, fleet, wanted)
+    what = _NOTHING_FITS
+    enough = _least_memory(about("more memory"))
     if enough is None:
         what = (
             f"no plan fits: {wanted.batch} samples per batch do not make enough microbatches for {', '.join(wanted.schedules)} on these "
@@ -257,20 +273,20 @@ def _at_least(count: float) -> str:
     return shown_bytes(math.ceil(math.ceil(count / tenth) * tenth))
 
 
-def _fits(chain: Chain, fleet: Fleet, wanted: Wanted) -> Outcome | None:
-    planner = Planner(chain, fleet, wanted)
-    # Schedules with fewer versions first: they take less.
-    return next((found for s in sorted(wanted.schedules, key=lambda s: s in DELAYED) if (found := planner.fits(s)) is not None), None)
+def _fits(planner: Planner) -> Outcome | None:
+    """Any plan of any schedule; those with fewer versions first: they take less."""
+    schedules = sorted(planner.wanted.schedules, key=lambda s: s in DELAYED)
+    return next((found for schedule in schedules if (found := planner.fits(schedule)) is not None), None)
 
 
-def _more_devices(chain: Chain, fleet: Fleet, wanted: Wanted) -> int | None:
+def _more_devices(planner: Planner) -> int | None:
     """The fewest devices like the first with which something fits, and leaves memory to spare; None where thrice as many as there are do not help."""
-    tight = fleet.with_memory(1 / SPARE)
+    tight = planner.fleet.with_memory(1 / SPARE)
 
     def fits(more: int) -> bool:
-        return _fits(chain, _grown(tight, more), wanted) is not None
+        return _fits(Planner(planner.chain, _grown(tight, more), planner.wanted, planner.progress)) is not None
 
-    enough = next((n for n in (1, 2, 4, 8, 16, 32) if n <= 3 * len(fleet) and fits(n)), None)
+    enough = next((n for n in (1, 2, 4, 8, 16, 32) if n <= 3 * len(tight) and fits(n)), None)
     # Whoever has more may leave some out.
     return None if enough is None else bisect_left(range(enough), True, lo=enough // 2 + 1, key=fits)
 
@@ -287,20 +303,27 @@ def _grown(fleet: Fleet, more: int) -> Fleet:
     return Fleet((*fleet.devices, *copies), path)
 
 
-def _least_memory(chain: Chain, fleet: Fleet, wanted: Wanted) -> tuple[float, Outcome] | None:
+def _least_memory(planner: Planner) -> tuple[float, Outcome] | None:
     """The smallest factor, to one part in a thousand, by which all memories have to grow, and a plan that fits then."""
-
-    def tried(factor: float) -> Outcome | None:
-        return _fits(chain, fleet.with_memory(factor), wanted)
-
     low, high = 1.0, 2.0
-    while (found := tried(high)) is None:
+    while _fits(planner.but(memory=high)) is None:
         low, high = high, 4 * high
         if high > 1e7:
             return None
-    while high / low > 1.001:
-        middle = (low * high) ** 0.5
-        better = tried(middle)
-        low, high, found = (middle, high, found) if better is None else (low, middle, better)
+    wanted = planner.wanted
+    for schedule in sorted(wanted.schedules, key=lambda s: s in DELAYED):
+        for size in wanted.microbatch_sizes():
+            # Most cases need more than another that was looked at, which one question tells.
+            case = planner.but(replace(wanted, schedules=(schedule,), sizes=(size,)))
+            below, above = low, high / _ENOUGH
+            if above <= below or _fits(case.but(memory=above)) is None:
+                continue
+            while above / below > _ENOUGH:
+                middle = (below * above) ** 0.5
+                below, above = (middle, above) if _fits(case.but(memory=middle)) is None else (below, middle)
+            high = above
     # Rounded up, so that what is printed is enough.
-    return math.ceil(high * 1000) / 1000, found
+    factor = math.ceil(high * 1000) / 1000
+    found = _fits(planner.but(memory=factor))
+    assert found is not None
+    return factor, found

@@ -23,7 +23,7 @@ from .chain import Chain, Table
 from .fleet import Fleet
 from .layouts import Layout, exhaustive, exhaustive_size, in_a_row, rows
 from .plan import Judged, Plan, Wanted
-from .search import Floor, Search
+from .search import Floor, Search, reaches
 from .stages import Stages
 
 # Elements that one run of the dynamic programme may look at, for every choice of devices.
@@ -35,6 +35,8 @@ _COARSE = 0.03
 
 
 Devices = Callable[[frozenset[int]], bool]
+# Called with how many cases of how many are done, and what is looked at now.
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,10 @@ class Outcome:
 class Planner:
     """Keeps tables and layouts between searches over the same chain and fleet."""
 
-    def __init__(self, chain: Chain, fleet: Fleet, wanted: Wanted) -> None:
+    def __init__(self, chain: Chain, fleet: Fleet, wanted: Wanted, progress: Progress | None = None) -> None:
         if not len(fleet):
             raise UsageError("there are no devices to plan for")
-        self.chain, self.fleet, self.wanted = chain, fleet, wanted
+        self.chain, self.fleet, self.wanted, self.progress = chain, fleet, wanted, progress
         self.kinds = fleet.kinds()
         self._tables: dict[int, Table] = {}
         self._layouts: list[Layout] = []
@@ -73,6 +75,16 @@ class Planner:
         size = (len(chain.layers) + 1) ** 2
         classes = fleet.classes() if len(fleet) <= 32 else []
         self.everything = bool(classes) and exhaustive_size(classes) * size <= _EXHAUSTIVE
+
+    def but(self, wanted: Wanted | None = None, memory: float = 1.0, progress: Progress | None = None) -> Planner:
+        """The planner for something else asked of these devices, or of such with so many times their memory. What that leaves as it is is
+        shared."""
+        fleet = self.fleet if memory == 1 else self.fleet.with_memory(memory)
+        other = Planner(self.chain, fleet, wanted or self.wanted, progress or self.progress)
+        other._tables = self._tables
+        if self.everything and other.wanted.replicas == self.wanted.replicas:
+            other._layouts = self.layouts()
+        return other
 
     def alike(self) -> list[list[int]]:
         """Devices in groups of which one stands for all: those that can be exchanged, in large fleets all of one kind."""
@@ -122,8 +134,7 @@ class Planner:
         if self.wanted.recompute != "auto" or schedule == "zb-1f1b":
             return None
         if self._parts is None:
-            self._parts = Planner(self.chain, self.fleet, replace(self.wanted, recompute="parts"))
-            self._parts._tables = self._tables
+            self._parts = self.but(replace(self.wanted, recompute="parts"))
         return self._parts
 
     def best(self, schedule: str, using: Devices = lambda devices: True) -> Outcome | None:
@@ -170,6 +181,7 @@ class Planner:
     def fits(self, schedule: str) -> Outcome | None:
         """Any plan of the schedule that fits into memory."""
         for b in reversed(self.wanted.microbatch_sizes()):
+            self._tell(schedule, b)
             for layout in self.layouts():
                 for search in self._searches(schedule, b, layout, lambda devices: True):
                     found = search.any()
@@ -182,6 +194,7 @@ class Planner:
         """Search everything for plans that are better than the known one."""
         best, bound = known, np.inf
         for b in self.wanted.microbatch_sizes():
+            self._tell(schedule, b)
             for layout in self.layouts():
                 floor = self.floor(schedule, b, layout)
                 if not self.everything:
@@ -198,6 +211,12 @@ class Planner:
                         best = Outcome(found.plan, found.judged, 0.0, layout)
         return replace(best, bound=min(bound, best.step)) if best is not None else None
 
+    def _tell(self, schedule: str, b: int) -> None:
+        if self.progress is not None:
+            cases = [(each, size) for each in self.wanted.schedules for size in self.wanted.microbatch_sizes()]
+            done = cases.index((schedule, b)) if (schedule, b) in cases else 0
+            self.progress(done, len(cases), f"{schedule}, microbatches of {b}")
+
     def floor(self, schedule: str, b: int, layout: Layout | None = None) -> Floor:
         """What no plan, or none of a layout, can be below. Its devices share the work; replicas with (n_j - 1) t_j <= T run m <= r + T *
         sum 1/t_j microbatches; and before a pipeline is full it has gone through the whole model once."""
@@ -210,15 +229,17 @@ class Planner:
         return Floor(max(busy, pace + fill), pace, fill)
 
     def _searches(self, schedule: str, b: int, layout: Layout, using: Devices) -> Iterator[Search]:
-        """One, or for zb-1f1b one for every number of devices that a plan may use: what is in flight depends on it."""
+        """One, or for zb-1f1b one for every number of devices that a plan may use: what is in flight depends on it. None where nothing fits."""
         if schedule != "zb-1f1b":
             ends = [node for node in range(1, len(layout.last)) if using(layout.placed[node])]
-            yield Search(self.table(b), self.fleet, self._stages(schedule, b, 0), layout, ends)
+            if reaches(stages := self._stages(schedule, b, 0), layout, ends):
+                yield Search(self.table(b), self.fleet, stages, layout, ends)
             return
         totals = sorted({len(placed) for placed in layout.placed if placed})
         for total in totals if self.everything else totals[-1:]:
             ends = [node for node, placed in enumerate(layout.placed) if len(placed) == total and using(placed)]
-            yield Search(self.table(b), self.fleet, self._stages(schedule, b, total), layout, ends)
+            if reaches(stages := self._stages(schedule, b, total), layout, ends):
+                yield Search(self.table(b), self.fleet, stages, layout, ends)
 
     def _stages(self, schedule: str, b: int, total: int) -> Stages:
         key = (schedule, b, total)

@@ -76,7 +76,7 @@ def profile_chain(
     known: dict[tuple[Device, int], Times] = {}
 
     def timer(chain: Chain, on: Device, b: int) -> Times:
-        key = (replace(on, name="", host=""), b)
+        key = (replace(on, name="", host="", spaces=()), b)
         if key not in known:
             if b not in parts:
                 raise UsageError(f"microbatches of {b} samples were not profiled, only {', '.join(map(str, parts))}", where="planner")

@@ -22,6 +22,7 @@ from .cost import Ring, gradient_copies, in_flight, least_share, versions_of, wa
 from .fleet import Fleet
 from .plan import DELAYED, Wanted
 
+Bools = npt.NDArray[np.bool_]
 _PLENTY = 1 << 40
 _Number = TypeVar("_Number", np.float64, np.int64)
 
@@ -55,6 +56,7 @@ class Stages:
         self._room: dict[tuple[int, bool, int], Ints] = {}
         self._equals: dict[tuple[object, ...], Option] = {}
         self._found: dict[tuple[object, ...], list[Option]] = {}
+        self._fitting: dict[tuple[object, ...], Bools] = {}
 
     def options(self, devices: Sequence[int], later: int, ahead: int, ring: Ring) -> list[Option]:
         """What a stage on these devices, with `later` of them behind it and `ahead` forwards in hand, may be."""
@@ -72,22 +74,53 @@ class Stages:
         warm, head = warm_up(self.schedule, ahead), 0 if self.schedule in DELAYED else 1
         full = in_flight(self.schedule, self.count, warm, self.all_devices - later - len(devices), len(devices))
         here = (slice(first, first + 1), slice(last, last + 1))
-        each = [self._times(kind, recompute)[0][here] for kind in kinds]
-        held = [room[here] for room in self.most_shares(kinds, full, recompute)]
-        dealt = _shares(each, held, least_share(self.schedule, warm), self.count, head)
-        return tuple(int(n) for n in dealt[:, 0, 0])
+        each = np.stack([self._times(kind, recompute)[0][here].ravel() for kind in kinds])
+        held = np.stack([room[here].ravel() for room in self.most_shares(kinds, full, recompute)])
+        return tuple(int(n) for n in _shares(each, held, least_share(self.schedule, warm), self.count, head)[:, 0])
+
+    def fitting(self, devices: Sequence[int], later: int, ahead: int) -> Bools:
+        """Where `options` would have anything, whatever it takes: a small part of the work of finding out what."""
+        kinds = tuple(self.kinds[i] for i in devices)
+        warm = warm_up(self.schedule, ahead)
+        full = in_flight(self.schedule, self.count, warm, self.all_devices - later - len(devices), len(devices))
+        key = (kinds, warm, full)
+        if key not in self._fitting:
+            fits = [self._fits(kinds, warm, full, recompute) for recompute in self._recomputations()]
+            self._fitting[key] = np.logical_or.reduce(fits)
+        return self._fitting[key]
 
     def _options(self, kinds: tuple[int, ...], warm: int, full: int, ring: Ring) -> list[Option]:
         found: list[Option] = []
         if len(kinds) * least_share(self.schedule, warm) > self.count:
             return found
-        for recompute in {"none": (False,), "all": (True,)}.get(self.wanted.recompute, (False, True)):
+        for recompute in self._recomputations():
             option, everywhere = (self._equal if len(set(kinds)) == 1 else self._unequal)(kinds, warm, full, ring, recompute)
             if option is not None:
                 found.append(option)
             if everywhere:
                 break
         return found
+
+    def _recomputations(self) -> tuple[bool, ...]:
+        return {"none": (False,), "all": (True,)}.get(self.wanted.recompute, (False, True))
+
+    def _fits(self, kinds: tuple[int, ...], warm: int, full: int, recompute: bool) -> Bools:
+        """The ranges of layers that memory allows replicas of these kinds."""
+        allowed, least = self.allowed[len(kinds) > 1], least_share(self.schedule, warm)
+        if len(kinds) * least > self.count:
+            return np.zeros_like(allowed)
+        if len(set(kinds)) == 1:
+            alike: Bools = allowed & (self._most_in_flight(kinds[0], recompute, len(kinds)) >= self._needed(len(kinds), full))
+            return alike
+        held = np.stack(self.most_shares(kinds, full, recompute))
+        # What memory holds may be far more than there is.
+        found: Bools = allowed & (held >= least).all(0) & (np.minimum(held, self.count).sum(0) >= self.count)
+        return found
+
+    def _needed(self, replicas: int, full: int) -> int:
+        """How many microbatches in flight each of some replicas that are alike has to have room for."""
+        most = -(-self.count // replicas)
+        return most if self.schedule == "gpipe" else full if self.schedule in DELAYED else min(full, most)
 
     def most_shares(self, kinds: Sequence[int], full: int, recompute: bool) -> list[Ints]:
         """For each replica the most microbatches of a batch that its memory lets it run; `full` are in flight when it runs many."""
@@ -103,9 +136,7 @@ class Stages:
         """The option of replicas that are alike, and whether memory allows it everywhere."""
         replicas, kind = len(kinds), kinds[0]
         allowed = self.allowed[replicas > 1]
-        most = -(-self.count // replicas)
-        need = most if self.schedule == "gpipe" else full if self.schedule in DELAYED else min(full, most)
-        fits = allowed & (self._most_in_flight(kind, recompute, replicas) >= need)
+        fits = self._fits(kinds, warm, full, recompute)
         count = np.count_nonzero(fits)
         if not count:
             return None, False
@@ -113,7 +144,7 @@ class Stages:
         key = (kinds, ring.fixed, ring.each, recompute)
         if key not in self._equals:
             times = self._times(kind, recompute)
-            slowest = (most - (0 if self.schedule in DELAYED else 1)) * times[0]
+            slowest = (-(-self.count // replicas) - (0 if self.schedule in DELAYED else 1)) * times[0]
             self._equals[key] = self._priced(np.where(allowed, slowest, np.inf), [times], replicas, ring, recompute)
         whole = self._equals[key]
         if everywhere:
@@ -126,11 +157,15 @@ class Stages:
         rows = [self._times(kind, recompute) for kind in kinds]
         held = self.most_shares(kinds, full, recompute)
         head = 0 if self.schedule in DELAYED else 1
-        shares = _shares([row[0] for row in rows], held, least_share(self.schedule, warm), self.count, head)
-        slowest = _most([(n - head) * row[0] for n, row in zip(shares, rows, strict=True)])
-        slowest = np.where(allowed & (shares.sum(0) == self.count), slowest, np.inf)
         everywhere = all(bool((room[allowed] >= self.count).all()) for room in held)
-        return (self._priced(slowest, rows, len(kinds), ring, recompute) if np.isfinite(slowest).any() else None), everywhere
+        fits = self._fits(kinds, warm, full, recompute)
+        if not fits.any():
+            return None, everywhere
+        each = np.stack([row[0][fits] for row in rows])
+        shares = _shares(each, np.stack([room[fits] for room in held]), least_share(self.schedule, warm), self.count, head)
+        slowest = np.full(allowed.shape, np.inf)
+        slowest[fits] = ((shares - head) * each).max(0)
+        return self._priced(slowest, rows, len(kinds), ring, recompute), everywhere
 
     def _priced(self, slowest: Floats, rows: Sequence[tuple[Floats, Floats, Floats]], replicas: int, ring: Ring, recompute: bool) -> Option:
         """What the slowest replica's seconds make of a stage; `rows` are the times of its kinds of devices."""
@@ -204,21 +239,21 @@ def _most(matrices: Sequence[Floats]) -> Floats:
     return found
 
 
-def _shares(each: Sequence[Floats], held: Sequence[Ints], least: int, count: int, head: int) -> Ints:
-    """Shares for every entry, which minimise max_j (n_j - head) t_j; where none are possible they do not add up to `count`."""
-    replicas = len(each)
-    times = np.maximum(np.stack(each), 1e-30)
-    room = np.minimum(np.stack(held), count)
-    possible = (room >= least).all(0) & (room.sum(0) >= count)
+def _shares(each: Floats, held: Ints, least: int, count: int, head: int) -> Ints:
+    """Shares of `count`, by replica and case, each of at least `least` and at most what is held, which minimise max_j (n_j - head) t_j;
+    `each` are the times of a microbatch. Every case must have some."""
+    times = np.maximum(each, 1e-30)
+    room = np.minimum(held, count)
     # All n with (n - head) t_j <= T are among the smallest, for the T at which replicas would end
     # together if microbatches could be divided.
-    together = (count - head * replicas) / (1.0 / times).sum(0)
+    together = (count - head * len(each)) / (1.0 / times).sum(0)
     start = np.clip(head + np.floor(together / times * (1 - 1e-12)), least, np.maximum(room, least)).astype(np.int64)
     shares = np.where(start.sum(0) > count, least, start)
-    shares = np.where(possible, shares, 0)
-    while True:
-        open_ = possible & (shares.sum(0) < count)
-        if not open_.any():
-            return shares
-        following = np.where(shares < room, (shares + 1 - head) * times, np.inf)
-        np.put_along_axis(shares, following.argmin(0)[None], np.take_along_axis(shares, following.argmin(0)[None], 0) + open_[None], 0)
+    short = count - shares.sum(0)
+    cases = np.flatnonzero(short)
+    while len(cases):
+        following = np.where(shares[:, cases] < room[:, cases], (shares[:, cases] + 1 - head) * times[:, cases], np.inf)
+        shares[following.argmin(0), cases] += 1
+        short[cases] -= 1
+        cases = cases[short[cases] > 0]
+    return shares

@@ -216,7 +216,7 @@ def _best(arguments: Namespace, load: Load, cluster: Cluster, training: Training
         if others:
             say(f"no plan fits with the sizes of microbatches that were tried first; trying {', '.join(map(str, others))}")
             with suppress(DoesNotFit):
-                found = plan_best(load, cluster, training, sizes=others, **asked, **options)
+                found = plan_best(load, cluster, training, sizes=others, explained=False, **asked, **options)
         elif not free and (smaller := _smaller_size(arguments, cluster, training, asked, options)):
             error.hint = f"{smaller}, smaller microbatches, for which there is a plan; or {error.hint}"
         if found is None:
@@ -239,7 +239,7 @@ def _smaller_size(arguments: Namespace, cluster: Cluster, training: Training, as
             continue
         try:
             quiet = {**options, "progress": None, "dump": None}
-            found = plan_best(_loader(arguments, others, name, None), cluster, training, sizes=sizes, **asked, **quiet)
+            found = plan_best(_loader(arguments, others, name, None), cluster, training, sizes=sizes, explained=False, **asked, **quiet)
         except PenstockError:
             return ""  # nothing is proposed that has not been planned; the error that is being told is of what was asked for
         assert found.search is not None

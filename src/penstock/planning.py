@@ -120,13 +120,15 @@ def plan_best(
     recompute: str = "auto",
     replicas: int = 0,
     precision: str | None = None,
+    explained: bool = True,
     progress: api.ProgressHook | None = None,
     **options: Any,
 ) -> api.Plan:
     """The best plan for batches of so many samples: what `--batch` asks for. `load` gives the model with so many samples per microbatch,
     for each of the `sizes` to choose from, or as it is for None. The fastest of `schedules` is taken, by default of those that compute
-    what plain training does; `replicas` is the most devices of a stage, 0 for any number; `recompute` is auto, none or all; further
-    options are those of `penstock.plan`."""
+    what plain training does; `replicas` is the most devices of a stage, 0 for any number; `recompute` is auto, none or all;
+    where nothing fits, the error says what would, unless it need not be `explained`, which takes longer than
+    finding that out; further options are those of `penstock.plan`."""
     library = {"cuda_libraries": options.get("cuda_libraries", "torch")}
     alone = replace(training, microbatches=1)
     models = _load_models(load, sizes, batch)
@@ -171,7 +173,7 @@ def plan_best(
         return None
 
     try:
-        result = plan_chain(profile.chain, cluster, wanted)
+        result = plan_chain(profile.chain, cluster, wanted, explained=explained, progress=progress and _of_planner(progress))
     except DoesNotFit:
         for result, part in _with_more_memory(profile.chain, cluster, wanted):
             if (plan := carried_out(result, [(result.best.plan.schedule, result.best, [])], {}, part)) is not None:
@@ -187,6 +189,11 @@ def plan_best(
     if (plan := carried_out(result, _tries(profile, result, spared, refined, too_large), refined)) is not None:
         return plan
     raise _all_refused(refused)
+
+
+def _of_planner(progress: api.ProgressHook) -> api.ProgressHook:
+    """Progress of the search, which is a part of planning like passes; its cases never count as all of it."""
+    return lambda done, total, what: progress(min(done, total - 1), total, f"planner: {what}")
 
 
 def _load_models(load: Load, sizes: Sequence[int | None], batch: int) -> dict[int, api.Model]:

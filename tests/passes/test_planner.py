@@ -22,6 +22,8 @@ from penstock.passes.planner.cost import judge
 from penstock.passes.planner.fleet import Fleet, equal_hosts, fleet_of
 from penstock.passes.planner.plan import DELAYED, SCHEDULES, Plan, StagePlan, Wanted
 from penstock.passes.planner.planner import Outcome, Planner
+from penstock.passes.planner.search import Search, reaches
+from penstock.passes.planner.stages import Stages
 from penstock.passes.schedules import SCHEDULES as SCHEDULE_KINDS
 from penstock.passes.schedules import build_schedule
 from penstock.passes.schedules.dealing import equal_shares
@@ -95,6 +97,33 @@ def test_parts_of_long_chains() -> None:
         assert parts * way.most[0, 64] >= table.saved[64]
     each = int(table.out[1])
     assert min(int(way.kept[0, 64] + way.most[0, 64]) for way in ways) <= 2 * (64 * 1000 * each) ** 0.5 + 1000 + each
+
+
+def reached_and_found(seed: int) -> list[tuple[bool, bool]]:
+    """For every schedule, size, layout and recomputation: whether a plan is said to fit beforehand, and whether a search finds one."""
+    chain, fleet, wanted = draw(seed)
+    found = []
+    for recompute in ("none", "all", "auto", "parts"):
+        planner = Planner(chain, fleet, replace(wanted, recompute=recompute))
+        for schedule in [s for s in SCHEDULES if (s, recompute) != ("zb-1f1b", "parts")]:
+            for b in wanted.microbatch_sizes():
+                stages = planner._stages(schedule, b, len(fleet))
+                for layout in planner.layouts():
+                    ends = list(range(1, len(layout.last)))
+                    found.append((reaches(stages, layout, ends), Search(planner.table(b), fleet, stages, layout, ends).any() is not None))
+    return found
+
+
+def test_what_no_search_would_find_is_told_beforehand() -> None:
+    cases = [case for seed in range(12) for case in reached_and_found(seed)]
+    assert Counter(cases).keys() == {(True, True), (False, False)}
+
+
+@pytest.mark.parametrize("loose", [True, False])
+def test_control_of_what_is_told_beforehand(loose: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were memory not looked at, or nothing said to fit."""
+    monkeypatch.setattr(Stages, "fitting", lambda self, devices, later, ahead: self.allowed[len(devices) > 1] & loose)
+    assert (loose, not loose) in [case for seed in range(12) for case in reached_and_found(seed)]
 
 
 def test_the_instances_are_of_every_kind() -> None:

@@ -151,6 +151,23 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert {"weights", "gradients", "state", "activations", "boundary", "workspace", "base"} <= named
 
 
+def test_what_is_looked_for_is_told() -> None:
+    """Cases of the search, then what could be otherwise; an error that need not be explained comes without the second."""
+    chain, fleet = draw_chain(Random(3), 3), draw_fleet(Random(3), 2, False)
+    none = fleet.but([replace(device, spaces=(("ram", 1000),)) for device in fleet.devices])
+    wanted = Wanted(4, ("1f1b", "2bw"), sizes=(1, 2), base=BASE)
+    told: dict[bool, list[tuple[int, int, str]]] = {True: [], False: []}
+    for explained, lines in told.items():
+        with pytest.raises(DoesNotFit, match="no plan fits into the memory of the devices") as error:
+            plan_chain(chain, none, wanted, explained=explained, progress=lambda *row, lines=lines: lines.append(row))
+        assert bool(error.value.hint) is explained
+        assert all(done < total for done, total, _ in lines)
+    cases = {f"{schedule}, microbatches of {b}" for schedule in ("1f1b", "2bw") for b in (1, 2)}
+    assert {what for _, _, what in told[False]} == cases
+    asked = {what.split("? ")[0] for _, _, what in told[True]} - cases
+    assert {"nothing fits; more devices", "nothing fits; more memory", "nothing fits; keep one version of the weights (1f1b)"} <= asked
+
+
 def test_what_was_given_is_not_proposed() -> None:
     """Recomputation to who asked for all of it, one version of the weights to who has one."""
     hints: dict[str, list[str]] = {"none": [], "all": []}
