@@ -47,12 +47,16 @@ def verify(module: Module) -> None:
 
 def check(module: Module, facts: Sequence[str]) -> None:
     """Check the given facts; those without a checker say nothing that can be checked."""
-    for level in LEVELS:
-        found = (problem for fact in level if fact in facts for problem in CHECKERS[fact](module))
-        with nothing_collected():
-            problems = list(islice(found, LIMIT))
-        if problems:
-            raise to_error(module.name, problems)
+    try:
+        for level in LEVELS:
+            found = (problem for fact in level if fact in facts for problem in CHECKERS[fact](module))
+            with nothing_collected():
+                problems = list(islice(found, LIMIT))
+            if problems:
+                raise to_error(module.name, problems)
+    finally:
+        if module.schedule is not None:
+            module.schedule.kept.clear()  # as large as many batches of actions
 
 
 # ------------------------------------------------------------------------------------------------ typed
