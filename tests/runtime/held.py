@@ -18,14 +18,14 @@ def below(pid: int) -> list[int]:
 
 
 def held(pid: int | None = None) -> Counter[str]:
-    """What is held now: open descriptors by kind, threads, processes, mapped pieces of memory, files in /dev/shm that are named like penstock or
+    """What is held now: open descriptors by kind, threads by the name of their process, processes, mapped pieces of memory, files in /dev/shm that are named like penstock or
     like one of the processes; others may come and go meanwhile."""
     found: Counter[str] = Counter()
     pids = below(os.getpid() if pid is None else pid)
     for each in pids:
         folder = Path(f"/proc/{each}")
         found["processes"] += 1
-        found["threads"] += len(_listed(folder / "task"))
+        found[f"threads of {_text(folder / 'comm').strip()}"] += len(_listed(folder / "task"))
         found["maps"] += len(_text(folder / "maps").splitlines())
         for number in _listed(folder / "fd"):
             try:

@@ -45,17 +45,26 @@ def _no_server_of_others():
 
 def _after(work: Callable[[], object], settle: int = 1, rounds: int = 1, patience: float = PATIENCE) -> tuple[dict[str, int], int]:
     """What rounds of work left, and by how much memory grew; rounds to settle come first. Threads that have done their work may need
-    a moment to end."""
+    a moment to end. What a library starts once, whenever it likes, is not left by rounds: the same rounds again would leave more."""
     for _ in range(settle):
         work()
     gc.collect()
     pids = below(os.getpid())
-    before, bytes_before = held(), private_bytes(pids)
-    for _ in range(rounds):
-        work()
-    gc.collect()
-    wait_until(lambda: not grown(before, held(), MAPS), patience)
-    return grown(before, held(), MAPS), private_bytes(pids) - bytes_before
+    bytes_before = private_bytes(pids)
+
+    def left() -> dict[str, int]:
+        before = held()
+        for _ in range(rounds):
+            work()
+        gc.collect()
+        wait_until(lambda: not grown(before, held(), MAPS), patience)
+        return grown(before, held(), MAPS)
+
+    found, more = left(), private_bytes(pids) - bytes_before
+    if found:
+        again = left()
+        found = {what: count for what, count in found.items() if what in again}
+    return found, more
 
 
 def _train(job: Job, steps: int, folder: Path) -> Callable[[], None]:
@@ -118,7 +127,7 @@ def test_opening_and_closing_many_times_leaves_nothing(bundle_of):
 
 
 def test_control_what_is_left_is_counted(tmp_path):
-    """Each kind of leak, a single one, is seen; a process that has ended is none."""
+    """Each kind of leak, one in a round, is seen; a process that has ended is none, nor what is there once, however often the rounds."""
     kept: list[object] = []
     more: list[Callable[[], None]] = []
 
@@ -149,7 +158,7 @@ def test_control_what_is_left_is_counted(tmp_path):
         kept.append([mmap.mmap(-1, 4096, prot=mmap.PROT_READ | (i % 2 and mmap.PROT_WRITE)) for i in range(2 * MAPS)])
 
     def leak_shared() -> None:
-        place = Path(f"/dev/shm/penstock-test-{os.getpid()}")
+        place = Path(f"/dev/shm/penstock-test-{os.getpid()}-{len(more)}")
         place.write_text("x")
         more.append(place.unlink)
 
@@ -160,12 +169,20 @@ def test_control_what_is_left_is_counted(tmp_path):
         kept.append(block)
 
     try:
-        expected = {leak_thread: "threads", leak_process: "processes", leak_file: "descriptors of files", leak_pipe: "descriptors of pipe"}
+        own = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
+        expected = {
+            leak_thread: f"threads of {own}",
+            leak_process: "processes",
+            leak_file: "descriptors of files",
+            leak_pipe: "descriptors of pipe",
+        }
         expected |= {leak_maps: "maps", leak_shared: "files in /dev/shm"}
         for leak, what in expected.items():
             assert what in _after(leak, settle=0, patience=0.1)[0]
         assert _after(leak_memory, settle=0)[1] > BYTES
         assert _after(lambda: subprocess.run(["true"], check=True), rounds=2)[0] == {}
+        once = [leak_thread]
+        assert _after(lambda: once and once.pop()(), settle=0, patience=0.1)[0] == {}
     finally:
         for undo in more:
             undo()
