@@ -452,6 +452,8 @@ def test_a_graph_that_was_found_right_is_judged_again_by_other_variables(whole):
     wider = {**whole.vars, "w": replace(whole.vars["w"], type=parse_type("f32[3,5]"))}
     assert "expected f32[3,5]" in message(whole.but(vars=wider))
     assert "no variable @w.m in the module" in message(whole.but(vars={n: v for n, v in whole.vars.items() if n != "w.m"}), "typed")
+    every = {n: replace(v, type=parse_type("f32[7]"), init="zeros") for n, v in whole.vars.items()}
+    assert "expected f32[7]" in message(whole.but(vars=every), "typed")
     # What is wrong is told each time, and the graphs are right where they were.
     assert message(whole.but(vars=wider)) == message(whole.but(vars=wider))
     verify(whole)
