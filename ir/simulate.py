@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 from .errors import VerifyError
@@ -101,7 +100,8 @@ def play(programs: Programs, rules: Rules, duration: Callable[[Action], float], 
         rank = ready.pop()
         blocked.pop(rank, None)
         line, actions = lines[rank], programs[rank]
-        for action in islice(actions, len(line), None):
+        for at in range(len(line), len(actions)):
+            action = actions[at]
             post(rules.meets(rank, action), clock[rank])
             start = clock[rank]
             for event in rules.needs(rank, action):

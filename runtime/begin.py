@@ -27,8 +27,9 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     work.main(arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by whoever started this
+            stream.flush()
     os._exit(0)
 
 

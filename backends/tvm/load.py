@@ -3,8 +3,9 @@
 In: the library of a stage. Out: a StageProgram. Torch tensors go to TVM's virtual machine as they are and come back as torch tensors,
 without copies. The interpreter lock is released during a call.
 
-Kernels trust their tensors. Devices and strides are looked at here; an input that is not contiguous is copied, a slot, which is
-updated in place, is refused. Types and shapes are what a graph's function in the machine looks at before it does anything.
+Kernels for CPUs trust their tensors. Devices, memory and strides are looked at here; an input that is not contiguous is copied, a slot,
+which is updated in place, is refused. Types and shapes are what a graph's function in the machine looks at before it does anything; of a
+GPU each kernel does.
 Code for a CPU takes tensors at any address; code for a GPU (cuda/load.py) moves aligned vectors, so that addresses are looked at, too.
 
 Limits: one caller at a time per program. The number of threads is a property of the process: TVM reads
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     import torch
 
 _THREADS: list[int] = []
-_is_contiguous = methodcaller("is_contiguous")
+_is_contiguous, _address = methodcaller("is_contiguous"), methodcaller("data_ptr")
+# What TVM raises for arguments of other types: the machine the first two, kernels for GPUs the third.
+_MISTYPED = (ValueError, RuntimeError, TypeError)
 
 
 def function_name(graph: str) -> str:
@@ -122,14 +125,13 @@ class TvmProgram:
         function, count, results, sig, _ = self._entries[graph]
         if len(args) != count:
             raise VerifyError(f"takes {len(sig.ins)} inputs and {len(sig.slots)} slots, got {len(args)} tensors", where=f"graph {graph}")
-        if not all(map(self._is_here, args)):
-            raise self._misplaced(graph, args)
+        self._look(graph, args)
         if self.boundary > 1 or not all(map(_is_contiguous, args)):
             args = self._fitting(graph, args)
-        forms = self._packed(graph, args[len(sig.ins) :]) if graph in self._packs else ()
         try:
+            forms = self._packed(graph, args[len(sig.ins) :]) if graph in self._packs else ()
             found = function(*args, *forms)
-        except (ValueError, RuntimeError):
+        except _MISTYPED:
             if (error := self._mistyped(graph, args)) is not None:
                 raise error from None
             raise
@@ -148,20 +150,36 @@ class TvmProgram:
         """Pack now what the graph's kernels want packed; calls with the same tensors need not do it again."""
         if graph in self._packs:
             sig = self._entries[graph].signature
+            if len(slots) != len(sig.slots):
+                raise VerifyError(f"has {len(sig.slots)} slots, got {len(slots)} tensors", where=f"graph {graph}")
+            self._look(graph, slots, len(sig.ins))
             ready = [self._as_slot(slot, x, graph) for slot, x in zip(sig.slots, slots, strict=True)]
-            self._held[graph] = ([x.data_ptr() for x in ready], list(self._packs[graph](*ready)))
+            try:
+                packed = list(self._packs[graph](*ready))
+            except _MISTYPED:
+                if (error := self._mistyped(graph, ready, len(sig.ins))) is not None:
+                    raise error from None
+                raise
+            self._held[graph] = ([x.data_ptr() for x in ready], packed)
 
     def _packed(self, graph: str, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         where, packed = self._held.get(graph, (None, []))
         return packed if where == [x.data_ptr() for x in slots] else list(self._packs[graph](*slots))
 
-    def _misplaced(self, graph: str, args: Sequence[torch.Tensor]) -> VerifyError:
-        i, x = next((i, x) for i, x in enumerate(args) if not self._is_here(x))
-        return VerifyError(f"argument {i} is on {x.device}, the stage is on {self.device}", where=f"graph {graph}")
+    def _look(self, graph: str, args: Sequence[torch.Tensor], first: int = 0) -> None:
+        """Where tensors are, which nobody else looks at. They are the arguments from `first` on."""
+        if not all(map(self._is_here, args)):
+            i, x = next((i, x) for i, x in enumerate(args, first) if not self._is_here(x))
+            raise VerifyError(f"argument {i} is on {x.device}, the stage is on {self.device}", where=f"graph {graph}")
+        if not all(map(_address, args)):
+            # Tensors without elements need no memory.
+            for i, x in enumerate(args, first):
+                if x.numel() and not x.data_ptr():
+                    raise VerifyError(f"argument {i} has no memory", where=f"graph {graph}", hint="was its storage given back?")
 
-    def _mistyped(self, graph: str, args: Sequence[torch.Tensor]) -> VerifyError | None:
+    def _mistyped(self, graph: str, args: Sequence[torch.Tensor], first: int = 0) -> VerifyError | None:
         """The error for the first argument of another type than the graph's, if there is one."""
-        for i, (x, t) in enumerate(zip(args, self._entries[graph].types, strict=True)):
+        for i, (x, t) in enumerate(zip(args, self._entries[graph].types[first:], strict=True), first):
             if (str(x.dtype), tuple(x.shape)) != (f"torch.{LONG_NAMES[t.dtype]}", t.dims):
                 return VerifyError(f"argument {i} must be {t}, it is {x.dtype}{list(x.shape)}", where=f"graph {graph}")
         return None

@@ -306,7 +306,7 @@ def _grown(fleet: Fleet, more: int) -> Fleet:
 def _least_memory(planner: Planner) -> tuple[float, Outcome] | None:
     """The smallest factor, to one part in a thousand, by which all memories have to grow, and a plan that fits then."""
     low, high = 1.0, 2.0
-    while _fits(planner.but(memory=high)) is None:
+    while (found := _fits(planner.but(memory=high))) is None:
         low, high = high, 4 * high
         if high > 1e7:
             return None
@@ -316,14 +316,14 @@ def _least_memory(planner: Planner) -> tuple[float, Outcome] | None:
             # Most cases need more than another that was looked at, which one question tells.
             case = planner.but(replace(wanted, schedules=(schedule,), sizes=(size,)))
             below, above = low, high / _ENOUGH
-            if above <= below or _fits(case.but(memory=above)) is None:
+            if above <= below or (better := _fits(case.but(memory=above))) is None:
                 continue
-            while above / below > _ENOUGH:
-                middle = (below * above) ** 0.5
-                below, above = (middle, above) if _fits(case.but(memory=middle)) is None else (below, middle)
-            high = above
+            high, found = above, better
+            while high / below > _ENOUGH:
+                middle = (below * high) ** 0.5
+                if (better := _fits(case.but(memory=middle))) is None:
+                    below = middle
+                else:
+                    high, found = middle, better
     # Rounded up, so that what is printed is enough.
-    factor = math.ceil(high * 1000) / 1000
-    found = _fits(planner.but(memory=factor))
-    assert found is not None
-    return factor, found
+    return math.ceil(high * 1000) / 1000, found

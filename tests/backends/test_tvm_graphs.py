@@ -425,6 +425,10 @@ def test_arguments_are_checked(small: Graph, tmp_path: Path) -> None:
         with pytest.raises(VerifyError, match=r"argument 1 must be f32\[20\], it is torch\.float"):
             program.call("s0.B", [flat[:20], slot])
         assert not slot.any()
+    freed = crooked.clone()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(VerifyError, match="argument 0 has no memory"):
+        program.call("s0.F", [freed])
     with pytest.raises(VerifyError, match="argument 0 is on meta, the stage is on cpu"):
         program.call("s0.F", [crooked.to("meta")])
     with pytest.raises(VerifyError, match="takes 1 inputs and 0 slots, got 2 tensors"):

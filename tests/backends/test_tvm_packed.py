@@ -16,6 +16,7 @@ from penstock.backends.tvm.group import PACKED
 from penstock.backends.tvm.load import TvmProgram
 from penstock.backends.tvm.lower import plan_kernels
 from penstock.backends.tvm.target import machine_of
+from penstock.ir.errors import VerifyError
 from penstock.ir.graph import Graph, Module, Op, Value, Var
 from penstock.ir.ops import make
 from penstock.ir.types import parse_type
@@ -170,6 +171,15 @@ def test_held_weights_are_packed_once(tmp_path: Path) -> None:
     assert torch.equal(program.call(graph.name, [x, weight, bias])[0], before)
     program.hold(graph.name, [weight, bias])
     assert not torch.equal(program.call(graph.name, [x, weight, bias])[0], before)
+    # Both ways in say the same of what does not fit.
+    for wrong in (weight.double(), weight[1:].clone()):
+        for way in (lambda wrong: program.hold(graph.name, [wrong, bias]), lambda wrong: program.call(graph.name, [x, wrong, bias])):
+            with pytest.raises(VerifyError, match=r"argument 1 must be f32\[.*\], it is torch\.float"):
+                way(wrong)
+    with pytest.raises(VerifyError, match="argument 2 is on meta"):
+        program.hold(graph.name, [weight, bias.to("meta")])
+    with pytest.raises(VerifyError, match="has 2 slots, got 1 tensors"):
+        program.hold(graph.name, [weight])
 
 
 def test_one_variable_in_two_orders(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from penstock.ir.cluster import Cluster, Device
 from penstock.ir.errors import DoesNotFit
 from penstock.passes.planner import argue
 from penstock.passes.planner.argue import Result, counterfactuals, plan_chain
-from penstock.passes.planner.chain import Amount, Chain, Layer, Work
+from penstock.passes.planner.chain import Amount, Chain, Layer, Times, Work
 from penstock.passes.planner.fleet import fleet_of
 from penstock.passes.planner.plan import Wanted
 
@@ -149,6 +149,25 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert short
     assert numbers == {1, 2}
     assert {"weights", "gradients", "state", "activations", "boundary", "workspace", "base"} <= named
+
+
+def test_memory_is_named_where_sizes_have_rows_of_their_own() -> None:
+    """Which device is fast, and so the order of devices in a row, may depend on the size of a microbatch: what is enough for one size by itself
+    may not be found among the rows of all."""
+    speed = {("A", 1): 1.0, ("B", 1): 2.0, ("C", 1): 3.0, ("A", 8): 3.0, ("B", 8): 2.0, ("C", 8): 1.0}
+    memory, several = {"A": 800_000, "B": 20, "C": 400_000}, {"A": 3, "B": 30, "C": 3}
+    layers = tuple(
+        Layer(f"l{i}", params=10**6, grads=10**6, saved=Amount(10**6, 50_000), out=Amount(0, 1000), back=Amount(0, 1000)) for i in range(6)
+    )
+
+    def timer(chain: Chain, device: Device, b: int) -> Times:
+        t, count = b * 1e-3 / speed[device.target, b], len(chain.layers)
+        return Times((t,) * count, (2 * t,) * count, (t,) * count, (t,) * count, (0.0,) * count)
+
+    devices = [Device(f"{k}{i}", host=f"h{k}", target=k, spaces=(("ram", memory[k]),)) for k in "BAC" for i in range(several[k])]
+    wanted = Wanted(8, ("gpipe",), "none", (1, 8), replicas=1)
+    with pytest.raises(DoesNotFit, match=r"with [\d.]+ times of it something would"):
+        plan_chain(Chain(layers, timer=timer), Cluster(tuple(devices)), wanted)
 
 
 def test_what_is_looked_for_is_told() -> None:
