@@ -82,18 +82,11 @@ def test_the_interpreter_passes_every_fourth_that_is_not_listed(cases) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(onnx.__version__ != ONNX, reason=f"the lists are for onnx {ONNX}")
-def test_the_interpreter_passes_what_is_not_listed(tmp_path: Path) -> None:
-    results = execute(INTERPRETER, tmp_path, "--set", NUMERIC, minutes=20)
-    assert len(results) == COUNTS[NUMERIC]
-    assert not changes(read_gaps(file_of(INTERPRETER)), results)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(onnx.__version__ != ONNX, reason=f"the lists are for onnx {ONNX}")
-def test_compiled_modules_pass_what_is_not_listed(tmp_path: Path) -> None:
-    results = execute(TVM, tmp_path, "--set", PLAIN, minutes=90)
-    assert len(results) == COUNTS[PLAIN]
-    assert not changes(read_gaps(file_of(TVM)), results)
+@pytest.mark.parametrize(("way", "part", "minutes"), [(INTERPRETER, NUMERIC, 20), (TVM, PLAIN, 90)])
+def test_all_that_is_not_listed_passes(way: str, part: str, minutes: int, tmp_path: Path) -> None:
+    results = execute(way, tmp_path, "--set", part, minutes=minutes)
+    assert len(results) == COUNTS[part]
+    assert not changes(read_gaps(file_of(way)), results)
 
 
 # ---------------------------------------------------------------------------------------- binding
